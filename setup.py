@@ -1,0 +1,308 @@
+"""Builds the wheel: one shared library against the LibTorch stable ABI.
+
+Everything that is static is in pyproject.toml. Read from the environment:
+
+  LOSSOPS_CUDA          auto (default): CUDA when a working nvcc is found, else CPU only.
+                        1: CUDA, or fail. 0: CPU only.
+  CUDA_HOME             the toolkit to use; else the nvcc on PATH; else the nvcc of the
+                        `nvidia-cuda-nvcc` package in this environment.
+  TORCH_CUDA_ARCH_LIST  GPU architectures, as "8.0;9.0+PTX" or "native" (the GPUs of this machine).
+  MAX_JOBS              how many compilers run at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent
+
+# CMakeLists.txt names the same files; tests/test_packaging.py holds the lists equal.
+BINDING_SOURCES = ["csrc/bindings.cpp"]
+CPU_SOURCES = ["csrc/cpu/elementwise.cpp", "csrc/cpu/cross_entropy.cpp"]
+CUDA_SOURCES = ["csrc/kernels/elementwise.cu", "csrc/kernels/cross_entropy.cu"]
+
+# The architectures of a released wheel, and the only place that names them. Those which the
+# compiler at hand does not know are left out; the newest one left also gets PTX.
+DEFAULT_CUDA_ARCHS = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
+
+# torch 2.10: the oldest release whose stable ABI has all that csrc/bindings.cpp uses.
+TORCH_TARGET_VERSION = "0x020a000000000000"
+
+COMMON_FLAGS = ["-O3", "-std=c++17", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
+# These two let loops vectorise and change no result. Nothing of -ffast-math beyond them: the
+# losses depend on NaN, infinity and the order of additions.
+MATH_FLAGS = ["-fno-math-errno", "-fno-trapping-math"]
+VISIBILITY_FLAGS = ["-fvisibility=hidden", "-fvisibility-inlines-hidden"]
+
+LINK_FLAGS = [
+    # libtorch.so as a NEEDED entry, although no symbol of it is used by name: where torch has
+    # CUDA, it brings libtorch_cuda.so into scope, and with it the current-stream function.
+    "-Wl,--no-as-needed",
+    "-ltorch",
+    "-Wl,--as-needed",
+    "-Wl,--exclude-libs,ALL",
+    "-Wl,--strip-all",
+]
+
+
+class BuildError(SystemExit):
+    """An error for the person who builds: its text is printed, without a traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"lossops: {message}")
+
+
+class Toolkit(NamedTuple):
+    """A CUDA toolkit that compiles."""
+
+    home: Path
+    version: str
+    library_dir: Path | None
+
+
+def say(*lines: str) -> None:
+    for line in lines:
+        print(f"lossops: {line}", file=sys.stderr, flush=True)
+
+
+def output_of(*command: str | Path) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise OSError(f"{command[0]} failed: {done.stdout.strip() or 'no output'}")
+    return done.stdout
+
+
+def nvcc_candidates() -> Iterator[Path]:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(variable):
+            yield Path(home, "bin", "nvcc")
+    if on_path := shutil.which("nvcc"):
+        yield Path(on_path)
+    for entry in sys.path:
+        for pattern in ("nvidia/cu[0-9]*/bin/nvcc", "nvidia/cuda_nvcc/bin/nvcc"):
+            yield from sorted(Path(entry or ".").glob(pattern), reverse=True)
+
+
+def toolkit_of(nvcc: Path) -> Toolkit:
+    """The toolkit that `nvcc` belongs to, or OSError saying what it lacks."""
+    # nvcc may be a script or a link outside its toolkit, so its own word comes first.
+    dry_run = output_of(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull)
+    homes = [Path(top) for top in re.findall(r"^#\$ TOP=(.+)$", dry_run, re.MULTILINE)]
+    homes.append(nvcc.parent.parent)
+    for home in homes:
+        if (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
+            break
+    else:
+        raise OSError(
+            f"{nvcc} has no include/cuda_runtime.h beside it (is nvidia-cuda-runtime missing?)"
+        )
+    home = Path(os.path.abspath(home))
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cu")
+        source.write_text("__global__ void probe(float* x) { *x = 0; }\n")
+        output_of(home / "bin/nvcc", "-c", source, "-o", source.with_suffix(".o"))
+
+    release = re.search(r"release (\d+\.\d+)", output_of(nvcc, "--version"))
+    if release is None:
+        raise OSError(f"{nvcc} --version names no release")
+    folders = [home / "lib64", home / "lib", *home.glob("targets/*/lib")]
+    library_dir = next((f for f in folders if (f / "libcudart_static.a").exists()), None)
+    return Toolkit(home, release[1], library_dir)
+
+
+def find_toolkit() -> Toolkit | None:
+    """The CUDA toolkit to build with, or None for a build without CUDA."""
+    wanted = os.environ.get("LOSSOPS_CUDA", "").strip().lower() or "auto"
+    if wanted not in ("auto", "0", "1"):
+        raise BuildError(f"LOSSOPS_CUDA must be auto, 1 or 0, not {wanted!r}")
+    if wanted == "0":
+        say("CUDA is switched off (LOSSOPS_CUDA=0): building for the CPU only")
+        return None
+
+    faults = []
+    for nvcc in nvcc_candidates():
+        if not nvcc.is_file():
+            faults.append(f"{nvcc} does not exist")
+            continue
+        try:
+            return toolkit_of(nvcc)
+        except OSError as error:
+            faults.append(str(error))
+    if not faults:
+        faults.append("looked in CUDA_HOME, on PATH and for the package nvidia-cuda-nvcc")
+    if wanted == "1":
+        raise BuildError("LOSSOPS_CUDA=1, but no working nvcc was found:\n  " + "\n  ".join(faults))
+    bar = "*" * 78
+    say(
+        bar,
+        "NO CUDA COMPILER FOUND: building for the CPU ONLY. CUDA tensors will be refused.",
+        *faults,
+        "Set CUDA_HOME or put nvcc on PATH for a CUDA build, LOSSOPS_CUDA=0 to silence this.",
+        bar,
+    )
+    return None
+
+
+def native_archs() -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        return sorted(set(output_of(*query).split()), key=float)
+    except OSError as error:
+        raise BuildError(
+            f"TORCH_CUDA_ARCH_LIST=native, but the GPUs cannot be asked: {error}"
+        ) from None
+
+
+def default_archs(toolkit: Toolkit) -> list[str]:
+    known = output_of(toolkit.home / "bin/nvcc", "--list-gpu-code").split()
+    archs = [arch for arch in DEFAULT_CUDA_ARCHS if f"sm_{arch.replace('.', '')}" in known]
+    if not archs:
+        raise BuildError(f"CUDA {toolkit.version} knows none of {', '.join(DEFAULT_CUDA_ARCHS)}")
+    archs[-1] += "+PTX"
+    return archs
+
+
+def cuda_archs(toolkit: Toolkit) -> str:
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(",", ";").replace(" ", ";")
+    archs = [arch for arch in listed.split(";") if arch]
+    if archs == ["native"]:
+        archs = native_archs()
+    return ";".join(archs or default_archs(toolkit))
+
+
+def plain_extension() -> Any:
+    """The extension as metadata and sdist need it: its files, without torch."""
+    from setuptools import Extension
+
+    return Extension("lossops._C", BINDING_SOURCES + CPU_SOURCES + CUDA_SOURCES, depends=headers())
+
+
+def headers() -> list[str]:
+    found = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cuh")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def torch_extension() -> Any:
+    """The extension as it is compiled."""
+    try:
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        raise BuildError(
+            f"building needs torch>=2.10, and importing it failed: {error}\n"
+            "  Leave out --no-build-isolation, or install torch first."
+        ) from None
+    if not sys.platform.startswith("linux"):
+        raise BuildError(f"only Linux is supported, not {sys.platform}")
+
+    cxx_flags = [*COMMON_FLAGS, *MATH_FLAGS, *VISIBILITY_FLAGS, f"-ffile-prefix-map={ROOT}=."]
+    options: dict[str, Any] = {
+        "include_dirs": [str(ROOT / "csrc")],
+        "depends": headers(),
+        "extra_link_args": LINK_FLAGS,
+    }
+    toolkit = find_toolkit()
+    if toolkit is None:
+        options["extra_compile_args"] = {"cxx": cxx_flags}
+        extension = cpp_extension.CppExtension(
+            "lossops._C", BINDING_SOURCES + CPU_SOURCES, **options
+        )
+        extension.libraries = []
+        return extension
+
+    archs = cuda_archs(toolkit)
+    say(f"building with CUDA {toolkit.version} from {toolkit.home} for {archs}")
+    # torch reads both: a CPU-only torch sets CUDA_HOME to None even where nvcc is, and without
+    # an architecture list torch asks the GPUs of the build machine.
+    cpp_extension.CUDA_HOME = str(toolkit.home)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+    options["extra_compile_args"] = {
+        "cxx": [
+            *cxx_flags,
+            "-DLOSSOPS_WITH_CUDA",
+            f'-DLOSSOPS_CUDA_VERSION="{toolkit.version}"',
+            f'-DLOSSOPS_CUDA_ARCHS="{archs}"',
+        ],
+        "nvcc": [
+            *COMMON_FLAGS,
+            f"-Xcompiler={','.join([*MATH_FLAGS, *VISIBILITY_FLAGS])}",
+            "-lineinfo",
+        ],
+    }
+    if toolkit.library_dir is not None:
+        options["library_dirs"] = [str(toolkit.library_dir)]
+    extension = cpp_extension.CUDAExtension(
+        "lossops._C", BINDING_SOURCES + CPU_SOURCES + CUDA_SOURCES, **options
+    )
+    # torch's list names libcudart.so and libtorch_cuda.so, which would tie the file to one CUDA
+    # and keep it from loading beside a torch without CUDA.
+    extension.libraries = ["cudart_static", "rt", "dl"]
+    return extension
+
+
+def build_command() -> Any:
+    from torch.utils.cpp_extension import BuildExtension
+
+    class BuildStableExtension(BuildExtension):
+        def get_libraries(self, ext: Any) -> list[str]:
+            # setuptools may add libpython, which the file does not use.
+            return list(ext.libraries)
+
+        def build_extensions(self) -> None:
+            # Beside a CPU-only torch, ninja is told nothing of the headers of a .cu file.
+            changed = max((os.path.getmtime(header) for header in headers()), default=0.0)
+            for source in CUDA_SOURCES:
+                built = Path(self.build_temp, source).with_suffix(".o")
+                if built.exists() and built.stat().st_mtime < changed:
+                    built.unlink()
+            super().build_extensions()
+
+    return BuildStableExtension.with_options(no_python_abi_suffix=True)
+
+
+def wheel_command() -> Any:
+    try:
+        from setuptools.command.bdist_wheel import bdist_wheel
+    except ImportError:
+        raise BuildError(
+            "building needs setuptools>=77: pip install --upgrade setuptools, "
+            "or leave out --no-build-isolation"
+        ) from None
+
+    class AnyPythonWheel(bdist_wheel):
+        def get_tag(self) -> tuple[str, str, str]:
+            # torch.ops loads the file; Python never imports it. So no Python version, no ABI.
+            return "py3", "none", super().get_tag()[2]
+
+    return AnyPythonWheel
+
+
+def main() -> None:
+    from setuptools import setup
+
+    commands = {"bdist_wheel": wheel_command()}
+    compiling = {"build", "build_ext", "bdist_wheel", "install", "develop", "editable_wheel"}
+    if compiling.isdisjoint(sys.argv):
+        setup(ext_modules=[plain_extension()], cmdclass=commands)
+    else:
+        extension = torch_extension()
+        setup(ext_modules=[extension], cmdclass={**commands, "build_ext": build_command()})
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    main()

@@ -1,0 +1,3 @@
+"""The version, kept here and nowhere else."""
+
+__version__ = "0.1.0"
