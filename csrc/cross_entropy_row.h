@@ -1,0 +1,95 @@
+// What cross entropy needs to know of one row beyond its logits: the class index or
+// the coefficients q, read through any layout and dtype. Host and device.
+#pragma once
+
+#include "launchers.h"
+#include "losses/cross_entropy.h"
+#include "strided.h"
+
+namespace lossops {
+
+LOSSOPS_HOST_DEVICE int64_t load_class_index(const Operand& target, int64_t offset) {
+  switch (target.dtype) {
+    case DType::kInt64:
+      return static_cast<const int64_t*>(target.data)[offset];
+    case DType::kInt32:
+      return static_cast<const int32_t*>(target.data)[offset];
+    default:
+      return static_cast<const uint8_t*>(target.data)[offset];
+  }
+}
+
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t class_weight(const CrossEntropyArgs& args, int64_t c) {
+  return args.weight == nullptr
+             ? acc_t(1)
+             : load_as<acc_t>(args.weight, args.weight_dtype, c * args.weight_stride);
+}
+
+// The target of one row.
+template <typename acc_t>
+struct RowTarget {
+  const CrossEntropyArgs& args;
+  int64_t offset;      // of the row in target
+  int64_t index = -1;  // class index; -1 for probabilities
+  bool ignored = false;
+  bool valid = true;  // false: class index out of range
+
+  LOSSOPS_HOST_DEVICE RowTarget(const CrossEntropyArgs& args_, int64_t offset_)
+      : args(args_), offset(offset_) {
+    if (!args.target_is_probability) {
+      index = load_class_index(args.target, offset);
+      ignored = index == args.ignore_index;
+      valid = ignored || (index >= 0 && index < args.num_classes);
+    }
+  }
+
+  // Logits are read for a kept, valid row only.
+  LOSSOPS_HOST_DEVICE bool has_loss() const { return valid && !ignored; }
+
+  // w_t of the mean's denominator.
+  LOSSOPS_HOST_DEVICE acc_t index_weight() const { return class_weight<acc_t>(args, index); }
+
+  // p'_c: the smoothed probability of class c.
+  LOSSOPS_HOST_DEVICE acc_t probability(int64_t c) const {
+    const acc_t smoothing = static_cast<acc_t>(args.label_smoothing);
+    const acc_t smoothing_per_class =
+        static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
+    const acc_t p = load_as<acc_t>(args.target.data, args.target.dtype,
+                                   offset + c * args.target_class_stride);
+    return smoothed(p, smoothing, smoothing_per_class);
+  }
+
+  // q_c of a dense row.
+  LOSSOPS_HOST_DEVICE acc_t coefficient(int64_t c) const {
+    if (args.target_is_probability) {
+      return class_weight<acc_t>(args, c) * probability(c);
+    }
+    const acc_t smoothing = static_cast<acc_t>(args.label_smoothing);
+    const acc_t smoothing_per_class =
+        static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
+    return class_weight<acc_t>(args, c) *
+           smoothed(c == index ? acc_t(1) : acc_t(0), smoothing, smoothing_per_class);
+  }
+};
+
+// The planes of row_stats, (2 or 3, rows): max, sum, and Q of dense rows.
+template <typename acc_t>
+struct RowStats {
+  acc_t* max;
+  acc_t* sum;
+  acc_t* q_sum;
+
+  LOSSOPS_HOST_DEVICE RowStats(void* data, int64_t rows)
+      : max(static_cast<acc_t*>(data)), sum(max + rows), q_sum(sum + rows) {}
+};
+
+// grad_output of one row, divided by what the mean divides by.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t row_scale(const CrossEntropyBackwardArgs& args, int64_t offset) {
+  const acc_t grad_output = load_operand<acc_t>(args.grad_output, offset);
+  return args.reduction == Reduction::kMean ? grad_output / static_cast<acc_t>(*args.total_weight)
+                                            : grad_output;
+}
+
+}  // namespace lossops

@@ -1,0 +1,161 @@
+// What both backends implement: raw pointers, sizes and an execution context in,
+// nothing of torch. bindings.cpp fills these structs; kernels/ and cpu/ read them.
+#pragma once
+
+#include <cstdint>
+
+#include "losses/registry.h"
+#include "scalar_types.h"
+
+namespace lossops {
+
+// torch's TensorIterator has the same bound.
+constexpr int kMaxDims = 25;
+
+enum class Reduction : int8_t {
+  kNone,
+  kMean,
+  kSum
+};  // batchmean is a mean with its own denominator
+
+// A strided tensor over the sizes of the argument struct that holds it.
+struct Operand {
+  void* data = nullptr;  // null: absent
+  DType dtype = DType::kFloat32;
+  int64_t strides[kMaxDims] = {};  // elements; 0 along broadcast dimensions
+};
+
+// Dimension 0 is the fastest.
+struct IterationSpace {
+  int ndim = 0;
+  int64_t sizes[kMaxDims] = {};
+  int64_t numel = 0;
+};
+
+// ---------------------------------------------------------------- elementwise
+
+struct ElementwiseArgs {
+  ElementwiseLoss loss = ElementwiseLoss::mse_loss;
+  LossParams params;
+  Reduction reduction = Reduction::kMean;
+  IterationSpace space;  // broadcast shape of input and target
+  Operand input;
+  Operand target;
+  Operand weight;  // multiplies the loss of its element
+  // All operands are one dense run in the same order and of one dtype: element i of
+  // each is data[i]. grad_output of a reduction does not count.
+  bool contiguous = false;
+  bool acc_double = false;  // compute in fp64, else in fp32
+  // Mean: the sum is divided by this, or by *total_weight where weight is given.
+  double denominator = 1;
+  // How often each element of weight occurs in the broadcast shape.
+  double weight_copies = 1;
+};
+
+struct ElementwiseForwardArgs : ElementwiseArgs {
+  Operand output;                  // none: the shape of space; else one element
+  double* total_weight = nullptr;  // out, (1,): sum of weight; weighted mean only
+};
+
+struct ElementwiseBackwardArgs : ElementwiseArgs {
+  Operand grad_output;                   // strides 0 for a reduction
+  const double* total_weight = nullptr;  // (1,), from forward; weighted mean only
+  Operand loss_value;                    // (), from forward; weighted mean only
+  // Null where not wanted. A gradient whose operand is broadcast has its own launcher.
+  Operand grad_input;
+  Operand grad_target;
+  Operand grad_weight;
+};
+
+// One gradient of ElementwiseBackwardArgs, summed over the dimensions along which its
+// operand was broadcast. Dimensions [0, num_kept) of space are the gradient's own,
+// the rest are summed over.
+struct ElementwiseBackwardReduceArgs : ElementwiseBackwardArgs {
+  int num_kept = 0;
+};
+
+// -------------------------------------------------------------- cross entropy
+
+struct CrossEntropyArgs {
+  Reduction reduction = Reduction::kMean;
+  // One row of logits per element of the target's shape, numbered in that shape's
+  // row-major order.
+  IterationSpace rows;
+  int64_t num_classes = 0;
+  Operand input;  // strides over rows
+  int64_t input_class_stride = 1;
+  Operand target;  // class indices (int64, int32, uint8), or probabilities
+  bool target_is_probability = false;
+  int64_t target_class_stride = 0;  // probabilities only
+  const void* weight = nullptr;     // (C,), any stride
+  DType weight_dtype = DType::kFloat32;
+  int64_t weight_stride = 1;
+  int64_t ignore_index = -100;
+  double label_smoothing = 0;
+  bool acc_double = false;
+
+  // Coefficients of more than one class per row: {max, sum, Q} are kept, else {max, sum}.
+  LOSSOPS_HOST_DEVICE bool dense() const { return target_is_probability || label_smoothing > 0; }
+};
+
+struct CrossEntropyForwardArgs : CrossEntropyArgs {
+  Operand output;                  // none: strides over rows; else one element
+  void* row_stats = nullptr;       // out, (2 or 3, rows) of acc_t: max, sum, Q
+  double* total_weight = nullptr;  // out, (1,): the mean's denominator; mean only
+  // Out, CPU only: the first row whose class index is out of range, or -1.
+  int64_t* first_invalid_row = nullptr;
+};
+
+struct CrossEntropyBackwardArgs : CrossEntropyArgs {
+  Operand grad_output;  // none: strides over rows; else strides 0
+  const void* row_stats = nullptr;
+  const double* total_weight = nullptr;  // mean only
+  Operand grad_input;                    // strides over rows; null: not wanted
+  int64_t grad_input_class_stride = 1;
+  Operand grad_target;  // probabilities only; null: not wanted
+  int64_t grad_target_class_stride = 1;
+  // (C,) contiguous, weight_dtype; probabilities only; null: not wanted
+  void* grad_weight = nullptr;
+};
+
+// --------------------------------------------------------------- the backends
+
+// Each launcher has a companion that says how many doubles of scratch it needs.
+#define LOSSOPS_DECLARE_LAUNCHERS(Context)                                                       \
+  int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args);                       \
+  void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch, Context); \
+  void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context);                \
+  int64_t elementwise_backward_reduce_scratch(const ElementwiseBackwardReduceArgs& args);        \
+  void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& args,             \
+                                          double* scratch, Context);                             \
+  int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args);                    \
+  void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,        \
+                                    Context);                                                    \
+  int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args);                  \
+  void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double* scratch,      \
+                                     Context);                                                   \
+  /* Writes the first row whose class index is out of range, or -1, to *result. */               \
+  void launch_first_invalid_target(const CrossEntropyArgs& args, int64_t* result, Context);
+
+namespace cuda {
+
+// A cudaStream_t. Launch errors are thrown as std::runtime_error.
+using Context = void*;
+LOSSOPS_DECLARE_LAUNCHERS(Context)
+
+}  // namespace cuda
+
+namespace cpu {
+
+// Runs body(data, begin, end) over [0, count) in parallel, in any split.
+struct Context {
+  void (*parallel_for)(int64_t count, int64_t grain, void (*body)(void*, int64_t, int64_t),
+                       void* data);
+};
+LOSSOPS_DECLARE_LAUNCHERS(Context)
+
+}  // namespace cpu
+
+#undef LOSSOPS_DECLARE_LAUNCHERS
+
+}  // namespace lossops

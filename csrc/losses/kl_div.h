@@ -1,0 +1,96 @@
+// Pointwise Kullback-Leibler divergence KL(target || input), as
+// torch.nn.functional.kl_div defines it.
+//
+//   x is the input's log-probability: input itself, or log(input) when the
+//   input holds probabilities (log_input = false);
+//   t is the target's probability: target itself, or exp(target) when the
+//   target holds log-probabilities (log_target = true).
+//
+//   loss          = t (log t - x)
+//   d / d x       = -t                  d / d p       = -t / p,  x = log p
+//   d / d t       = log t + 1 - x       d / d (log t) = t (log t + 1 - x)
+//
+// Limits: a weight t of zero makes the term zero, also where x is -inf; a NaN on
+// either side stays NaN.
+#pragma once
+
+#include "losses/math.h"
+#include "losses/params.h"
+
+namespace lossops {
+
+template <bool kLogTarget, bool kLogInput>
+struct KlDivTerm {
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE acc_t forward(acc_t input, acc_t target) const {
+    const acc_t x = log_probability(input);
+    if constexpr (kLogTarget) {
+      const acc_t t = math::exp(target);
+      return t == acc_t(0) ? zero_unless_nan(x) : t * (target - x);
+    } else {
+      const acc_t zero_weight = x == -math::infinity<acc_t>() ? acc_t(0) : acc_t(0) * x;
+      const acc_t term = target * (math::log(target) - x);
+      return target == acc_t(0) ? zero_weight : term;
+    }
+  }
+
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE acc_t backward_input(acc_t input, acc_t target) const {
+    acc_t t = target;
+    if constexpr (kLogTarget) {
+      t = math::exp(target);
+    }
+    if constexpr (kLogInput) {
+      return -t;
+    } else {
+      return t == acc_t(0) ? zero_unless_nan(input) : -t / input;
+    }
+  }
+
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE acc_t backward_target(acc_t input, acc_t target) const {
+    const acc_t x = log_probability(input);
+    if constexpr (kLogTarget) {
+      const acc_t t = math::exp(target);
+      return t == acc_t(0) ? zero_unless_nan(x) : t * (target - x + acc_t(1));
+    } else {
+      // Not differentiable at 0: NaN, as torch's xlogy gives.
+      return target == acc_t(0) ? math::quiet_nan<acc_t>() : math::log(target) - x + acc_t(1);
+    }
+  }
+
+ private:
+  template <typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t log_probability(acc_t input) {
+    if constexpr (kLogInput) {
+      return input;
+    } else {
+      return math::log(input);
+    }
+  }
+
+  template <typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t zero_unless_nan(acc_t x) {
+    return math::is_nan(x) ? x : acc_t(0);
+  }
+};
+
+struct KlDivLoss {
+  using Params = ParamTypes<bool, bool>;
+  static constexpr char kSchema[] = ", bool log_target=False, bool log_input=True";
+  static constexpr LossTraits kTraits{/*has_weight=*/false, /*takes_integers=*/false,
+                                      /*has_batchmean=*/true, /*expands_first=*/false};
+
+  template <typename Body>
+  static void visit(const LossParams& params, Body&& body) {
+    const bool log_target = params.values[0] != 0;
+    const bool log_input = params.values[1] != 0;
+    if (log_target) {
+      log_input ? body(KlDivTerm<true, true>{}) : body(KlDivTerm<true, false>{});
+    } else {
+      log_input ? body(KlDivTerm<false, true>{}) : body(KlDivTerm<false, false>{});
+    }
+  }
+};
+
+}  // namespace lossops

@@ -1,0 +1,44 @@
+// Squared error.
+//
+//   loss(x, t)  = (x - t)^2
+//   d loss / dx =  2 (x - t)
+//   d loss / dt = -2 (x - t)
+#pragma once
+
+#include "losses/math.h"
+#include "losses/params.h"
+
+namespace lossops {
+
+struct MseTerm {
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE acc_t forward(acc_t x, acc_t t) const {
+    const acc_t difference = x - t;
+    return difference * difference;
+  }
+
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE acc_t backward_input(acc_t x, acc_t t) const {
+    return acc_t(2) * (x - t);
+  }
+
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE acc_t backward_target(acc_t x, acc_t t) const {
+    return acc_t(2) * (t - x);
+  }
+};
+
+struct MseLoss {
+  using Params = ParamTypes<>;
+  static constexpr char kSchema[] = "";
+  static constexpr LossTraits kTraits{/*has_weight=*/true, /*takes_integers=*/true,
+                                      /*has_batchmean=*/false, /*expands_first=*/true};
+
+  // Calls body with the term that the run-time parameters choose.
+  template <typename Body>
+  static void visit(const LossParams& /*params*/, Body&& body) {
+    body(MseTerm{});
+  }
+};
+
+}  // namespace lossops

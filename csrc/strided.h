@@ -1,0 +1,92 @@
+// Offsets into strided tensors, and the loss of one element read through them:
+// the path that takes any layout and any mixture of dtypes. Host and device.
+#pragma once
+
+#include "launchers.h"
+
+namespace lossops {
+
+// Offsets, in elements, of one linear index into N operands of the same space.
+template <int N>
+LOSSOPS_HOST_DEVICE void strided_offsets(const IterationSpace& space,
+                                         const Operand* const (&operands)[N], int64_t index,
+                                         int64_t (&offsets)[N], int first_dim = 0,
+                                         int last_dim = kMaxDims) {
+  const int end = last_dim < space.ndim ? last_dim : space.ndim;
+  for (int dim = first_dim; dim < end; ++dim) {
+    const int64_t size = space.sizes[dim];
+    int64_t coordinate;
+    // 32-bit division is several times cheaper than 64-bit.
+    if ((index >> 32) == 0 && (size >> 32) == 0) {
+      const uint32_t quotient = static_cast<uint32_t>(index) / static_cast<uint32_t>(size);
+      coordinate = static_cast<uint32_t>(index) - quotient * static_cast<uint32_t>(size);
+      index = quotient;
+    } else {
+      const int64_t quotient = index / size;
+      coordinate = index - quotient * size;
+      index = quotient;
+    }
+    for (int n = 0; n < N; ++n) {
+      offsets[n] += coordinate * operands[n]->strides[dim];
+    }
+  }
+}
+
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t load_operand(const Operand& operand, int64_t offset) {
+  return load_as<acc_t>(operand.data, operand.dtype, offset);
+}
+
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void store_operand(const Operand& operand, int64_t offset, acc_t value) {
+  store_as<acc_t>(operand.data, operand.dtype, offset, value);
+}
+
+// grad_output of a reduction, divided by what the mean divides by.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t reduction_scale(const ElementwiseBackwardArgs& args) {
+  const acc_t grad_output = load_operand<acc_t>(args.grad_output, 0);
+  if (args.reduction != Reduction::kMean) {
+    return grad_output;
+  }
+  return grad_output /
+         static_cast<acc_t>(args.weight.data != nullptr ? *args.total_weight : args.denominator);
+}
+
+// Loss of one element; weight becomes its weight (1 without one).
+template <typename acc_t, typename Term>
+LOSSOPS_HOST_DEVICE acc_t strided_forward(const ElementwiseArgs& args, const Term& term,
+                                          const int64_t (&offsets)[4], acc_t& weight) {
+  const acc_t value = term.forward(load_operand<acc_t>(args.input, offsets[0]),
+                                   load_operand<acc_t>(args.target, offsets[1]));
+  if (args.weight.data == nullptr) {
+    weight = acc_t(1);
+    return value;
+  }
+  weight = load_operand<acc_t>(args.weight, offsets[2]);
+  return value * weight;
+}
+
+enum class Wanted : int8_t { kInput, kTarget, kWeight };
+
+// One gradient of one element of the broadcast shape. scale is reduction_scale() for a
+// reduction, the element's own grad_output else.
+template <typename acc_t, typename Term>
+LOSSOPS_HOST_DEVICE acc_t elementwise_gradient(Wanted wanted, const ElementwiseBackwardArgs& args,
+                                               const Term& term, acc_t x, acc_t t, acc_t weight,
+                                               acc_t scale) {
+  if (wanted == Wanted::kInput) {
+    return scale * weight * term.backward_input(x, t);
+  }
+  if (wanted == Wanted::kTarget) {
+    return scale * weight * term.backward_target(x, t);
+  }
+  acc_t value = term.forward(x, t);
+  if (args.reduction == Reduction::kMean) {
+    // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
+    value -= load_operand<acc_t>(args.loss_value, 0) / static_cast<acc_t>(args.weight_copies);
+  }
+  return scale * value;
+}
+
+}  // namespace lossops
