@@ -1,0 +1,107 @@
+// Sums over one axis of a matrix that is computed as it is read:
+//   result[o] = sum_r source(o, r),   o in [0, outputs), r in [0, reduced)
+// In two stages over r, in a fixed order.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/check.cuh"
+
+namespace lossops::cuda {
+
+constexpr int kColumnReduceThreads = 256;
+constexpr int kColumnReduceMaxX = 32;
+// Enough blocks to fill any GPU; each still sums at least this many terms a thread.
+constexpr int64_t kColumnReduceBlocks = 4096;
+constexpr int64_t kColumnReduceMinTerms = 16;
+
+// Threads along x take neighbouring outputs, threads along y neighbouring terms.
+template <typename Source, typename Sink>
+__global__ void __launch_bounds__(kColumnReduceThreads)
+    column_reduce_kernel(const __grid_constant__ Source source, const __grid_constant__ Sink sink,
+                         int64_t outputs, int64_t reduced, int64_t terms_per_split) {
+  __shared__ double sums[kColumnReduceThreads];
+  const int64_t output = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t begin = blockIdx.y * terms_per_split;
+  const int64_t end = begin + terms_per_split < reduced ? begin + terms_per_split : reduced;
+  double sum = 0;
+  if (output < outputs) {
+    for (int64_t r = begin + threadIdx.y; r < end; r += blockDim.y) {
+      sum += source(output, r);
+    }
+  }
+  const unsigned slot = threadIdx.y * blockDim.x + threadIdx.x;
+  sums[slot] = sum;
+  __syncthreads();
+  for (unsigned half = blockDim.y / 2; half > 0; half /= 2) {
+    if (threadIdx.y < half) {
+      sums[slot] += sums[slot + half * blockDim.x];
+    }
+    __syncthreads();
+  }
+  if (threadIdx.y == 0 && output < outputs) {
+    sink(output, blockIdx.y, sums[threadIdx.x]);
+  }
+}
+
+// (splits, outputs) partial sums, first as a sink and then as a source.
+struct ColumnPartials {
+  double* data;
+  int64_t outputs;
+
+  __device__ __forceinline__ void operator()(int64_t output, int64_t split, double sum) const {
+    data[split * outputs + output] = sum;
+  }
+  __device__ __forceinline__ double operator()(int64_t output, int64_t split) const {
+    return data[split * outputs + output];
+  }
+};
+
+struct ColumnReducePlan {
+  dim3 block;
+  int64_t blocks_x;
+  int64_t splits;
+  int64_t terms_per_split;
+
+  ColumnReducePlan(int64_t outputs, int64_t reduced) {
+    int x = 1;
+    while (x < kColumnReduceMaxX && x < outputs) {
+      x *= 2;
+    }
+    block = dim3(x, kColumnReduceThreads / x);
+    blocks_x = (outputs + x - 1) / x;
+    const int64_t useful = reduced / (kColumnReduceMinTerms * block.y);
+    const int64_t wanted = kColumnReduceBlocks / std::max<int64_t>(blocks_x, 1);
+    splits = std::max<int64_t>(1, std::min(useful, wanted));
+    terms_per_split = (reduced + splits - 1) / splits;
+  }
+
+  int64_t scratch(int64_t outputs) const { return splits > 1 ? splits * outputs : 0; }
+};
+
+// sink(output, split, sum) gets every result once, with split 0.
+template <typename Source, typename Sink>
+void column_reduce(const Source& source, const Sink& sink, int64_t outputs, int64_t reduced,
+                   double* scratch, cudaStream_t stream) {
+  if (outputs == 0) {
+    return;
+  }
+  const ColumnReducePlan plan(outputs, reduced);
+  const auto launch = [&](const auto& from, const auto& to, int64_t terms, int64_t splits,
+                          int64_t terms_per_split) {
+    const dim3 grid(static_cast<unsigned>(plan.blocks_x), static_cast<unsigned>(splits));
+    column_reduce_kernel<<<grid, plan.block, 0, stream>>>(from, to, outputs, terms,
+                                                          terms_per_split);
+    check_launch("column_reduce_kernel");
+  };
+  if (plan.splits == 1) {
+    launch(source, sink, reduced, 1, reduced);
+    return;
+  }
+  const ColumnPartials partials{scratch, outputs};
+  launch(source, partials, reduced, plan.splits, plan.terms_per_split);
+  launch(partials, sink, plan.splits, 1, plan.splits);
+}
+
+}  // namespace lossops::cuda

@@ -1,0 +1,645 @@
+// Cross entropy, forward and backward.
+//
+// Rows whose classes are contiguous are read by a team of threads each: part of a warp
+// for few classes, a block for many. Rows whose classes are strided, such as the pixels
+// of an (N, C, H, W) tensor, take a thread each, so that a warp reads neighbouring rows.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cross_entropy_row.h"
+#include "kernels/block_reduce.cuh"
+#include "kernels/check.cuh"
+#include "kernels/column_reduce.cuh"
+#include "kernels/dispatch.cuh"
+#include "kernels/grid_reduce.cuh"
+#include "kernels/vectorized.cuh"
+#include "launchers.h"
+#include "losses/cross_entropy.h"
+
+namespace lossops::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+// A row of more bytes than this is worth a block of its own.
+constexpr int64_t kWarpRowBytes = 4096;
+// Vectors of a row that a thread has in flight.
+constexpr int kRowUnroll = 4;
+// Classes of a strided row that a thread has in flight.
+constexpr int kClassUnroll = 8;
+// Blocks of a grid: several waves on any GPU, and partials that one block folds in
+// microseconds.
+constexpr int64_t kMaxBlocks = 16384;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <typename acc_t, bool kDense>
+using RowState = std::conditional_t<kDense, DenseOnlineSoftmax<acc_t>, OnlineSoftmax<acc_t>>;
+
+// Folds `count` logits into the state, with one rescaling for all of them. Their classes
+// are first_class, first_class + 1, ...
+template <int kCount, typename acc_t>
+__device__ __forceinline__ void fold(OnlineSoftmax<acc_t>& state, const acc_t (&x)[kCount],
+                                     const RowTarget<acc_t>& /*target*/, int64_t /*first_class*/) {
+  acc_t max = x[0];
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) {
+    max = x[i] > max ? x[i] : max;
+  }
+  state.raise_max(max);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    state.add_below_max(x[i]);
+  }
+}
+
+template <int kCount, typename acc_t>
+__device__ __forceinline__ void fold(DenseOnlineSoftmax<acc_t>& state, const acc_t (&x)[kCount],
+                                     const RowTarget<acc_t>& target, int64_t first_class) {
+  acc_t max = x[0];
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) {
+    max = x[i] > max ? x[i] : max;
+  }
+  state.raise_max(max);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    state.add_below_max(x[i], target.coefficient(first_class + i));
+  }
+}
+
+// One thread's share of a row of contiguous classes. row: (C,). The team's threads are
+// numbered by lane.
+template <typename scalar_t, typename State, typename acc_t = acc_type_t<scalar_t>>
+__device__ __forceinline__ State reduce_row(const scalar_t* row, int64_t num_classes,
+                                            const RowTarget<acc_t>& target, int lane, int team) {
+  constexpr int kSize = kVectorSize<scalar_t>;
+  State state;
+  const auto fold_one = [&](int64_t c) {
+    const acc_t x[1] = {to_acc<acc_t>(row[c])};
+    fold(state, x, target, c);
+  };
+  const auto fold_vector = [&](const Vector<scalar_t>& vector, int64_t first_class) {
+    acc_t x[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      x[i] = to_acc<acc_t>(vector.values[i]);
+    }
+    fold(state, x, target, first_class);
+  };
+
+  const int64_t to_alignment = elements_to_alignment(row);
+  const int64_t head = to_alignment < num_classes ? to_alignment : num_classes;
+  for (int64_t c = lane; c < head; c += team) {
+    fold_one(c);
+  }
+  const scalar_t* const body = row + head;
+  const int64_t vectors = (num_classes - head) / kSize;
+  int64_t v = lane;
+  for (; v + (kRowUnroll - 1) * team < vectors; v += kRowUnroll * team) {
+    Vector<scalar_t> loaded[kRowUnroll];
+#pragma unroll
+    for (int u = 0; u < kRowUnroll; ++u) {
+      loaded[u] = load_vector(body, v + u * team);
+    }
+#pragma unroll
+    for (int u = 0; u < kRowUnroll; ++u) {
+      fold_vector(loaded[u], head + (v + u * team) * kSize);
+    }
+  }
+  for (; v < vectors; v += team) {
+    fold_vector(load_vector(body, v), head + v * kSize);
+  }
+  for (int64_t c = head + vectors * kSize + lane; c < num_classes; c += team) {
+    fold_one(c);
+  }
+  return state;
+}
+
+// What one row leaves behind, once its state is complete. x_at_index is the logit of the
+// class index, unused by dense rows.
+template <typename acc_t, typename State>
+__device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
+                                           const RowTarget<acc_t>& target, const State& state,
+                                           acc_t x_at_index, int64_t row, int64_t output_offset,
+                                           Partial& partial) {
+  constexpr bool kDense = std::is_same_v<State, DenseOnlineSoftmax<acc_t>>;
+  const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
+  acc_t loss = 0;
+  acc_t weight = 0;
+  if (!target.valid) {
+    loss = math::quiet_nan<acc_t>();
+    weight = args.weight == nullptr ? acc_t(1) : acc_t(0);
+  } else if (!target.ignored) {
+    weight = args.target_is_probability ? acc_t(1) : target.index_weight();
+    if constexpr (kDense) {
+      // Without classes there is nothing to lose.
+      loss = args.num_classes > 0 ? dense_row_loss(state) : acc_t(0);
+    } else {
+      loss = sparse_row_loss(state, x_at_index, weight);
+    }
+  }
+  stats.max[row] = state.max;
+  stats.sum[row] = state.sum;
+  if constexpr (kDense) {
+    stats.q_sum[row] = state.q_sum;
+  }
+  if (args.reduction == Reduction::kNone) {
+    store_operand<acc_t>(args.output, output_offset, loss);
+  }
+  partial.sum += static_cast<double>(loss);
+  partial.weight += static_cast<double>(weight);
+}
+
+// A row's offsets into input, target and output (or gradient).
+template <int N>
+__device__ __forceinline__ void row_offsets(const IterationSpace& rows,
+                                            const Operand* const (&operands)[N], int64_t row,
+                                            int64_t (&offsets)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    offsets[n] = 0;
+  }
+  strided_offsets(rows, operands, row, offsets);
+}
+
+// ---------------------------------------------------- rows of contiguous classes
+
+// kTeamIsBlock: one row a block at a time; else `team` lanes, a power of two, a row.
+template <typename scalar_t, bool kDense, bool kTeamIsBlock>
+__global__ void __launch_bounds__(kThreads)
+    cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int team,
+                                 Partial* partials, Finalize finalize) {
+  using acc_t = acc_type_t<scalar_t>;
+  using State = RowState<acc_t, kDense>;
+  const int lane = kTeamIsBlock ? static_cast<int>(threadIdx.x)
+                                : static_cast<int>(threadIdx.x) & (team - 1);
+  const int rows_per_block = kTeamIsBlock ? 1 : kThreads / team;
+  const int first = kTeamIsBlock ? 0 : static_cast<int>(threadIdx.x) / team;
+  const Operand* const operands[3] = {&args.input, &args.target, &args.output};
+  Partial partial;
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * rows_per_block; base < args.rows.numel;
+       base += static_cast<int64_t>(gridDim.x) * rows_per_block) {
+    const bool exists = base + first < args.rows.numel;
+    // A team past the end takes part in the shuffles with the last row.
+    const int64_t row = exists ? base + first : args.rows.numel - 1;
+    int64_t offsets[3];
+    row_offsets(args.rows, operands, row, offsets);
+    const RowTarget<acc_t> target(args, offsets[1]);
+    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
+    const bool read = target.has_loss() && exists;
+    State state =
+        reduce_row<scalar_t, State>(logits, read ? args.num_classes : 0, target, lane, team);
+    state = kTeamIsBlock ? block_reduce(state) : warp_reduce(state, team);
+    if (lane == 0 && exists) {
+      const acc_t x_at_index =
+          !kDense && target.has_loss() ? to_acc<acc_t>(logits[target.index]) : acc_t(0);
+      finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+    }
+  }
+  if (args.reduction != Reduction::kNone) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
+// Everything of a row that its gradients need.
+template <typename acc_t, bool kDense>
+struct RowGradient {
+  const CrossEntropyBackwardArgs& args;
+  RowTarget<acc_t> target;
+  acc_t scale;
+  acc_t max;
+  acc_t sum;
+  acc_t q_sum;
+  acc_t inverse_sum;
+
+  __device__ __forceinline__ RowGradient(const CrossEntropyBackwardArgs& args_, int64_t row,
+                                         int64_t target_offset, int64_t grad_output_offset)
+      : args(args_), target(args_, target_offset) {
+    const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
+    scale = row_scale<acc_t>(args, grad_output_offset);
+    max = stats.max[row];
+    sum = stats.sum[row];
+    if constexpr (kDense) {
+      q_sum = stats.q_sum[row];
+    } else {
+      q_sum = target.has_loss() ? target.index_weight() : acc_t(0);
+    }
+    inverse_sum = acc_t(1) / sum;
+  }
+
+  __device__ __forceinline__ acc_t of_logit(acc_t x, int64_t c) const {
+    if (target.ignored) {
+      return acc_t(0);
+    }
+    if (!target.valid) {
+      return math::quiet_nan<acc_t>();
+    }
+    const acc_t probability = softmax_probability(x, max, inverse_sum);
+    if constexpr (kDense) {
+      return scale * (probability * q_sum - target.coefficient(c));
+    } else {
+      return scale * q_sum * (c == target.index ? probability - acc_t(1) : probability);
+    }
+  }
+
+  // lse - x_c
+  __device__ __forceinline__ acc_t surprise(acc_t x) const { return math::log(sum) + (max - x); }
+
+  __device__ __forceinline__ acc_t of_target(acc_t x, int64_t c) const {
+    const acc_t kept = acc_t(1) - static_cast<acc_t>(args.label_smoothing);
+    return scale * kept * class_weight<acc_t>(args, c) * surprise(x);
+  }
+};
+
+template <typename scalar_t, bool kDense>
+__global__ void __launch_bounds__(kThreads)
+    cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyBackwardArgs args, int team) {
+  using acc_t = acc_type_t<scalar_t>;
+  constexpr int kSize = kVectorSize<scalar_t>;
+  const int lane = static_cast<int>(threadIdx.x) % team;
+  const int rows_per_block = kThreads / team;
+  const Operand* const operands[5] = {&args.input, &args.target, &args.grad_output,
+                                      &args.grad_input, &args.grad_target};
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + threadIdx.x / team;
+       row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * rows_per_block) {
+    int64_t offsets[5];
+    row_offsets(args.rows, operands, row, offsets);
+    const RowGradient<acc_t, kDense> gradient(args, row, offsets[1], offsets[2]);
+    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
+    auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
+    // Ignored rows are not read: their logits are of no consequence.
+    const bool read = !gradient.target.ignored;
+
+    const auto of_one = [&](int64_t c) {
+      const acc_t x = read ? to_acc<acc_t>(logits[c]) : acc_t(0);
+      if (args.grad_input.data != nullptr) {
+        grad_input[c] = from_acc<scalar_t>(gradient.of_logit(x, c));
+      }
+      if (kDense && args.grad_target.data != nullptr) {
+        store_operand<acc_t>(args.grad_target, offsets[4] + c * args.grad_target_class_stride,
+                             gradient.of_target(x, c));
+      }
+    };
+    const bool vectors_only = args.grad_target.data == nullptr &&
+                              elements_to_alignment(logits) == elements_to_alignment(grad_input);
+    if (!vectors_only) {
+      for (int64_t c = lane; c < args.num_classes; c += team) {
+        of_one(c);
+      }
+      continue;
+    }
+    const int64_t to_alignment = elements_to_alignment(logits);
+    const int64_t head = to_alignment < args.num_classes ? to_alignment : args.num_classes;
+    for (int64_t c = lane; c < head; c += team) {
+      of_one(c);
+    }
+    const int64_t vectors = (args.num_classes - head) / kSize;
+    const auto store_one = [&](const Vector<scalar_t>& loaded, int64_t v) {
+      Vector<scalar_t> results;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        results.values[i] = from_acc<scalar_t>(
+            gradient.of_logit(to_acc<acc_t>(loaded.values[i]), head + v * kSize + i));
+      }
+      store_vector(grad_input + head, v, results);
+    };
+    int64_t v = lane;
+    for (; v + (kRowUnroll - 1) * team < vectors; v += kRowUnroll * team) {
+      Vector<scalar_t> loaded[kRowUnroll];
+#pragma unroll
+      for (int u = 0; u < kRowUnroll; ++u) {
+        loaded[u] = read ? load_vector(logits + head, v + u * team) : Vector<scalar_t>{};
+      }
+#pragma unroll
+      for (int u = 0; u < kRowUnroll; ++u) {
+        store_one(loaded[u], v + u * team);
+      }
+    }
+    for (; v < vectors; v += team) {
+      store_one(read ? load_vector(logits + head, v) : Vector<scalar_t>{}, v);
+    }
+    for (int64_t c = head + vectors * kSize + lane; c < args.num_classes; c += team) {
+      of_one(c);
+    }
+  }
+}
+
+// ------------------------------------------------------ rows of strided classes
+
+template <typename scalar_t>
+struct TypedLoader {
+  using acc_t = acc_type_t<scalar_t>;
+  static __device__ __forceinline__ acc_t load(const Operand& operand, int64_t offset) {
+    return to_acc<acc_t>(static_cast<const scalar_t*>(operand.data)[offset]);
+  }
+  static __device__ __forceinline__ void store(const Operand& operand, int64_t offset,
+                                               acc_t value) {
+    static_cast<scalar_t*>(operand.data)[offset] = from_acc<scalar_t>(value);
+  }
+};
+
+// Logits of a narrower type than the result.
+struct WideningLoader {
+  using acc_t = double;
+  static __device__ __forceinline__ double load(const Operand& operand, int64_t offset) {
+    return load_operand<double>(operand, offset);
+  }
+  static __device__ __forceinline__ void store(const Operand& operand, int64_t offset,
+                                               double value) {
+    store_operand<double>(operand, offset, value);
+  }
+};
+
+template <typename Loader, bool kDense>
+__global__ void __launch_bounds__(kThreads)
+    cross_entropy_forward_strided_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                         Partial* partials, Finalize finalize) {
+  using acc_t = typename Loader::acc_t;
+  const Operand* const operands[3] = {&args.input, &args.target, &args.output};
+  Partial partial;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+       row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kThreads) {
+    int64_t offsets[3];
+    row_offsets(args.rows, operands, row, offsets);
+    const RowTarget<acc_t> target(args, offsets[1]);
+    RowState<acc_t, kDense> state;
+    acc_t x_at_index = 0;
+    if (target.has_loss()) {
+      const auto logit = [&](int64_t c) {
+        return Loader::load(args.input, offsets[0] + c * args.input_class_stride);
+      };
+      int64_t c = 0;
+      for (; c + kClassUnroll <= args.num_classes; c += kClassUnroll) {
+        acc_t x[kClassUnroll];
+#pragma unroll
+        for (int i = 0; i < kClassUnroll; ++i) {
+          x[i] = logit(c + i);
+        }
+        fold(state, x, target, c);
+      }
+      for (; c < args.num_classes; ++c) {
+        const acc_t x[1] = {logit(c)};
+        fold(state, x, target, c);
+      }
+      if constexpr (!kDense) {
+        x_at_index = logit(target.index);
+      }
+    }
+    finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+  }
+  if (args.reduction != Reduction::kNone) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
+template <typename Loader, bool kDense>
+__global__ void __launch_bounds__(kThreads)
+    cross_entropy_backward_strided_kernel(const __grid_constant__ CrossEntropyBackwardArgs args) {
+  using acc_t = typename Loader::acc_t;
+  const Operand* const operands[5] = {&args.input, &args.target, &args.grad_output,
+                                      &args.grad_input, &args.grad_target};
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+       row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kThreads) {
+    int64_t offsets[5];
+    row_offsets(args.rows, operands, row, offsets);
+    const RowGradient<acc_t, kDense> gradient(args, row, offsets[1], offsets[2]);
+    const bool read = !gradient.target.ignored;
+    const auto of_class = [&](acc_t x, int64_t c) {
+      if (args.grad_input.data != nullptr) {
+        Loader::store(args.grad_input, offsets[3] + c * args.grad_input_class_stride,
+                      gradient.of_logit(x, c));
+      }
+      if (kDense && args.grad_target.data != nullptr) {
+        store_operand<acc_t>(args.grad_target, offsets[4] + c * args.grad_target_class_stride,
+                             gradient.of_target(x, c));
+      }
+    };
+    const auto logit = [&](int64_t c) {
+      return read ? Loader::load(args.input, offsets[0] + c * args.input_class_stride) : acc_t(0);
+    };
+    int64_t c = 0;
+    for (; c + kClassUnroll <= args.num_classes; c += kClassUnroll) {
+      acc_t x[kClassUnroll];
+#pragma unroll
+      for (int i = 0; i < kClassUnroll; ++i) {
+        x[i] = logit(c + i);
+      }
+#pragma unroll
+      for (int i = 0; i < kClassUnroll; ++i) {
+        of_class(x[i], c + i);
+      }
+    }
+    for (; c < args.num_classes; ++c) {
+      of_class(logit(c), c);
+    }
+  }
+}
+
+// ------------------------------------------------- gradient of the class weights
+
+// d loss / d w_c = sum over rows of g p'_c (lse - x_c); probability targets only.
+template <typename acc_t>
+struct WeightGradientSource {
+  CrossEntropyBackwardArgs args;
+
+  __device__ double operator()(int64_t c, int64_t row) const {
+    const Operand* const operands[3] = {&args.input, &args.target, &args.grad_output};
+    int64_t offsets[3];
+    row_offsets(args.rows, operands, row, offsets);
+    const RowGradient<acc_t, true> gradient(args, row, offsets[1], offsets[2]);
+    const acc_t x = load_operand<acc_t>(args.input, offsets[0] + c * args.input_class_stride);
+    const acc_t p = gradient.target.probability(c);
+    return p == acc_t(0) ? 0.0
+                         : static_cast<double>(gradient.scale * p * gradient.surprise(x));
+  }
+};
+
+struct WeightGradientSink {
+  void* data;
+  DType dtype;
+
+  __device__ void operator()(int64_t c, int64_t /*split*/, double sum) const {
+    store_as<double>(data, dtype, c, sum);
+  }
+};
+
+// ------------------------------------------------------------- invalid targets
+
+constexpr unsigned long long kNoInvalidRow = ~0ull;
+
+static __global__ void first_invalid_target_kernel(const __grid_constant__ CrossEntropyArgs args,
+                                                   unsigned long long* first) {
+  const Operand* const operands[1] = {&args.target};
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+       row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kThreads) {
+    int64_t offsets[1];
+    row_offsets(args.rows, operands, row, offsets);
+    if (!RowTarget<float>(args, offsets[0]).valid) {
+      // A minimum of integers: the same in any order. -1 is the largest unsigned value.
+      atomicMin(first, static_cast<unsigned long long>(row));
+    }
+  }
+}
+
+// ------------------------------------------------------------------ launches
+
+// What the row kernels take: contiguous classes, computed in the type of the logits.
+bool rows_are_contiguous(const CrossEntropyArgs& args) {
+  return args.input_class_stride == 1 &&
+         args.acc_double == (args.input.dtype == DType::kFloat64);
+}
+
+int64_t bytes_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+// Threads that share a row.
+int team_size(const CrossEntropyArgs& args) {
+  const int64_t bytes = args.num_classes * bytes_of(args.input.dtype);
+  if (bytes > kWarpRowBytes) {
+    return kThreads;
+  }
+  int team = 1;
+  while (team < kWarpSize && team * kVectorBytes < bytes) {
+    team *= 2;
+  }
+  return team;
+}
+
+int64_t row_blocks(const CrossEntropyArgs& args, int team) {
+  return std::clamp<int64_t>(ceil_div(args.rows.numel, kThreads / team), 1, kMaxBlocks);
+}
+
+int64_t strided_blocks(const CrossEntropyArgs& args) { return row_blocks(args, 1); }
+
+int64_t forward_blocks(const CrossEntropyArgs& args) {
+  return rows_are_contiguous(args) ? row_blocks(args, team_size(args)) : strided_blocks(args);
+}
+
+template <typename Body>
+void visit_dense(bool dense, Body&& body) {
+  dense ? body(std::true_type{}) : body(std::false_type{});
+}
+
+// Calls body with the loader of a strided row.
+template <typename Body>
+void visit_loader(const CrossEntropyArgs& args, Body&& body) {
+  if (args.acc_double && args.input.dtype != DType::kFloat64) {
+    body(WideningLoader{});
+    return;
+  }
+  visit_floating(args.input.dtype,
+                 [&](auto type) { body(TypedLoader<typename decltype(type)::type>{}); });
+}
+
+template <typename scalar_t, bool kDense>
+void forward_rows(const CrossEntropyForwardArgs& args, Partial* partials, const Finalize& finalize,
+                  unsigned blocks, cudaStream_t stream) {
+  const int team = team_size(args);
+  if (team == kThreads) {
+    cross_entropy_forward_kernel<scalar_t, kDense, true>
+        <<<blocks, kThreads, 0, stream>>>(args, team, partials, finalize);
+  } else {
+    cross_entropy_forward_kernel<scalar_t, kDense, false>
+        <<<blocks, kThreads, 0, stream>>>(args, team, partials, finalize);
+  }
+  check_launch("cross_entropy_forward_kernel");
+}
+
+}  // namespace
+
+int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
+  return args.reduction == Reduction::kNone ? 0 : forward_blocks(args) * kPartialDoubles;
+}
+
+void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,
+                                  Context context) {
+  if (args.rows.numel == 0 && args.reduction == Reduction::kNone) {
+    return;
+  }
+  const auto stream = static_cast<cudaStream_t>(context);
+  auto* const partials = reinterpret_cast<Partial*>(scratch);
+  const auto blocks = static_cast<unsigned>(forward_blocks(args));
+  Finalize finalize;
+  finalize.output = args.output.data;
+  finalize.dtype = args.output.dtype;
+  finalize.mean = args.reduction == Reduction::kMean;
+  finalize.denominator_is_weight = true;
+  finalize.total_weight = args.total_weight;
+  visit_dense(args.dense(), [&](auto dense) {
+    constexpr bool kDense = decltype(dense)::value;
+    if (rows_are_contiguous(args)) {
+      visit_floating(args.input.dtype, [&](auto type) {
+        forward_rows<typename decltype(type)::type, kDense>(args, partials, finalize, blocks,
+                                                            stream);
+      });
+      return;
+    }
+    visit_loader(args, [&](auto loader) {
+      cross_entropy_forward_strided_kernel<decltype(loader), kDense>
+          <<<blocks, kThreads, 0, stream>>>(args, partials, finalize);
+      check_launch("cross_entropy_forward_strided_kernel");
+    });
+  });
+  if (args.reduction != Reduction::kNone) {
+    launch_grid_reduce(partials, blocks, finalize, stream);
+  }
+}
+
+int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args) {
+  return args.grad_weight == nullptr ? 0
+                                     : ColumnReducePlan(args.num_classes, args.rows.numel)
+                                           .scratch(args.num_classes);
+}
+
+void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double* scratch,
+                                   Context context) {
+  const auto stream = static_cast<cudaStream_t>(context);
+  if (args.grad_weight != nullptr) {
+    const WeightGradientSink sink{args.grad_weight, args.weight_dtype};
+    if (args.acc_double) {
+      column_reduce(WeightGradientSource<double>{args}, sink, args.num_classes, args.rows.numel,
+                    scratch, stream);
+    } else {
+      column_reduce(WeightGradientSource<float>{args}, sink, args.num_classes, args.rows.numel,
+                    scratch, stream);
+    }
+  }
+  const bool elementwise = args.grad_input.data != nullptr || args.grad_target.data != nullptr;
+  if (!elementwise || args.rows.numel == 0 || args.num_classes == 0) {
+    return;
+  }
+  visit_dense(args.dense(), [&](auto dense) {
+    constexpr bool kDense = decltype(dense)::value;
+    if (rows_are_contiguous(args) && args.grad_input_class_stride == 1) {
+      visit_floating(args.input.dtype, [&](auto type) {
+        const int team = team_size(args);
+        cross_entropy_backward_kernel<typename decltype(type)::type, kDense>
+            <<<static_cast<unsigned>(row_blocks(args, team)), kThreads, 0, stream>>>(args, team);
+        check_launch("cross_entropy_backward_kernel");
+      });
+      return;
+    }
+    visit_loader(args, [&](auto loader) {
+      cross_entropy_backward_strided_kernel<decltype(loader), kDense>
+          <<<static_cast<unsigned>(strided_blocks(args)), kThreads, 0, stream>>>(args);
+      check_launch("cross_entropy_backward_strided_kernel");
+    });
+  });
+}
+
+void launch_first_invalid_target(const CrossEntropyArgs& args, int64_t* result, Context context) {
+  const auto stream = static_cast<cudaStream_t>(context);
+  auto* const first = reinterpret_cast<unsigned long long*>(result);
+  const cudaError_t error = cudaMemsetAsync(first, 0xff, sizeof(kNoInvalidRow), stream);
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("lossops: cudaMemsetAsync failed: ") +
+                             cudaGetErrorString(error));
+  }
+  first_invalid_target_kernel<<<static_cast<unsigned>(strided_blocks(args)), kThreads, 0,
+                                stream>>>(args, first);
+  check_launch("first_invalid_target_kernel");
+}
+
+}  // namespace lossops::cuda

@@ -1,0 +1,457 @@
+// Elementwise losses: forward (with or without the reduction) and backward, one family of
+// kernels for every row of losses/registry.h.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/block_reduce.cuh"
+#include "kernels/check.cuh"
+#include "kernels/column_reduce.cuh"
+#include "kernels/dispatch.cuh"
+#include "kernels/grid_reduce.cuh"
+#include "kernels/vectorized.cuh"
+#include "launchers.h"
+#include "strided.h"
+
+namespace lossops::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+// 16-byte vectors a thread and operand, all in flight at once: 4, and 2 of half types.
+// Measured on an H200: more vectors, more threads or a persistent grid lose 4 to 14 %.
+template <typename scalar_t>
+constexpr int kVectors = sizeof(scalar_t) == 2 ? 2 : 4;
+// Blocks of a reduction: several waves on any GPU, and partials that one block folds in
+// microseconds.
+constexpr int64_t kMaxReduceBlocks = 16384;
+
+template <typename scalar_t>
+constexpr int64_t kTile = int64_t{kThreads} * kVectors<scalar_t> * kVectorSize<scalar_t>;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// ---------------------------------------------------------------- contiguous
+
+// input, target, weight, output: (numel,). weight may be null. Blocks stride over tiles.
+template <typename scalar_t, typename Term, bool kReduce>
+__global__ void __launch_bounds__(kThreads)
+    elementwise_forward_kernel(const scalar_t* input, const scalar_t* target,
+                               const scalar_t* weight, scalar_t* output, int64_t numel, Term term,
+                               Partial* partials, Finalize finalize) {
+  using acc_t = acc_type_t<scalar_t>;
+  constexpr int kCount = kVectors<scalar_t>;
+  constexpr int kSize = kVectorSize<scalar_t>;
+  Partial partial;
+  for (int64_t base = blockIdx.x * kTile<scalar_t>; base < numel;
+       base += gridDim.x * kTile<scalar_t>) {
+    acc_t sum = 0;
+    acc_t weight_sum = 0;
+    if (base + kTile<scalar_t> <= numel) {
+      const int64_t first = base / kSize + threadIdx.x;
+      Vector<scalar_t> x[kCount];
+      Vector<scalar_t> t[kCount];
+      Vector<scalar_t> w[kCount];
+#pragma unroll
+      for (int v = 0; v < kCount; ++v) {
+        x[v] = load_vector(input, first + v * kThreads);
+        t[v] = load_vector(target, first + v * kThreads);
+      }
+      if (weight != nullptr) {
+#pragma unroll
+        for (int v = 0; v < kCount; ++v) {
+          w[v] = load_vector(weight, first + v * kThreads);
+        }
+      }
+#pragma unroll
+      for (int v = 0; v < kCount; ++v) {
+        Vector<scalar_t> results;
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          acc_t value = term.forward(to_acc<acc_t>(x[v].values[i]), to_acc<acc_t>(t[v].values[i]));
+          if (weight != nullptr) {
+            const acc_t own = to_acc<acc_t>(w[v].values[i]);
+            value *= own;
+            weight_sum += own;
+          }
+          sum += value;
+          results.values[i] = from_acc<scalar_t>(value);
+        }
+        if constexpr (!kReduce) {
+          store_vector(output, first + v * kThreads, results);
+        }
+      }
+    } else {
+      for (int64_t i = base + threadIdx.x; i < numel; i += kThreads) {
+        acc_t value = term.forward(to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]));
+        if (weight != nullptr) {
+          const acc_t own = to_acc<acc_t>(weight[i]);
+          value *= own;
+          weight_sum += own;
+        }
+        sum += value;
+        if constexpr (!kReduce) {
+          output[i] = from_acc<scalar_t>(value);
+        }
+      }
+    }
+    partial.sum += static_cast<double>(sum);
+    partial.weight += static_cast<double>(weight_sum);
+  }
+  if constexpr (kReduce) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
+// One tile a block. Operands that args leaves null are not touched.
+template <typename scalar_t, typename Term>
+__global__ void __launch_bounds__(kThreads)
+    elementwise_backward_kernel(const __grid_constant__ ElementwiseBackwardArgs args, Term term) {
+  using acc_t = acc_type_t<scalar_t>;
+  constexpr int kCount = kVectors<scalar_t>;
+  constexpr int kSize = kVectorSize<scalar_t>;
+  const auto* const input = static_cast<const scalar_t*>(args.input.data);
+  const auto* const target = static_cast<const scalar_t*>(args.target.data);
+  const auto* const weight = static_cast<const scalar_t*>(args.weight.data);
+  const auto* const grad_output = static_cast<const scalar_t*>(args.grad_output.data);
+  const bool full_grad_output = args.reduction == Reduction::kNone;
+  const acc_t scale = full_grad_output ? acc_t(1) : reduction_scale<acc_t>(args);
+  const int64_t numel = args.space.numel;
+  const int64_t base = blockIdx.x * kTile<scalar_t>;
+
+  if (base + kTile<scalar_t> <= numel) {
+    const int64_t first = base / kSize + threadIdx.x;
+    Vector<scalar_t> x[kCount];
+    Vector<scalar_t> t[kCount];
+    Vector<scalar_t> w[kCount];
+    Vector<scalar_t> g[kCount];
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) {
+      x[v] = load_vector(input, first + v * kThreads);
+      t[v] = load_vector(target, first + v * kThreads);
+    }
+    if (weight != nullptr) {
+#pragma unroll
+      for (int v = 0; v < kCount; ++v) {
+        w[v] = load_vector(weight, first + v * kThreads);
+      }
+    }
+    if (full_grad_output) {
+#pragma unroll
+      for (int v = 0; v < kCount; ++v) {
+        g[v] = load_vector(grad_output, first + v * kThreads);
+      }
+    }
+    const auto store_gradient = [&](Wanted wanted, const Operand& gradient) {
+      if (gradient.data == nullptr) {
+        return;
+      }
+#pragma unroll
+      for (int v = 0; v < kCount; ++v) {
+        Vector<scalar_t> results;
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          results.values[i] = from_acc<scalar_t>(elementwise_gradient(
+              wanted, args, term, to_acc<acc_t>(x[v].values[i]), to_acc<acc_t>(t[v].values[i]),
+              weight != nullptr ? to_acc<acc_t>(w[v].values[i]) : acc_t(1),
+              full_grad_output ? to_acc<acc_t>(g[v].values[i]) : scale));
+        }
+        store_vector(static_cast<scalar_t*>(gradient.data), first + v * kThreads, results);
+      }
+    };
+    store_gradient(Wanted::kInput, args.grad_input);
+    store_gradient(Wanted::kTarget, args.grad_target);
+    store_gradient(Wanted::kWeight, args.grad_weight);
+    return;
+  }
+
+  for (int64_t i = base + threadIdx.x; i < numel; i += kThreads) {
+    const auto store_gradient = [&](Wanted wanted, const Operand& gradient) {
+      if (gradient.data != nullptr) {
+        static_cast<scalar_t*>(gradient.data)[i] = from_acc<scalar_t>(elementwise_gradient(
+            wanted, args, term, to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]),
+            weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1),
+            full_grad_output ? to_acc<acc_t>(grad_output[i]) : scale));
+      }
+    };
+    store_gradient(Wanted::kInput, args.grad_input);
+    store_gradient(Wanted::kTarget, args.grad_target);
+    store_gradient(Wanted::kWeight, args.grad_weight);
+  }
+}
+
+// ------------------------------------------------- any layout, mixed dtypes
+
+template <typename acc_t, typename Term>
+__global__ void __launch_bounds__(kThreads)
+    elementwise_forward_strided_kernel(const __grid_constant__ ElementwiseForwardArgs args,
+                                       Term term, Partial* partials, Finalize finalize) {
+  const bool reduce = args.reduction != Reduction::kNone;
+  const Operand* const operands[4] = {&args.input, &args.target, &args.weight, &args.output};
+  Partial partial;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < args.space.numel;
+       i += gridDim.x * int64_t{kThreads}) {
+    int64_t offsets[4] = {};
+    strided_offsets(args.space, operands, i, offsets);
+    acc_t weight;
+    const acc_t value = strided_forward<acc_t>(args, term, offsets, weight);
+    if (reduce) {
+      partial.sum += static_cast<double>(value);
+      partial.weight += static_cast<double>(weight);
+    } else {
+      store_operand<acc_t>(args.output, offsets[3], value);
+    }
+  }
+  if (reduce) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
+// grad_output of one element: its own, or the reduction's scaled one.
+template <typename acc_t>
+__device__ __forceinline__ acc_t element_scale(const ElementwiseBackwardArgs& args,
+                                               int64_t offset) {
+  return args.reduction == Reduction::kNone ? load_operand<acc_t>(args.grad_output, offset)
+                                            : reduction_scale<acc_t>(args);
+}
+
+template <typename acc_t>
+__device__ __forceinline__ acc_t element_weight(const ElementwiseBackwardArgs& args,
+                                                int64_t offset) {
+  return args.weight.data == nullptr ? acc_t(1) : load_operand<acc_t>(args.weight, offset);
+}
+
+template <typename acc_t, typename Term>
+__global__ void __launch_bounds__(kThreads)
+    elementwise_backward_strided_kernel(const __grid_constant__ ElementwiseBackwardArgs args,
+                                        Term term) {
+  const Operand* const operands[7] = {&args.input,      &args.target,      &args.weight,
+                                      &args.grad_output, &args.grad_input, &args.grad_target,
+                                      &args.grad_weight};
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < args.space.numel;
+       i += gridDim.x * int64_t{kThreads}) {
+    int64_t offsets[7] = {};
+    strided_offsets(args.space, operands, i, offsets);
+    const acc_t x = load_operand<acc_t>(args.input, offsets[0]);
+    const acc_t t = load_operand<acc_t>(args.target, offsets[1]);
+    const acc_t weight = element_weight<acc_t>(args, offsets[2]);
+    const acc_t scale = element_scale<acc_t>(args, offsets[3]);
+    const auto store_gradient = [&](Wanted wanted, const Operand& gradient, int64_t offset) {
+      if (gradient.data != nullptr) {
+        store_operand<acc_t>(gradient, offset,
+                             elementwise_gradient(wanted, args, term, x, t, weight, scale));
+      }
+    };
+    store_gradient(Wanted::kInput, args.grad_input, offsets[4]);
+    store_gradient(Wanted::kTarget, args.grad_target, offsets[5]);
+    store_gradient(Wanted::kWeight, args.grad_weight, offsets[6]);
+  }
+}
+
+// ------------------------------------------- gradient of a broadcast operand
+
+// Element r of the dimensions summed over, for element `output` of the gradient.
+template <typename acc_t, typename Term>
+struct BroadcastGradientSource {
+  ElementwiseBackwardReduceArgs args;
+  Term term;
+  Wanted wanted;
+
+  __device__ double operator()(int64_t output, int64_t r) const {
+    const Operand* const operands[4] = {&args.input, &args.target, &args.weight,
+                                        &args.grad_output};
+    int64_t offsets[4] = {};
+    strided_offsets(args.space, operands, output, offsets, 0, args.num_kept);
+    strided_offsets(args.space, operands, r, offsets, args.num_kept);
+    return static_cast<double>(elementwise_gradient(
+        wanted, args, term, load_operand<acc_t>(args.input, offsets[0]),
+        load_operand<acc_t>(args.target, offsets[1]), element_weight<acc_t>(args, offsets[2]),
+        element_scale<acc_t>(args, offsets[3])));
+  }
+};
+
+struct GradientSink {
+  IterationSpace space;
+  Operand gradient;
+  int num_kept;
+
+  __device__ void operator()(int64_t output, int64_t /*split*/, double sum) const {
+    const Operand* const operands[1] = {&gradient};
+    int64_t offsets[1] = {};
+    strided_offsets(space, operands, output, offsets, 0, num_kept);
+    store_operand<double>(gradient, offsets[0], sum);
+  }
+};
+
+struct BroadcastExtent {
+  int64_t outputs = 1;
+  int64_t reduced = 1;
+
+  explicit BroadcastExtent(const ElementwiseBackwardReduceArgs& args) {
+    for (int dim = 0; dim < args.space.ndim; ++dim) {
+      (dim < args.num_kept ? outputs : reduced) *= args.space.sizes[dim];
+    }
+  }
+};
+
+// ------------------------------------------------------------------ launches
+
+bool vectorizable(const ElementwiseArgs& args, std::initializer_list<const Operand*> more) {
+  if (!args.contiguous) {
+    return false;
+  }
+  for (const Operand* operand : {&args.input, &args.target, &args.weight}) {
+    if (!is_vector_aligned(operand->data)) {
+      return false;
+    }
+  }
+  return std::all_of(more.begin(), more.end(),
+                     [](const Operand* operand) { return is_vector_aligned(operand->data); });
+}
+
+int64_t strided_blocks(int64_t numel) {
+  return std::clamp<int64_t>(ceil_div(numel, kThreads), 1, kMaxReduceBlocks);
+}
+
+Finalize make_finalize(const ElementwiseForwardArgs& args) {
+  Finalize finalize;
+  finalize.output = args.output.data;
+  finalize.dtype = args.output.dtype;
+  finalize.mean = args.reduction == Reduction::kMean;
+  finalize.denominator_is_weight = args.weight.data != nullptr;
+  finalize.denominator = args.denominator;
+  finalize.weight_copies = args.weight_copies;
+  finalize.total_weight = args.total_weight;
+  return finalize;
+}
+
+template <typename scalar_t, typename Term>
+void forward_contiguous(const ElementwiseForwardArgs& args, const Term& term, Partial* partials,
+                        cudaStream_t stream) {
+  const auto* input = static_cast<const scalar_t*>(args.input.data);
+  const auto* target = static_cast<const scalar_t*>(args.target.data);
+  const auto* weight = static_cast<const scalar_t*>(args.weight.data);
+  const int64_t tiles = std::max<int64_t>(ceil_div(args.space.numel, kTile<scalar_t>), 1);
+  if (args.reduction == Reduction::kNone) {
+    elementwise_forward_kernel<scalar_t, Term, false>
+        <<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(
+            input, target, weight, static_cast<scalar_t*>(args.output.data), args.space.numel,
+            term, nullptr, Finalize{});
+    check_launch("elementwise_forward_kernel");
+    return;
+  }
+  const int64_t blocks = std::min(tiles, kMaxReduceBlocks);
+  const Finalize finalize = make_finalize(args);
+  elementwise_forward_kernel<scalar_t, Term, true>
+      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+          input, target, weight, nullptr, args.space.numel, term, partials, finalize);
+  check_launch("elementwise_forward_kernel");
+  launch_grid_reduce(partials, blocks, finalize, stream);
+}
+
+template <typename acc_t, typename Term>
+void forward_strided(const ElementwiseForwardArgs& args, const Term& term, Partial* partials,
+                     cudaStream_t stream) {
+  const int64_t blocks = strided_blocks(args.space.numel);
+  const Finalize finalize = make_finalize(args);
+  elementwise_forward_strided_kernel<acc_t, Term>
+      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, term, partials,
+                                                                       finalize);
+  check_launch("elementwise_forward_strided_kernel");
+  if (args.reduction != Reduction::kNone) {
+    launch_grid_reduce(partials, blocks, finalize, stream);
+  }
+}
+
+}  // namespace
+
+int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
+  if (args.reduction == Reduction::kNone) {
+    return 0;
+  }
+  return strided_blocks(args.space.numel) * kPartialDoubles;
+}
+
+void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch,
+                                Context context) {
+  if (args.space.numel == 0 && args.reduction == Reduction::kNone) {
+    return;
+  }
+  const auto stream = static_cast<cudaStream_t>(context);
+  auto* const partials = reinterpret_cast<Partial*>(scratch);
+  visit_elementwise_loss(args.loss, args.params, [&](auto term) {
+    const Operand* output = args.reduction == Reduction::kNone ? &args.output : &args.input;
+    if (vectorizable(args, {output})) {
+      visit_floating(args.input.dtype, [&](auto type) {
+        forward_contiguous<typename decltype(type)::type>(args, term, partials, stream);
+      });
+    } else if (args.acc_double) {
+      forward_strided<double>(args, term, partials, stream);
+    } else {
+      forward_strided<float>(args, term, partials, stream);
+    }
+  });
+}
+
+void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context context) {
+  if (args.space.numel == 0) {
+    return;
+  }
+  const auto stream = static_cast<cudaStream_t>(context);
+  visit_elementwise_loss(args.loss, args.params, [&](auto term) {
+    using Term = decltype(term);
+    const Operand* grad_output =
+        args.reduction == Reduction::kNone ? &args.grad_output : &args.input;
+    if (vectorizable(args, {grad_output, &args.grad_input, &args.grad_target, &args.grad_weight})) {
+      visit_floating(args.input.dtype, [&](auto type) {
+        using scalar_t = typename decltype(type)::type;
+        const int64_t tiles = ceil_div(args.space.numel, kTile<scalar_t>);
+        elementwise_backward_kernel<scalar_t, Term>
+            <<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(args, term);
+        check_launch("elementwise_backward_kernel");
+      });
+      return;
+    }
+    const auto blocks = static_cast<unsigned>(strided_blocks(args.space.numel));
+    if (args.acc_double) {
+      elementwise_backward_strided_kernel<double, Term>
+          <<<blocks, kThreads, 0, stream>>>(args, term);
+    } else {
+      elementwise_backward_strided_kernel<float, Term>
+          <<<blocks, kThreads, 0, stream>>>(args, term);
+    }
+    check_launch("elementwise_backward_strided_kernel");
+  });
+}
+
+int64_t elementwise_backward_reduce_scratch(const ElementwiseBackwardReduceArgs& args) {
+  const BroadcastExtent extent(args);
+  return ColumnReducePlan(extent.outputs, extent.reduced).scratch(extent.outputs);
+}
+
+void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& args, double* scratch,
+                                        Context context) {
+  const auto stream = static_cast<cudaStream_t>(context);
+  const BroadcastExtent extent(args);
+  Wanted wanted = Wanted::kInput;
+  Operand gradient = args.grad_input;
+  if (args.grad_target.data != nullptr) {
+    wanted = Wanted::kTarget;
+    gradient = args.grad_target;
+  } else if (args.grad_weight.data != nullptr) {
+    wanted = Wanted::kWeight;
+    gradient = args.grad_weight;
+  }
+  const GradientSink sink{args.space, gradient, args.num_kept};
+  visit_elementwise_loss(args.loss, args.params, [&](auto term) {
+    using Term = decltype(term);
+    if (args.acc_double) {
+      column_reduce(BroadcastGradientSource<double, Term>{args, term, wanted}, sink,
+                    extent.outputs, extent.reduced, scratch, stream);
+    } else {
+      column_reduce(BroadcastGradientSource<float, Term>{args, term, wanted}, sink, extent.outputs,
+                    extent.reduced, scratch, stream);
+    }
+  });
+}
+
+}  // namespace lossops::cuda

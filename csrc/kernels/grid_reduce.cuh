@@ -1,0 +1,86 @@
+// Second stage of a reduction: one partial a block, folded by one block in a fixed
+// order, so that the same input gives the same bits. No atomics.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/block_reduce.cuh"
+#include "kernels/check.cuh"
+#include "scalar_types.h"
+
+namespace lossops::cuda {
+
+// fp64: the grid stage adds thousands of partials.
+struct Partial {
+  double sum = 0;
+  double weight = 0;
+
+  __device__ __forceinline__ void combine(const Partial& other) {
+    sum += other.sum;
+    weight += other.weight;
+  }
+};
+
+constexpr int kPartialDoubles = sizeof(Partial) / sizeof(double);
+
+// What becomes of the total.
+struct Finalize {
+  void* output = nullptr;  // one element
+  DType dtype = DType::kFloat32;
+  bool mean = false;
+  bool denominator_is_weight = false;  // mean: divide by the total weight, else by denominator
+  double denominator = 1;
+  double weight_copies = 1;        // how often the total counts each weight
+  double* total_weight = nullptr;  // out, (1,): what the mean divided by; may be null
+
+  __device__ __forceinline__ void operator()(const Partial& total) const {
+    double result = total.sum;
+    if (mean) {
+      const double divisor = denominator_is_weight ? total.weight / weight_copies : denominator;
+      result /= divisor;
+      if (total_weight != nullptr) {
+        *total_weight = divisor;
+      }
+    }
+    // Normalised before it is rounded: a half-precision mean does not overflow.
+    store_as<double>(output, dtype, 0, result);
+  }
+};
+
+constexpr int kGridReduceThreads = 512;
+
+static __global__ void __launch_bounds__(kGridReduceThreads)
+    grid_reduce_kernel(const Partial* partials, int64_t count, Finalize finalize) {
+  Partial total;
+  for (int64_t i = threadIdx.x; i < count; i += kGridReduceThreads) {
+    total.combine(partials[i]);
+  }
+  total = block_reduce(total);
+  if (threadIdx.x == 0) {
+    finalize(total);
+  }
+}
+
+// Last step of a block in the first stage. A grid of one block finishes at once.
+__device__ __forceinline__ void reduce_to_grid(Partial partial, Partial* partials,
+                                               const Finalize& finalize) {
+  partial = block_reduce(partial);
+  if (threadIdx.x == 0) {
+    if (gridDim.x == 1) {
+      finalize(partial);
+    } else {
+      partials[blockIdx.x] = partial;
+    }
+  }
+}
+
+// Second stage, where the first had more than one block.
+inline void launch_grid_reduce(const Partial* partials, int64_t blocks, const Finalize& finalize,
+                               cudaStream_t stream) {
+  if (blocks > 1) {
+    grid_reduce_kernel<<<1, kGridReduceThreads, 0, stream>>>(partials, blocks, finalize);
+    check_launch("grid_reduce_kernel");
+  }
+}
+
+}  // namespace lossops::cuda

@@ -1,0 +1,39 @@
+// Reduction across the lanes of a warp, or of each aligned group of 2, 4, 8 or 16.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace lossops::cuda {
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Any trivially copyable state, 4 bytes at a time.
+template <typename State>
+__device__ __forceinline__ State shuffle_down(const State& state, int offset) {
+  static_assert(sizeof(State) % 4 == 0, "states are made of 4-byte words");
+  constexpr int kWords = sizeof(State) / 4;
+  uint32_t words[kWords];
+  memcpy(words, &state, sizeof(State));
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = __shfl_down_sync(kAllLanes, words[i], offset);
+  }
+  State shuffled = state;
+  memcpy(&shuffled, words, sizeof(State));
+  return shuffled;
+}
+
+// All lanes of the warp must call it; the result is valid in the first lane of each group
+// of `width` (a power of two).
+template <typename State>
+__device__ __forceinline__ State warp_reduce(State state, int width = kWarpSize) {
+  for (int offset = width / 2; offset > 0; offset /= 2) {
+    const State other = shuffle_down(state, offset);
+    state.combine(other);
+  }
+  return state;
+}
+
+}  // namespace lossops::cuda
