@@ -1,0 +1,425 @@
+// Elementwise losses on the CPU.
+#include "cpu/block.h"
+#include "cpu/parallel.h"
+#include "strided.h"
+
+namespace lossops::cpu {
+namespace {
+
+bool weighted_mean(const ElementwiseArgs& args) {
+  return args.reduction == Reduction::kMean && args.weight.data != nullptr;
+}
+
+// Operands that share one dense order are one run, whatever their shape was.
+void flatten_contiguous(ElementwiseArgs& args, std::initializer_list<Operand*> operands) {
+  if (!args.contiguous) {
+    return;
+  }
+  args.space.ndim = 1;
+  args.space.sizes[0] = args.space.numel;
+  for (Operand* operand : operands) {
+    operand->strides[0] = 1;
+  }
+}
+
+// Calls body(acc_t(), term) with the types that the arguments choose.
+template <typename Body>
+void visit_types(const ElementwiseArgs& args, const Body& body) {
+  visit_elementwise_loss(args.loss, args.params, [&](auto term) {
+    args.acc_double ? body(double(), term) : body(float(), term);
+  });
+}
+
+int64_t num_chunks(const IterationSpace& space) { return divide_up(space.numel, kChunk); }
+
+// ------------------------------------------------------------------- forward
+
+// Losses of elements [begin, end): stored, or summed into partial[0], their weights
+// into partial[1].
+template <typename acc_t, typename Term>
+LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const Term& term,
+                                       int64_t begin, int64_t end, double* partial) {
+  const bool has_weight = args.weight.data != nullptr;
+  BlockWalker<4> walker(args.space, {&args.input, &args.target, &args.weight, &args.output}, begin);
+  acc_t x[kBlock];
+  acc_t t[kBlock];
+  acc_t weight[kBlock];
+  acc_t loss[kBlock];
+  LaneSum loss_sum;
+  LaneSum weight_sum;
+  for (int64_t i = begin; i < end; i += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
+    const int width = padded(count);
+    walker.next(count);
+    load_block(args.input, walker[0], count, x);
+    load_block(args.target, walker[1], count, t);
+    for (int j = 0; j < width; ++j) {
+      loss[j] = term.forward(x[j], t[j]);
+    }
+    if (has_weight) {
+      load_block(args.weight, walker[2], count, weight);
+      for (int j = 0; j < width; ++j) {
+        loss[j] *= weight[j];
+      }
+    }
+    if (args.reduction == Reduction::kNone) {
+      store_block(args.output, walker[3], count, loss);
+      continue;
+    }
+    loss_sum.add(loss, count);
+    if (has_weight) {
+      weight_sum.add(weight, count);
+    }
+  }
+  if (args.reduction != Reduction::kNone) {
+    partial[0] = loss_sum.total();
+    partial[1] = weight_sum.total();
+  }
+}
+
+// ------------------------------------------------------------------ backward
+
+// What the gradients of one launch have in common.
+template <typename acc_t>
+struct BackwardScalars {
+  acc_t scale = 0;       // of the whole launch; none: each element has its own
+  acc_t mean_share = 0;  // what the mean takes off the gradient of a weight
+
+  explicit BackwardScalars(const ElementwiseBackwardArgs& args) {
+    if (args.reduction != Reduction::kNone) {
+      scale = reduction_scale<acc_t>(args);
+    }
+    if (weighted_mean(args) && args.grad_weight.data != nullptr) {
+      mean_share = load_operand<acc_t>(args.loss_value, 0) / static_cast<acc_t>(args.weight_copies);
+    }
+  }
+};
+
+// One block of the operands that every gradient needs.
+template <typename acc_t>
+struct BackwardBlock {
+  acc_t x[kBlock];
+  acc_t t[kBlock];
+  acc_t scale[kBlock];     // grad_output of the element, normalised
+  acc_t weighted[kBlock];  // scale * weight
+
+  LOSSOPS_HOST_DEVICE void load(const ElementwiseBackwardArgs& args,
+                                const BackwardScalars<acc_t>& scalars, const BlockOffsets& input,
+                                const BlockOffsets& target, const BlockOffsets& weight,
+                                const BlockOffsets& grad_output, int count) {
+    const int width = padded(count);
+    load_block(args.input, input, count, x);
+    load_block(args.target, target, count, t);
+    if (args.reduction == Reduction::kNone) {
+      load_block(args.grad_output, grad_output, count, scale);
+    } else {
+      for (int j = 0; j < width; ++j) {
+        scale[j] = scalars.scale;
+      }
+    }
+    if (args.weight.data != nullptr) {
+      load_block(args.weight, weight, count, weighted);
+      for (int j = 0; j < width; ++j) {
+        weighted[j] *= scale[j];
+      }
+    } else {
+      for (int j = 0; j < width; ++j) {
+        weighted[j] = scale[j];
+      }
+    }
+  }
+
+  template <typename Term>
+  LOSSOPS_HOST_DEVICE void gradient(Wanted wanted, const BackwardScalars<acc_t>& scalars,
+                                    const Term& term, int width, acc_t* grad) const {
+    if (wanted == Wanted::kInput) {
+      for (int j = 0; j < width; ++j) {
+        grad[j] = weighted[j] * term.backward_input(x[j], t[j]);
+      }
+    } else if (wanted == Wanted::kTarget) {
+      for (int j = 0; j < width; ++j) {
+        grad[j] = weighted[j] * term.backward_target(x[j], t[j]);
+      }
+    } else {
+      // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
+      for (int j = 0; j < width; ++j) {
+        grad[j] = scale[j] * (term.forward(x[j], t[j]) - scalars.mean_share);
+      }
+    }
+  }
+};
+
+template <typename acc_t, typename Term>
+LOSSOPS_HOST_DEVICE void backward_chunk(const ElementwiseBackwardArgs& args,
+                                        const BackwardScalars<acc_t>& scalars, const Term& term,
+                                        int64_t begin, int64_t end) {
+  BlockWalker<7> walker(args.space,
+                        {&args.input, &args.target, &args.weight, &args.grad_output,
+                         &args.grad_input, &args.grad_target, &args.grad_weight},
+                        begin);
+  BackwardBlock<acc_t> block;
+  acc_t grad[kBlock];
+  for (int64_t i = begin; i < end; i += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
+    const int width = padded(count);
+    walker.next(count);
+    block.load(args, scalars, walker[0], walker[1], walker[2], walker[3], count);
+    if (args.grad_input.data != nullptr) {
+      block.gradient(Wanted::kInput, scalars, term, width, grad);
+      store_block(args.grad_input, walker[4], count, grad);
+    }
+    if (args.grad_target.data != nullptr) {
+      block.gradient(Wanted::kTarget, scalars, term, width, grad);
+      store_block(args.grad_target, walker[5], count, grad);
+    }
+    if (args.grad_weight.data != nullptr) {
+      block.gradient(Wanted::kWeight, scalars, term, width, grad);
+      store_block(args.grad_weight, walker[6], count, grad);
+    }
+  }
+}
+
+// ----------------------------------------------------------- backward, reduced
+
+const Operand& wanted_gradient(const ElementwiseBackwardArgs& args, Wanted& wanted) {
+  if (args.grad_input.data != nullptr) {
+    wanted = Wanted::kInput;
+    return args.grad_input;
+  }
+  if (args.grad_target.data != nullptr) {
+    wanted = Wanted::kTarget;
+    return args.grad_target;
+  }
+  wanted = Wanted::kWeight;
+  return args.grad_weight;
+}
+
+// A gradient of K elements, each the sum of R terms, is cut into tiles of elements and
+// splits of terms. A task is one tile of one split.
+struct ReducePlan {
+  int64_t kept = 1;     // K
+  int64_t reduced = 1;  // R
+  // Blocks run along the summed dimensions (one element a tile), or along the kept ones.
+  bool reduced_inner = false;
+  int64_t tile = 1;    // elements
+  int64_t tiles = 0;
+  int64_t splits = 1;  // more than one: partials[split][element] are folded afterwards
+};
+
+// Along which dimensions memory is dense.
+bool reduced_dims_are_dense(const ElementwiseBackwardReduceArgs& args) {
+  int64_t least_stride[2] = {INT64_MAX, INT64_MAX};
+  for (int dim = 0; dim < args.space.ndim; ++dim) {
+    for (const Operand* operand : {&args.input, &args.target, &args.weight}) {
+      const int64_t stride = std::abs(operand->strides[dim]);
+      if (operand->data != nullptr && stride != 0 && args.space.sizes[dim] > 1) {
+        int64_t& least = least_stride[dim < args.num_kept ? 0 : 1];
+        least = std::min(least, stride);
+      }
+    }
+  }
+  return least_stride[1] < least_stride[0];
+}
+
+ReducePlan plan_reduce(const ElementwiseBackwardReduceArgs& args) {
+  constexpr int64_t kMaxTasks = 256;  // enough for the threads of any machine
+  ReducePlan plan;
+  for (int dim = 0; dim < args.space.ndim; ++dim) {
+    (dim < args.num_kept ? plan.kept : plan.reduced) *= args.space.sizes[dim];
+  }
+  plan.reduced_inner = plan.reduced >= kBlock / 4 && reduced_dims_are_dense(args);
+  plan.tile = std::min<int64_t>(plan.reduced_inner ? divide_up(kChunk, plan.reduced) : kBlock, plan.kept);
+  if (plan.kept == 0) {
+    return plan;
+  }
+  plan.tiles = divide_up(plan.kept, plan.tile);
+  const int64_t terms_per_task = std::max<int64_t>(kChunk / plan.tile, 1);
+  plan.splits = std::clamp<int64_t>(kMaxTasks / plan.tiles, 1,
+                                    std::max<int64_t>(divide_up(plan.reduced, terms_per_task), 1));
+  return plan;
+}
+
+// Dimension first_dim of the result is dimension 0 of the argument.
+void rotate_dims(ElementwiseBackwardReduceArgs& args) {
+  const auto rotate = [&](int64_t* values) {
+    std::rotate(values, values + args.num_kept, values + args.space.ndim);
+  };
+  rotate(args.space.sizes);
+  for (Operand* operand : {&args.input, &args.target, &args.weight, &args.grad_output}) {
+    rotate(operand->strides);
+  }
+}
+
+// Sums of elements [first, last) over terms [begin, end); args with the summed
+// dimensions first.
+template <typename acc_t, typename Term>
+LOSSOPS_HOST_DEVICE void reduce_along_terms(const ElementwiseBackwardReduceArgs& args,
+                                            const BackwardScalars<acc_t>& scalars, Wanted wanted,
+                                            const Term& term, const ReducePlan& plan, int64_t first,
+                                            int64_t last, int64_t begin, int64_t end,
+                                            double* sums) {
+  BackwardBlock<acc_t> block;
+  acc_t grad[kBlock];
+  BlockWalker<4> walker(args.space, {&args.input, &args.target, &args.weight, &args.grad_output},
+                        begin);
+  for (int64_t element = first; element < last; ++element) {
+    walker.seek(element * plan.reduced + begin);
+    LaneSum sum;
+    for (int64_t i = begin; i < end; i += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
+      walker.next(count);
+      block.load(args, scalars, walker[0], walker[1], walker[2], walker[3], count);
+      block.gradient(wanted, scalars, term, padded(count), grad);
+      sum.add(grad, count);
+    }
+    sums[element - first] = sum.total();
+  }
+}
+
+// The same for a tile of at most kBlock elements, dimensions in their own order. Where
+// all elements are in the tile, a block holds several terms of each.
+template <typename acc_t, typename Term>
+LOSSOPS_HOST_DEVICE void reduce_along_elements(const ElementwiseBackwardReduceArgs& args,
+                                               const BackwardScalars<acc_t>& scalars, Wanted wanted,
+                                               const Term& term, const ReducePlan& plan,
+                                               int64_t first, int64_t last, int64_t begin,
+                                               int64_t end, double* sums) {
+  const int64_t elements = last - first;
+  const int64_t terms_per_block = elements == plan.kept ? kBlock / elements : 1;
+  BackwardBlock<acc_t> block;
+  acc_t grad[kBlock];
+  double lanes[kBlock] = {};
+  BlockWalker<4> walker(args.space, {&args.input, &args.target, &args.weight, &args.grad_output},
+                        begin * plan.kept + first);
+  for (int64_t i = begin; i < end; i += terms_per_block) {
+    const int count = static_cast<int>(elements * std::min(terms_per_block, end - i));
+    if (elements != plan.kept) {
+      walker.seek(i * plan.kept + first);
+    }
+    walker.next(count);
+    block.load(args, scalars, walker[0], walker[1], walker[2], walker[3], count);
+    block.gradient(wanted, scalars, term, padded(count), grad);
+    for (int j = 0; j < count; ++j) {
+      lanes[j] += static_cast<double>(grad[j]);
+    }
+  }
+  for (int64_t element = 0; element < elements; ++element) {
+    sums[element] = fold_partials(lanes + element, terms_per_block, elements);
+  }
+}
+
+}  // namespace
+
+int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
+  return args.reduction == Reduction::kNone ? 0 : 2 * num_chunks(args.space);
+}
+
+void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scratch,
+                                Context context) {
+  ElementwiseForwardArgs args = given;
+  const bool none = args.reduction == Reduction::kNone;
+  flatten_contiguous(args, {&args.input, &args.target, &args.weight});
+  if (given.contiguous && none) {
+    args.output.strides[0] = 1;
+  }
+  const int64_t chunks = num_chunks(args.space);
+  visit_types(args, [&](auto acc, auto term) {
+    using acc_t = decltype(acc);
+    parallel_for_each(context, chunks, [&](int64_t chunk) {
+      const int64_t begin = chunk * kChunk;
+      const int64_t end = std::min(begin + kChunk, args.space.numel);
+      double* partial = none ? nullptr : scratch + 2 * chunk;
+      with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+        forward_chunk<acc_t>(args, term, begin, end, partial);
+      });
+    });
+  });
+  if (none) {
+    return;
+  }
+  double result = fold_partials(scratch, chunks, 2);
+  if (weighted_mean(args)) {
+    const double total_weight = fold_partials(scratch + 1, chunks, 2) / args.weight_copies;
+    *args.total_weight = total_weight;
+    result /= total_weight;
+  } else if (args.reduction == Reduction::kMean) {
+    result /= args.denominator;
+  }
+  store_operand(args.output, 0, result);
+}
+
+void launch_elementwise_backward(const ElementwiseBackwardArgs& given, Context context) {
+  ElementwiseBackwardArgs args = given;
+  flatten_contiguous(args, {&args.input, &args.target, &args.weight, &args.grad_input,
+                            &args.grad_target, &args.grad_weight});
+  if (given.contiguous && args.reduction == Reduction::kNone) {
+    args.grad_output.strides[0] = 1;
+  }
+  visit_types(args, [&](auto acc, auto term) {
+    using acc_t = decltype(acc);
+    if (args.space.numel == 0) {
+      return;
+    }
+    const BackwardScalars<acc_t> scalars(args);
+    parallel_for_each(context, num_chunks(args.space), [&](int64_t chunk) {
+      const int64_t begin = chunk * kChunk;
+      const int64_t end = std::min(begin + kChunk, args.space.numel);
+      with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+        backward_chunk<acc_t>(args, scalars, term, begin, end);
+      });
+    });
+  });
+}
+
+int64_t elementwise_backward_reduce_scratch(const ElementwiseBackwardReduceArgs& args) {
+  const ReducePlan plan = plan_reduce(args);
+  return plan.kept * plan.splits;
+}
+
+void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& given, double* scratch,
+                                        Context context) {
+  const ReducePlan plan = plan_reduce(given);
+  ElementwiseBackwardReduceArgs args = given;
+  if (plan.reduced_inner) {
+    rotate_dims(args);
+  }
+  Wanted wanted;
+  const Operand& gradient = wanted_gradient(given, wanted);
+  const int64_t terms_per_split = divide_up(plan.reduced, plan.splits);
+  visit_types(args, [&](auto acc, auto term) {
+    using acc_t = decltype(acc);
+    if (plan.kept == 0) {
+      return;
+    }
+    const BackwardScalars<acc_t> scalars(args);
+    parallel_for_each(context, plan.tiles * plan.splits, [&](int64_t task) {
+      const int64_t split = task / plan.tiles;
+      const int64_t first = task % plan.tiles * plan.tile;
+      const int64_t last = std::min(first + plan.tile, plan.kept);
+      const int64_t begin = std::min(split * terms_per_split, plan.reduced);
+      const int64_t end = std::min(begin + terms_per_split, plan.reduced);
+      double* sums = scratch + split * plan.kept + first;
+      with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+        if (plan.reduced_inner) {
+          reduce_along_terms(args, scalars, wanted, term, plan, first, last, begin, end, sums);
+        } else {
+          reduce_along_elements(args, scalars, wanted, term, plan, first, last, begin, end, sums);
+        }
+      });
+    });
+    IterationSpace kept_space = given.space;
+    kept_space.ndim = given.num_kept;
+    parallel_for_each(context, divide_up(plan.kept, kChunk), [&](int64_t chunk) {
+      const int64_t begin = chunk * kChunk;
+      const int64_t end = std::min(begin + kChunk, plan.kept);
+      BlockWalker<1> walker(kept_space, {&gradient}, begin);
+      for (int64_t element = begin; element < end; ++element) {
+        walker.next(1);
+        store_operand(gradient, walker[0][0],
+                      fold_partials(scratch + element, plan.splits, plan.kept));
+      }
+    });
+  });
+}
+
+}  // namespace lossops::cpu

@@ -1,0 +1,62 @@
+// Runs code compiled for the widest vectors that the processor has.
+//
+// The body must be always_inline, and so must what it calls in its loops: it then takes
+// over the instruction set of the function that it is inlined into. Loops are plain and
+// left to the compiler's vectoriser.
+#pragma once
+
+#include <cstdint>
+
+#include "losses/math.h"
+
+#define LOSSOPS_ALWAYS_INLINE __attribute__((always_inline))
+
+namespace lossops::cpu {
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
+
+inline InstructionSet detect_instruction_set() {
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return avx2 && avx512 ? InstructionSet::kAvx512
+                        : (avx2 ? InstructionSet::kAvx2 : InstructionSet::kBaseline);
+}
+
+template <typename Body>
+__attribute__((target("avx2,fma"), noinline)) void call_with_avx2(const Body& body) {
+  body();
+}
+
+template <typename Body>
+__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"), noinline)) void
+call_with_avx512(const Body& body) {
+  body();
+}
+
+template <typename Body>
+void with_widest_vectors(const Body& body) {
+  static const InstructionSet instruction_set = detect_instruction_set();
+  switch (instruction_set) {
+    case InstructionSet::kAvx512:
+      return call_with_avx512(body);
+    case InstructionSet::kAvx2:
+      return call_with_avx2(body);
+    case InstructionSet::kBaseline:
+      return body();
+  }
+}
+
+#else
+
+template <typename Body>
+void with_widest_vectors(const Body& body) {
+  body();
+}
+
+#endif
+
+}  // namespace lossops::cpu
