@@ -1,0 +1,992 @@
+// The operators: schemas, argument checks, allocation, device and stream. The only
+// file that includes torch, and of torch only the LibTorch Stable ABI, so that one
+// binary serves every release from 2.10 on.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cmath>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "iteration_space.h"
+#include "launchers.h"
+
+#if defined(LOSSOPS_WITH_CUDA)
+// Absent from CPU-only torch, where the same binary must load.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                             void** ret_stream)
+    __attribute__((weak));
+#endif
+
+namespace lossops {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// --------------------------------------------------------------------- errors
+
+template <typename... Parts>
+[[noreturn]] void fail(const char* op, const Parts&... parts) {
+  std::ostringstream message;
+  message << op << ": ";
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+#define LOSSOPS_CHECK(op, condition, ...) \
+  if (!(condition)) {                     \
+    fail(op, __VA_ARGS__);                \
+  }
+
+const char* name_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::ComplexHalf:
+      return "complex32";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    default:
+      return "an unsupported dtype";
+  }
+}
+
+// --------------------------------------------------------------------- dtypes
+
+bool is_floating(ScalarType dtype) {
+  return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::Half ||
+         dtype == ScalarType::BFloat16;
+}
+
+bool is_integral(ScalarType dtype) {
+  return dtype == ScalarType::Long || dtype == ScalarType::Int || dtype == ScalarType::Short ||
+         dtype == ScalarType::Char || dtype == ScalarType::Byte || dtype == ScalarType::Bool;
+}
+
+DType to_dtype(const char* op, ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Double:
+      return DType::kFloat64;
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Long:
+      return DType::kInt64;
+    case ScalarType::Int:
+      return DType::kInt32;
+    case ScalarType::Short:
+      return DType::kInt16;
+    case ScalarType::Char:
+      return DType::kInt8;
+    case ScalarType::Byte:
+      return DType::kUInt8;
+    case ScalarType::Bool:
+      return DType::kBool;
+    default:
+      fail(op, "does not take dtype ", name_of(dtype));
+  }
+}
+
+// torch.promote_types of two of which at least one is floating.
+ScalarType promote(ScalarType a, ScalarType b) {
+  if (a == b || !is_floating(b)) {
+    return a;
+  }
+  if (!is_floating(a)) {
+    return b;
+  }
+  if (a == ScalarType::Double || b == ScalarType::Double) {
+    return ScalarType::Double;
+  }
+  return ScalarType::Float;  // two different of float32, float16, bfloat16
+}
+
+struct TypedRank {
+  ScalarType dtype;
+  int64_t dim;
+};
+
+// torch.result_type: a 0-d operand does not widen one with dimensions.
+ScalarType result_type(TypedRank a, TypedRank b) {
+  if (a.dim > 0 && b.dim == 0 && is_floating(a.dtype)) {
+    return a.dtype;
+  }
+  if (b.dim > 0 && a.dim == 0 && is_floating(b.dtype)) {
+    return b.dtype;
+  }
+  return promote(a.dtype, b.dtype);
+}
+
+ScalarType widen_if(bool float32_result, ScalarType dtype) {
+  const bool is_half = dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
+  return float32_result && is_half ? ScalarType::Float : dtype;
+}
+
+// -------------------------------------------------------------------- tensors
+
+Dims to_dims(const torch::headeronly::IntHeaderOnlyArrayRef& values) {
+  Dims dims;
+  dims.size = static_cast<int>(values.size());
+  for (int i = 0; i < dims.size; ++i) {
+    dims[i] = values[i];
+  }
+  return dims;
+}
+
+// A tensor with its geometry read once.
+struct View {
+  Tensor tensor;
+  Dims sizes;
+  Dims strides;
+  ScalarType dtype;
+
+  explicit View(const Tensor& source)
+      : tensor(source),
+        sizes(to_dims(source.sizes())),
+        strides(to_dims(source.strides())),
+        dtype(source.scalar_type()) {}
+};
+
+Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& like) {
+  int32_t device_type;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      sizes.size, sizes.values, strides.values,
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
+      like.is_cpu() ? 0 : like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+Tensor empty_dense(const Dims& sizes, ScalarType dtype, const Tensor& like) {
+  return empty_strided(sizes, dense_strides(sizes, row_major_order(sizes.size)), dtype, like);
+}
+
+Tensor empty_vector(int64_t length, ScalarType dtype, const Tensor& like) {
+  Dims sizes;
+  sizes.push_back(length);
+  return empty_dense(sizes, dtype, like);
+}
+
+void set_data(const char* op, Operand& operand, const View& view) {
+  operand.data = view.tensor.data_ptr();
+  operand.dtype = to_dtype(op, view.dtype);
+}
+
+void set_result(Operand& operand, const Tensor& tensor) {
+  operand.data = tensor.mutable_data_ptr();
+  operand.dtype = to_dtype("", tensor.scalar_type());
+}
+
+Tensor like_of(const View& view) { return torch::stable::empty_like(view.tensor); }
+
+void check_device(const char* op, const char* name, const View& view, const View& input) {
+  const Tensor& a = view.tensor;
+  const Tensor& b = input.tensor;
+  const bool same = a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() &&
+                    (a.is_cpu() || a.get_device_index() == b.get_device_index());
+  const auto describe = [](const Tensor& tensor) {
+    return tensor.is_cpu() ? std::string("cpu")
+                           : (tensor.is_cuda() ? "cuda:" : "device ") +
+                                 std::to_string(tensor.get_device_index());
+  };
+  LOSSOPS_CHECK(op, same, name, " is on ", describe(a), " but input is on ", describe(b));
+}
+
+// The mean's denominator, as forward returned it.
+const double* check_total_weight(const char* op, const OptionalTensor& tensor, const View& input) {
+  LOSSOPS_CHECK(op, tensor, "the mean needs the total_weight that forward returned");
+  const View view(*tensor);
+  LOSSOPS_CHECK(op, view.dtype == ScalarType::Double && view.sizes.numel() == 1,
+                "total_weight must be the (1,) float64 tensor that forward returned, but is ",
+                view.sizes, " ", name_of(view.dtype));
+  check_device(op, "total_weight", view, input);
+  return static_cast<const double*>(tensor->const_data_ptr());
+}
+
+// ------------------------------------------------------------------- backends
+
+void torch_parallel_for(int64_t count, int64_t grain, void (*body)(void*, int64_t, int64_t),
+                        void* data) {
+  torch::stable::parallel_for(0, count, grain,
+                              [&](int64_t begin, int64_t end) { body(data, begin, end); });
+}
+
+cpu::Context cpu_context() { return cpu::Context{&torch_parallel_for}; }
+
+#if defined(LOSSOPS_WITH_CUDA)
+cuda::Context current_stream(const Tensor& tensor) {
+  if (aoti_torch_get_current_cuda_stream == nullptr) {
+    throw std::runtime_error("lossops: this torch has no CUDA");
+  }
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return stream;
+}
+#endif
+
+// Runs a launcher on the device of `like`: its CUDA version on the current stream, or
+// its CPU version.
+#if defined(LOSSOPS_WITH_CUDA)
+#define LOSSOPS_LAUNCH(like, name, ...)                                               \
+  do {                                                                                \
+    if ((like).is_cuda()) {                                                           \
+      const torch::stable::accelerator::DeviceGuard guard((like).get_device_index()); \
+      cuda::launch_##name(__VA_ARGS__, current_stream(like));                         \
+    } else {                                                                          \
+      cpu::launch_##name(__VA_ARGS__, cpu_context());                                 \
+    }                                                                                 \
+  } while (false)
+#define LOSSOPS_SCRATCH(like, name, args) \
+  ((like).is_cuda() ? cuda::name##_scratch(args) : cpu::name##_scratch(args))
+#else
+#define LOSSOPS_LAUNCH(like, name, ...)             \
+  do {                                              \
+    check_cpu(like);                                \
+    cpu::launch_##name(__VA_ARGS__, cpu_context()); \
+  } while (false)
+#define LOSSOPS_SCRATCH(like, name, args) (check_cpu(like), cpu::name##_scratch(args))
+
+void check_cpu(const Tensor& tensor) {
+  if (!tensor.is_cpu()) {
+    throw std::runtime_error("lossops: this build has no CUDA kernels; see python -m lossops.info");
+  }
+}
+#endif
+
+// The same with scratch memory of torch's allocator, which may hand it out again as
+// soon as the stream is past the launch.
+#define LOSSOPS_LAUNCH_WITH_SCRATCH(like, name, args)                                   \
+  do {                                                                                  \
+    const Tensor scratch =                                                              \
+        empty_vector(LOSSOPS_SCRATCH(like, name, args), ScalarType::Double, like);      \
+    LOSSOPS_LAUNCH(like, name, args, static_cast<double*>(scratch.mutable_data_ptr())); \
+  } while (false)
+
+// Operands of one op may not need more dimensions than a kernel's arguments hold.
+void check_ndim(const char* op, int merged) {
+  LOSSOPS_CHECK(op, merged >= 0, "input and target need more than ", kMaxDims,
+                " dimensions after merging; make them contiguous");
+}
+
+// ----------------------------------------------------------------- elementwise
+
+const char* name_of(ElementwiseLoss loss) {
+  switch (loss) {
+#define LOSSOPS_ROW(name, Loss) \
+  case ElementwiseLoss::name:   \
+    return #name;
+    LOSSOPS_ELEMENTWISE_LOSSES(LOSSOPS_ROW)
+#undef LOSSOPS_ROW
+  }
+  return "";
+}
+
+struct ReductionChoice {
+  Reduction reduction;
+  bool batch;
+};
+
+ReductionChoice parse_reduction(const char* op, const std::string& name, bool has_batchmean) {
+  if (name == "none") {
+    return {Reduction::kNone, false};
+  }
+  if (name == "mean") {
+    return {Reduction::kMean, false};
+  }
+  if (name == "sum") {
+    return {Reduction::kSum, false};
+  }
+  if (has_batchmean && name == "batchmean") {
+    return {Reduction::kMean, true};
+  }
+  fail(op, "reduction must be one of 'none', 'mean', 'sum'", has_batchmean ? ", 'batchmean'" : "",
+       ", but is '", name, "'");
+}
+
+// What forward and backward of an elementwise loss have in common.
+struct ElementwiseProblem {
+  const char* op;
+  View input;
+  View target;
+  std::optional<View> weight;
+  Dims shape;  // broadcast
+  Dims order;  // of its dimensions, fastest first
+  ScalarType result_dtype;
+
+  ElementwiseProblem(const char* name, const Tensor& input_, const Tensor& target_,
+                     const OptionalTensor& weight_, const LossParams& params, ElementwiseLoss loss,
+                     const std::string& reduction, ElementwiseArgs& args)
+      : op(name), input(input_), target(target_) {
+    const LossTraits traits = traits_of(loss);
+    const ReductionChoice choice = parse_reduction(op, reduction, traits.has_batchmean);
+    check_dtypes(traits.takes_integers);
+    check_device(op, "target", target, input);
+    LOSSOPS_CHECK(op, broadcast_shapes(input.sizes, target.sizes, shape), "input of shape ",
+                  input.sizes, " and target of shape ", target.sizes, " do not broadcast");
+    result_dtype = traits.expands_first ? promote(input.dtype, target.dtype)
+                                        : result_type({input.dtype, input.sizes.size},
+                                                      {target.dtype, target.sizes.size});
+    if (weight_) {
+      add_weight(*weight_, choice.reduction);
+    }
+
+    args.loss = loss;
+    args.params = params;
+    args.reduction = choice.reduction;
+    set_data(op, args.input, input);
+    set_data(op, args.target, target);
+    if (weight) {
+      set_data(op, args.weight, *weight);
+      const int64_t own = weight->sizes.numel();
+      args.weight_copies = own > 0 ? static_cast<double>(shape.numel()) / own : 1;
+    }
+    args.acc_double = input.dtype == ScalarType::Double || target.dtype == ScalarType::Double ||
+                      (weight && weight->dtype == ScalarType::Double);
+    args.denominator = choice.batch ? (input.sizes.size > 0 ? input.sizes[0] : 1)
+                                    : static_cast<double>(shape.numel());
+    order = fastest_first_order(shape, strides_of(input), strides_of(target));
+  }
+
+  Dims strides_of(const View& view) const {
+    return broadcast_strides(view.sizes, view.strides, shape);
+  }
+
+  bool weighted_mean(const ElementwiseArgs& args) const {
+    return weight && args.reduction == Reduction::kMean;
+  }
+
+  // Adds input, target and weight to a space.
+  void add_inputs(SpaceBuilder& builder, ElementwiseArgs& args) const {
+    builder.add(args.input, strides_of(input));
+    builder.add(args.target, strides_of(target));
+    if (weight) {
+      builder.add(args.weight, strides_of(*weight));
+    }
+  }
+
+ private:
+  void check_dtypes(bool takes_integers) const {
+    const auto allowed = [&](ScalarType dtype) {
+      return is_floating(dtype) || (takes_integers && is_integral(dtype));
+    };
+    for (const auto& [name, view] : {std::pair<const char*, const View*>{"input", &input},
+                                     std::pair<const char*, const View*>{"target", &target}}) {
+      LOSSOPS_CHECK(op, allowed(view->dtype), name, " must be floating point, but is ",
+                    name_of(view->dtype));
+    }
+    LOSSOPS_CHECK(op, is_floating(input.dtype) || is_floating(target.dtype),
+                  "input or target must be floating point, but they are ", name_of(input.dtype),
+                  " and ", name_of(target.dtype));
+  }
+
+  void add_weight(const Tensor& tensor, Reduction reduction) {
+    weight.emplace(tensor);
+    check_device(op, "weight", *weight, input);
+    LOSSOPS_CHECK(op, is_floating(weight->dtype) || is_integral(weight->dtype),
+                  "weight must be real, but is ", name_of(weight->dtype));
+    LOSSOPS_CHECK(op, weight->sizes == input.sizes, "weight of shape ", weight->sizes,
+                  " must have the shape of input, ", input.sizes);
+    result_dtype = result_type({result_dtype, shape.size}, {weight->dtype, weight->sizes.size});
+    if (reduction == Reduction::kMean) {
+      result_dtype = promote(result_dtype, weight->dtype);
+    }
+  }
+};
+
+// One dense run each, of one dtype: what the vectorised kernels take.
+bool is_contiguous(const IterationSpace& space, std::initializer_list<const Operand*> operands) {
+  const Operand* first = *operands.begin();
+  for (const Operand* operand : operands) {
+    if (operand->data != nullptr &&
+        (operand->dtype != first->dtype || (space.ndim == 1 && operand->strides[0] != 1))) {
+      return false;
+    }
+  }
+  const bool floating = first->dtype == DType::kFloat64 || first->dtype == DType::kFloat32 ||
+                        first->dtype == DType::kFloat16 || first->dtype == DType::kBFloat16;
+  return floating && space.ndim <= 1;
+}
+
+std::tuple<Tensor, Tensor> elementwise_forward(const char* op, ElementwiseLoss loss,
+                                               const Tensor& input, const Tensor& target,
+                                               const OptionalTensor& weight,
+                                               const LossParams& params,
+                                               const std::string& reduction, bool float32_result) {
+  ElementwiseForwardArgs args;
+  const ElementwiseProblem problem(op, input, target, weight, params, loss, reduction, args);
+  const ScalarType dtype = widen_if(float32_result, problem.result_dtype);
+  const bool reduce = args.reduction != Reduction::kNone;
+
+  const Tensor output =
+      reduce
+          ? empty_dense(Dims{}, dtype, input)
+          : empty_strided(problem.shape, dense_strides(problem.shape, problem.order), dtype, input);
+  const Tensor total_weight =
+      empty_vector(problem.weighted_mean(args) ? 1 : 0, ScalarType::Double, input);
+  set_result(args.output, output);
+  if (problem.weighted_mean(args)) {
+    args.total_weight = static_cast<double*>(total_weight.mutable_data_ptr());
+  }
+
+  SpaceBuilder builder(problem.shape);
+  problem.add_inputs(builder, args);
+  if (!reduce) {
+    builder.add(args.output, to_dims(output.strides()));
+  }
+  check_ndim(op, builder.finish(problem.order, args.space));
+  args.contiguous =
+      reduce ? is_contiguous(args.space, {&args.input, &args.target, &args.weight})
+             : is_contiguous(args.space, {&args.input, &args.target, &args.weight, &args.output});
+  LOSSOPS_LAUNCH_WITH_SCRATCH(input, elementwise_forward, args);
+  return {output, total_weight};
+}
+
+// Gradient of an operand that was broadcast: summed over the added dimensions.
+void launch_broadcast_gradient(const ElementwiseProblem& problem, ElementwiseBackwardArgs base,
+                               Operand ElementwiseBackwardArgs::* which, const View& operand,
+                               const View& grad_output, const Tensor& gradient) {
+  ElementwiseBackwardReduceArgs args;
+  static_cast<ElementwiseBackwardArgs&>(args) = base;
+  args.grad_input.data = args.grad_target.data = args.grad_weight.data = nullptr;
+  set_result(args.*which, gradient);
+
+  Dims order;
+  order.size = 0;
+  const int missing = problem.shape.size - operand.sizes.size;
+  const auto kept = [&](int dim) {
+    return dim >= missing && operand.sizes[dim - missing] == problem.shape[dim];
+  };
+  for (const bool want_kept : {true, false}) {
+    for (int i = 0; i < problem.order.size; ++i) {
+      if (kept(static_cast<int>(problem.order[i])) == want_kept) {
+        order.push_back(problem.order[i]);
+      }
+    }
+  }
+  int num_kept = 0;
+  while (num_kept < order.size && kept(static_cast<int>(order[num_kept]))) {
+    ++num_kept;
+  }
+
+  SpaceBuilder builder(problem.shape);
+  problem.add_inputs(builder, args);
+  if (args.reduction == Reduction::kNone) {
+    builder.add(args.grad_output, problem.strides_of(grad_output));
+  }
+  builder.add(args.*which,
+              broadcast_strides(operand.sizes, to_dims(gradient.strides()), problem.shape));
+  args.num_kept = builder.finish(order, args.space, num_kept);
+  check_ndim(problem.op, args.num_kept);
+  LOSSOPS_LAUNCH_WITH_SCRATCH(problem.input.tensor, elementwise_backward_reduce, args);
+}
+
+std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
+                                         const Tensor& grad_output_, const Tensor& input,
+                                         const Tensor& target, const OptionalTensor& weight,
+                                         const OptionalTensor& loss_value,
+                                         const OptionalTensor& total_weight,
+                                         const LossParams& params, const std::string& reduction,
+                                         const std::vector<bool>& output_mask) {
+  ElementwiseBackwardArgs args;
+  const ElementwiseProblem problem(op, input, target, weight, params, loss, reduction, args);
+  const View grad_output(grad_output_);
+  const bool reduce = args.reduction != Reduction::kNone;
+  LOSSOPS_CHECK(op, output_mask.size() == 3, "output_mask must have 3 entries, but has ",
+                output_mask.size());
+  LOSSOPS_CHECK(op, is_floating(grad_output.dtype), "grad_output must be floating point, but is ",
+                name_of(grad_output.dtype));
+  LOSSOPS_CHECK(op, grad_output.sizes == (reduce ? Dims{} : problem.shape), "grad_output of shape ",
+                grad_output.sizes, " must have the shape of the loss, ",
+                reduce ? Dims{} : problem.shape);
+  check_device(op, "grad_output", grad_output, problem.input);
+  set_data(op, args.grad_output, grad_output);
+  if (problem.weighted_mean(args)) {
+    args.total_weight = check_total_weight(op, total_weight, problem.input);
+    LOSSOPS_CHECK(op, loss_value, "the weighted mean needs the loss that forward returned");
+    const View value(*loss_value);
+    LOSSOPS_CHECK(op, is_floating(value.dtype) && value.sizes.numel() == 1,
+                  "loss must be the value that forward returned, but is ", value.sizes, " ",
+                  name_of(value.dtype));
+    check_device(op, "loss", value, problem.input);
+    set_data(op, args.loss_value, value);
+  }
+
+  const View* operands[3] = {&problem.input, &problem.target,
+                             problem.weight ? &*problem.weight : nullptr};
+  const char* names[3] = {"input", "target", "weight"};
+  Operand ElementwiseBackwardArgs::* const gradients[3] = {&ElementwiseBackwardArgs::grad_input,
+                                                           &ElementwiseBackwardArgs::grad_target,
+                                                           &ElementwiseBackwardArgs::grad_weight};
+  std::vector<Tensor> results;
+  bool any_direct = false;
+  SpaceBuilder builder(problem.shape);
+  for (int i = 0; i < 3; ++i) {
+    if (!output_mask[i]) {
+      continue;
+    }
+    LOSSOPS_CHECK(op, operands[i] != nullptr && is_floating(operands[i]->dtype),
+                  "there is no gradient for ", names[i]);
+    results.push_back(like_of(*operands[i]));
+    // An operand of no elements where the loss has none has nothing to sum either.
+    if (operands[i]->sizes.numel() == problem.shape.numel()) {
+      set_result(args.*gradients[i], results.back());
+      builder.add(
+          args.*gradients[i],
+          broadcast_strides(operands[i]->sizes, to_dims(results.back().strides()), problem.shape));
+      any_direct = true;
+    } else {
+      launch_broadcast_gradient(problem, args, gradients[i], *operands[i], grad_output,
+                                results.back());
+    }
+  }
+  if (any_direct) {
+    problem.add_inputs(builder, args);
+    if (!reduce) {
+      builder.add(args.grad_output, problem.strides_of(grad_output));
+    }
+    check_ndim(op, builder.finish(problem.order, args.space));
+    const Operand absent;
+    args.contiguous = is_contiguous(
+        args.space, {&args.input, &args.target, &args.weight, &args.grad_input, &args.grad_target,
+                     &args.grad_weight, reduce ? &absent : &args.grad_output});
+    LOSSOPS_LAUNCH(input, elementwise_backward, args);
+  }
+  return results;
+}
+
+// The ops of one elementwise loss, whose schemas add Params... to the common arguments.
+template <typename Loss, ElementwiseLoss kLoss, typename ParamList>
+struct ElementwiseOps;
+
+template <typename Loss, ElementwiseLoss kLoss, typename... Params>
+struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
+  // The public op: the loss alone. Its autograd kernel, in ops.py, goes through forward.
+  static Tensor loss(Tensor input, Tensor target, std::string reduction, Params... params) {
+    return std::get<0>(forward(input, target, std::nullopt, reduction, false, params...));
+  }
+
+  static Tensor weighted_loss(Tensor input, Tensor target, std::string reduction,
+                              OptionalTensor weight, Params... params) {
+    return std::get<0>(forward(input, target, weight, reduction, false, params...));
+  }
+
+  static std::tuple<Tensor, Tensor> forward(Tensor input, Tensor target, OptionalTensor weight,
+                                            std::string reduction, bool float32_result,
+                                            Params... params) {
+    return elementwise_forward(name_of(kLoss), kLoss, input, target, weight,
+                               LossParams{{static_cast<double>(params)...}}, reduction,
+                               float32_result);
+  }
+
+  static std::vector<Tensor> backward(Tensor grad_output, Tensor input, Tensor target,
+                                      OptionalTensor weight, OptionalTensor loss,
+                                      OptionalTensor total_weight, std::string reduction,
+                                      std::vector<bool> output_mask, Params... params) {
+    return elementwise_backward(name_of(kLoss), kLoss, grad_output, input, target, weight, loss,
+                                total_weight, LossParams{{static_cast<double>(params)...}},
+                                reduction, output_mask);
+  }
+
+  static void define(torch::stable::detail::StableLibrary& m) {
+    const std::string name = name_of(kLoss);
+    const std::string params = Loss::kSchema;
+    const std::string weight = Loss::kTraits.has_weight ? ", Tensor? weight=None" : "";
+    m.def((name + "(Tensor input, Tensor target, *, str reduction=\"mean\"" + weight + params +
+           ") -> Tensor")
+              .c_str());
+    m.def((name +
+           "_forward(Tensor input, Tensor target, Tensor? weight, str reduction, "
+           "bool float32_result" +
+           params + ") -> (Tensor loss, Tensor total_weight)")
+              .c_str());
+    m.def((name +
+           "_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
+           "Tensor? loss, Tensor? total_weight, str reduction, bool[] output_mask" +
+           params + ") -> Tensor[]")
+              .c_str());
+  }
+
+  static void implement(torch::stable::detail::StableLibrary& m) {
+    const std::string name = name_of(kLoss);
+    m.impl(name.c_str(), Loss::kTraits.has_weight ? TORCH_BOX(&ElementwiseOps::weighted_loss)
+                                                  : TORCH_BOX(&ElementwiseOps::loss));
+    m.impl((name + "_forward").c_str(), TORCH_BOX(&ElementwiseOps::forward));
+    m.impl((name + "_backward").c_str(), TORCH_BOX(&ElementwiseOps::backward));
+  }
+};
+
+#define LOSSOPS_OPS(name, Loss) ElementwiseOps<Loss, ElementwiseLoss::name, Loss::Params>
+
+// --------------------------------------------------------------- cross entropy
+
+constexpr char kCrossEntropy[] = "cross_entropy";
+
+Dims without_class_dim(const Dims& dims) {
+  Dims result;
+  const int class_dim = dims.size == 1 ? 0 : 1;
+  for (int i = 0; i < dims.size; ++i) {
+    if (i != class_dim) {
+      result.push_back(dims[i]);
+    }
+  }
+  return result;
+}
+
+int64_t class_entry(const Dims& dims) { return dims[dims.size == 1 ? 0 : 1]; }
+
+// What forward and backward of cross entropy have in common.
+struct CrossEntropyProblem {
+  View input;
+  View target;
+  std::optional<View> weight;
+  Dims rows;  // shape of the target's rows: input's without the class dimension
+  ScalarType result_dtype;
+
+  CrossEntropyProblem(const Tensor& input_, const Tensor& target_, const OptionalTensor& weight_,
+                      int64_t ignore_index, const std::string& reduction, double label_smoothing,
+                      bool float32_result, CrossEntropyArgs& args)
+      : input(input_), target(target_), result_dtype(input.dtype) {
+    args.reduction = parse_reduction(kCrossEntropy, reduction, false).reduction;
+    LOSSOPS_CHECK(kCrossEntropy, is_floating(input.dtype), "input must be floating point, but is ",
+                  name_of(input.dtype));
+    check_device(kCrossEntropy, "target", target, input);
+    LOSSOPS_CHECK(
+        kCrossEntropy, input.sizes.size >= 1,
+        "input must have at least 1 dimension, (C,), (N, C) or (N, C, d1, ...), but is 0-d");
+    LOSSOPS_CHECK(kCrossEntropy, label_smoothing >= 0 && label_smoothing <= 1,
+                  "label_smoothing must be between 0 and 1, but is ", label_smoothing);
+    rows = without_class_dim(input.sizes);
+    args.num_classes = class_entry(input.sizes);
+    args.target_is_probability = target.sizes == input.sizes;
+    args.target_is_probability ? check_probabilities(ignore_index) : check_indices();
+    if (weight_) {
+      add_weight(*weight_, float32_result, args);
+    }
+    if (args.target_is_probability) {
+      result_dtype = promote(result_dtype, target.dtype);
+    }
+
+    args.ignore_index = ignore_index;
+    args.label_smoothing = label_smoothing;
+    set_data(kCrossEntropy, args.input, input);
+    args.input_class_stride = class_entry(input.strides);
+    set_data(kCrossEntropy, args.target, target);
+    if (args.target_is_probability) {
+      args.target_class_stride = class_entry(target.strides);
+    }
+    args.acc_double = input.dtype == ScalarType::Double ||
+                      (args.target_is_probability && target.dtype == ScalarType::Double) ||
+                      (weight && weight->dtype == ScalarType::Double);
+  }
+
+  // Adds input and target, rows in row-major order.
+  void add_inputs(SpaceBuilder& builder, CrossEntropyArgs& args) const {
+    builder.add(args.input, without_class_dim(input.strides));
+    if (args.target_is_probability) {
+      builder.add(args.target, without_class_dim(target.strides));
+    } else {
+      // (1,) stands for () where input is (C,).
+      builder.add(args.target, rows.size == 0 ? Dims{} : target.strides);
+    }
+  }
+
+  void finish(SpaceBuilder& builder, CrossEntropyArgs& args) const {
+    check_ndim(kCrossEntropy, builder.finish(row_major_order(rows.size), args.rows));
+  }
+
+ private:
+  void check_probabilities(int64_t ignore_index) const {
+    LOSSOPS_CHECK(kCrossEntropy, is_floating(target.dtype),
+                  "target of input's shape holds class probabilities and must be floating point, "
+                  "but is ",
+                  name_of(target.dtype));
+    LOSSOPS_CHECK(kCrossEntropy, ignore_index < 0,
+                  "ignore_index is not supported for class probabilities, but is ", ignore_index);
+  }
+
+  void check_indices() const {
+    const bool is_row = rows.size == 0 && target.sizes.size <= 1 && target.sizes.numel() == 1;
+    LOSSOPS_CHECK(kCrossEntropy, is_row || target.sizes == rows, "input of shape ", input.sizes,
+                  " needs class indices of shape ", rows, " or probabilities of shape ",
+                  input.sizes, ", but target has shape ", target.sizes);
+    LOSSOPS_CHECK(kCrossEntropy,
+                  target.dtype == ScalarType::Long || target.dtype == ScalarType::Int ||
+                      target.dtype == ScalarType::Byte,
+                  "target of class indices must be int64, int32 or uint8, but is ",
+                  name_of(target.dtype));
+  }
+
+  void add_weight(const Tensor& tensor, bool float32_result, CrossEntropyArgs& args) {
+    weight.emplace(tensor);
+    check_device(kCrossEntropy, "weight", *weight, input);
+    LOSSOPS_CHECK(kCrossEntropy, is_floating(weight->dtype),
+                  "weight must be floating point, but is ", name_of(weight->dtype));
+    LOSSOPS_CHECK(kCrossEntropy, weight->sizes.size == 1 && weight->sizes[0] == args.num_classes,
+                  "weight must have shape (", args.num_classes, ",), one for each class, but has ",
+                  weight->sizes);
+    LOSSOPS_CHECK(kCrossEntropy,
+                  args.target_is_probability || float32_result || weight->dtype == input.dtype,
+                  "weight must have input's dtype ", name_of(input.dtype),
+                  " where target holds class indices, but is ", name_of(weight->dtype));
+    if (args.target_is_probability) {
+      result_dtype = promote(result_dtype, weight->dtype);
+    }
+    args.weight = weight->tensor.data_ptr();
+    args.weight_dtype = to_dtype(kCrossEntropy, weight->dtype);
+    args.weight_stride = weight->strides[0];
+  }
+};
+
+ScalarType acc_dtype(const CrossEntropyArgs& args) {
+  return args.acc_double ? ScalarType::Double : ScalarType::Float;
+}
+
+[[noreturn]] void fail_invalid_target(const CrossEntropyProblem& problem,
+                                      const CrossEntropyArgs& args, int64_t row) {
+  int64_t offset = 0;
+  int64_t index = row;
+  for (int dim = 0; dim < args.rows.ndim; ++dim) {
+    offset += index % args.rows.sizes[dim] * args.target.strides[dim];
+    index /= args.rows.sizes[dim];
+  }
+  int64_t value = 0;
+  switch (args.target.dtype) {
+    case DType::kInt64:
+      value = static_cast<const int64_t*>(args.target.data)[offset];
+      break;
+    case DType::kInt32:
+      value = static_cast<const int32_t*>(args.target.data)[offset];
+      break;
+    default:
+      value = static_cast<const uint8_t*>(args.target.data)[offset];
+  }
+  std::ostringstream message;
+  message << "cross_entropy: target " << value << " at row " << row << " (target of shape "
+          << problem.target.sizes << ") is out of range for " << args.num_classes << " classes";
+  // torch turns this one into an IndexError.
+  throw std::out_of_range(message.str());
+}
+
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(
+    Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index, std::string reduction,
+    double label_smoothing, bool float32_result) {
+  CrossEntropyForwardArgs args;
+  const CrossEntropyProblem problem(input, target, weight, ignore_index, reduction, label_smoothing,
+                                    float32_result, args);
+  const bool reduce = args.reduction != Reduction::kNone;
+  const Dims output_shape =
+      reduce ? Dims{} : (args.target_is_probability ? problem.rows : problem.target.sizes);
+  const Tensor output =
+      empty_dense(output_shape, widen_if(float32_result, problem.result_dtype), input);
+  Dims stats_shape;
+  stats_shape.push_back(args.dense() ? 3 : 2);
+  stats_shape.push_back(problem.rows.numel());
+  const Tensor row_stats = empty_dense(stats_shape, acc_dtype(args), input);
+  const bool mean = args.reduction == Reduction::kMean;
+  const Tensor total_weight = empty_vector(mean ? 1 : 0, ScalarType::Double, input);
+  set_result(args.output, output);
+  args.row_stats = row_stats.mutable_data_ptr();
+  args.total_weight = mean ? static_cast<double*>(total_weight.mutable_data_ptr()) : nullptr;
+
+  SpaceBuilder builder(problem.rows);
+  problem.add_inputs(builder, args);
+  if (!reduce) {
+    builder.add(args.output, dense_strides(problem.rows, row_major_order(problem.rows.size)));
+  }
+  problem.finish(builder, args);
+  int64_t first_invalid_row = -1;
+  args.first_invalid_row = &first_invalid_row;
+  LOSSOPS_LAUNCH_WITH_SCRATCH(input, cross_entropy_forward, args);
+  if (first_invalid_row >= 0) {
+    fail_invalid_target(problem, args, first_invalid_row);
+  }
+  return {output, row_stats, total_weight};
+}
+
+std::vector<Tensor> cross_entropy_backward(Tensor grad_output_, Tensor input, Tensor target,
+                                           OptionalTensor weight, Tensor row_stats,
+                                           OptionalTensor total_weight, int64_t ignore_index,
+                                           std::string reduction, double label_smoothing,
+                                           std::vector<bool> output_mask) {
+  CrossEntropyBackwardArgs args;
+  // The weight's dtype was checked in forward.
+  const CrossEntropyProblem problem(input, target, weight, ignore_index, reduction, label_smoothing,
+                                    true, args);
+  const View grad_output(grad_output_);
+  const bool reduce = args.reduction != Reduction::kNone;
+  const Dims loss_shape =
+      reduce ? Dims{} : (args.target_is_probability ? problem.rows : problem.target.sizes);
+  LOSSOPS_CHECK(kCrossEntropy, is_floating(grad_output.dtype),
+                "grad_output must be floating point, but is ", name_of(grad_output.dtype));
+  LOSSOPS_CHECK(kCrossEntropy, grad_output.sizes == loss_shape, "grad_output of shape ",
+                grad_output.sizes, " must have the shape of the loss, ", loss_shape);
+  check_device(kCrossEntropy, "grad_output", grad_output, problem.input);
+  const View stats(row_stats);
+  Dims stats_shape;
+  stats_shape.push_back(args.dense() ? 3 : 2);
+  stats_shape.push_back(problem.rows.numel());
+  LOSSOPS_CHECK(
+      kCrossEntropy,
+      stats.sizes == stats_shape && stats.dtype == acc_dtype(args) && row_stats.is_contiguous(),
+      "row_stats must be the contiguous ", stats_shape, " ", name_of(acc_dtype(args)),
+      " tensor that forward returned, but is ", stats.sizes, " ", name_of(stats.dtype));
+  check_device(kCrossEntropy, "row_stats", stats, problem.input);
+  set_data(kCrossEntropy, args.grad_output, grad_output);
+  args.row_stats = row_stats.const_data_ptr();
+  if (args.reduction == Reduction::kMean) {
+    args.total_weight = check_total_weight(kCrossEntropy, total_weight, problem.input);
+  }
+  LOSSOPS_CHECK(kCrossEntropy, output_mask.size() == 3, "output_mask must have 3 entries, but has ",
+                output_mask.size());
+  LOSSOPS_CHECK(kCrossEntropy, args.target_is_probability || (!output_mask[1] && !output_mask[2]),
+                "there is no gradient for target or weight where target holds class indices");
+  LOSSOPS_CHECK(kCrossEntropy, !output_mask[2] || problem.weight, "there is no weight");
+
+  std::vector<Tensor> results;
+  SpaceBuilder builder(problem.rows);
+  problem.add_inputs(builder, args);
+  const auto add_gradient = [&](const View& operand, Operand& gradient, int64_t& class_stride) {
+    results.push_back(like_of(operand));
+    const Dims strides = to_dims(results.back().strides());
+    set_result(gradient, results.back());
+    class_stride = class_entry(strides);
+    builder.add(gradient, without_class_dim(strides));
+  };
+  if (output_mask[0]) {
+    add_gradient(problem.input, args.grad_input, args.grad_input_class_stride);
+  }
+  if (output_mask[1]) {
+    add_gradient(problem.target, args.grad_target, args.grad_target_class_stride);
+  }
+  if (output_mask[2]) {
+    results.push_back(empty_dense(problem.weight->sizes, problem.weight->dtype, input));
+    args.grad_weight = results.back().mutable_data_ptr();
+  }
+  if (!reduce) {
+    builder.add(args.grad_output, problem.rows.size == 0 ? Dims{} : grad_output.strides);
+  }
+  problem.finish(builder, args);
+  LOSSOPS_LAUNCH_WITH_SCRATCH(input, cross_entropy_backward, args);
+  return results;
+}
+
+// The public op: the loss alone.
+Tensor cross_entropy(Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index,
+                     std::string reduction, double label_smoothing) {
+  return std::get<0>(cross_entropy_forward(input, target, weight, ignore_index, reduction,
+                                           label_smoothing, false));
+}
+
+// The first row whose class index is out of range, or -1: an int64 scalar on input's device.
+Tensor first_invalid_target(Tensor target, int64_t num_classes, int64_t ignore_index) {
+  CrossEntropyArgs args;
+  const View view(target);
+  LOSSOPS_CHECK(kCrossEntropy,
+                view.dtype == ScalarType::Long || view.dtype == ScalarType::Int ||
+                    view.dtype == ScalarType::Byte,
+                "target of class indices must be int64, int32 or uint8, but is ",
+                name_of(view.dtype));
+  set_data(kCrossEntropy, args.target, view);
+  args.num_classes = num_classes;
+  args.ignore_index = ignore_index;
+  SpaceBuilder builder(view.sizes);
+  builder.add(args.target, view.strides);
+  check_ndim(kCrossEntropy, builder.finish(row_major_order(view.sizes.size), args.rows));
+  const Tensor result = empty_dense(Dims{}, ScalarType::Long, target);
+  int64_t* const row = static_cast<int64_t*>(result.mutable_data_ptr());
+  LOSSOPS_LAUNCH(target, first_invalid_target, args, row);
+  return result;
+}
+
+std::string build_info() {
+  std::ostringstream json;
+#if defined(LOSSOPS_WITH_CUDA)
+  json << "{\"cuda\": \"" << LOSSOPS_CUDA_VERSION << "\", \"cuda_archs\": \"" << LOSSOPS_CUDA_ARCHS
+       << "\"";
+#else
+  json << "{\"cuda\": null, \"cuda_archs\": \"\"";
+#endif
+  json << ", \"compiler\": \"" << __VERSION__ << "\", \"torch_target\": \"2.10\"}";
+  return json.str();
+}
+
+// ---------------------------------------------------------------- registration
+
+void define_ops(torch::stable::detail::StableLibrary& m) {
+#define LOSSOPS_ROW(name, Loss) LOSSOPS_OPS(name, Loss)::define(m);
+  LOSSOPS_ELEMENTWISE_LOSSES(LOSSOPS_ROW)
+#undef LOSSOPS_ROW
+  m.def(
+      "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, *, int ignore_index=-100, "
+      "str reduction=\"mean\", float label_smoothing=0.0) -> Tensor");
+  m.def(
+      "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index, "
+      "str reduction, float label_smoothing, bool float32_result) "
+      "-> (Tensor loss, Tensor row_stats, Tensor total_weight)");
+  m.def(
+      "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
+      "Tensor row_stats, Tensor? total_weight, int ignore_index, str reduction, "
+      "float label_smoothing, bool[] output_mask) -> Tensor[]");
+  m.def("first_invalid_target(Tensor target, int num_classes, int ignore_index) -> Tensor");
+  m.def("build_info() -> str");
+}
+
+// The same functions serve both devices.
+void implement_ops(torch::stable::detail::StableLibrary& m) {
+#define LOSSOPS_ROW(name, Loss) LOSSOPS_OPS(name, Loss)::implement(m);
+  LOSSOPS_ELEMENTWISE_LOSSES(LOSSOPS_ROW)
+#undef LOSSOPS_ROW
+  m.impl("cross_entropy", TORCH_BOX(&cross_entropy));
+  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("first_invalid_target", TORCH_BOX(&first_invalid_target));
+}
+
+}  // namespace
+}  // namespace lossops
+
+STABLE_TORCH_LIBRARY(lossops, m) { lossops::define_ops(m); }
+
+STABLE_TORCH_LIBRARY_IMPL(lossops, CompositeExplicitAutograd, m) {
+  m.impl("build_info", TORCH_BOX(&lossops::build_info));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lossops, CPU, m) { lossops::implement_ops(m); }
+
+// Registered without CUDA kernels too: the call then says what is missing.
+STABLE_TORCH_LIBRARY_IMPL(lossops, CUDA, m) { lossops::implement_ops(m); }

@@ -1,0 +1,294 @@
+"""Losses with the names, arguments and results of `torch.nn.functional`.
+
+Every function takes float64, float32, float16 and bfloat16 tensors on the CPU and on CUDA, of any
+strides, and is differentiable once by fused kernels and again by torch. Half-precision arithmetic
+is done in float32. Under autocast the inputs are read as they are and the result is float32. The
+same input gives the same bits on every run.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import ops
+
+__all__ = ["check_targets", "cross_entropy", "kl_div", "mse_loss"]
+
+
+def _mse_loss_by_torch(
+    input: Tensor, target: Tensor, weight: Tensor | None, reduction: str
+) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of shapes that broadcast: forward has warned
+        return F.mse_loss(input, target, reduction=reduction, weight=weight)
+
+
+def _kl_div_by_torch(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    log_target: bool,
+    log_input: bool,
+) -> Tensor:
+    log_probabilities = input if log_input else input.log()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of reduction="mean"
+        return F.kl_div(log_probabilities, target, reduction=reduction, log_target=log_target)
+
+
+def _cross_entropy_by_torch(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
+    if not target.is_floating_point():
+        target = target.long()
+    return F.cross_entropy(
+        input,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+_mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch)
+_kl_div = ops.ElementwiseLoss("kl_div", _kl_div_by_torch, expands_first=False)
+_cross_entropy = ops.CrossEntropyLoss("cross_entropy", _cross_entropy_by_torch)
+
+_targets_are_checked = os.environ.get("LOSSOPS_CHECK_TARGETS", "0") not in ("", "0")
+
+
+def check_targets(enabled: bool) -> None:
+    """Whether `cross_entropy` looks for out-of-range class indices on CUDA.
+
+    Off by default, because the answer must come back from the device: with it every call
+    synchronises, and raises IndexError with the first offending row and value. Without it such a
+    row's loss and gradient are NaN. On the CPU the error is always raised. The environment
+    variable LOSSOPS_CHECK_TARGETS=1 switches it on at import.
+
+    Args:
+        enabled: check from now on, or no longer.
+    """
+    global _targets_are_checked
+    _targets_are_checked = bool(enabled)
+
+
+def mse_loss(
+    input: Tensor, target: Tensor, *, reduction: str = "mean", weight: Tensor | None = None
+) -> Tensor:
+    """Squared error `(input - target) ** 2`, as `torch.nn.functional.mse_loss`.
+
+    Args:
+        input: any shape. One of input and target may be integral or bool.
+        target: a shape that broadcasts with input's; another shape than input's warns.
+        reduction: "none", "mean" or "sum". The mean divides by the number of elements, or by the
+            sum of `weight`.
+        weight: factor of each element's loss, of input's shape.
+
+    Returns:
+        The loss: a scalar, or of the broadcast shape for "none", in the promoted dtype.
+        Differentiable with respect to input, target and weight.
+
+    Raises:
+        NotImplementedError: neither input nor target is floating point, or one is complex.
+        ValueError: unknown reduction, or weight is not of input's shape.
+        RuntimeError: shapes that do not broadcast, or different devices.
+    """
+    if torch.compiler.is_compiling():
+        loss: Tensor = torch.ops.lossops.mse_loss(
+            input, target, reduction=reduction, weight=weight
+        )
+        return loss
+    try:
+        if input.shape != target.shape:
+            warnings.warn(
+                f"Using a target size ({target.size()}) that is different to the input size "
+                f"({input.size()}). This will likely lead to incorrect results due to "
+                "broadcasting. Please ensure they have the same size.",
+                stacklevel=2,
+            )
+        return _mse_loss(input, target, weight, reduction, _is_autocast(input))
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise _as_torch_raises(
+            error,
+            {"input": input, "target": target, "weight": weight},
+            lambda input, target, weight: _mse_loss_by_torch(input, target, weight, reduction),
+        ) from None
+
+
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    log_target: bool = False,
+    log_input: bool = True,
+) -> Tensor:
+    """Kullback-Leibler divergence KL(target || input), as `torch.nn.functional.kl_div`.
+
+    Each element is `target * (log(target) - input)`: input holds log-probabilities. With
+    `log_input=False` it holds probabilities, and `kl_div(p, t, log_input=False)` equals
+    `torch.nn.functional.kl_div(p.log(), t)` without the logarithm's tensor.
+
+    Args:
+        input: any shape.
+        target: a shape that broadcasts with input's. Probabilities, or their logarithms.
+        reduction: "none", "mean", "sum" or "batchmean", which divides the sum by `input.size(0)`.
+        log_target: target holds log-probabilities.
+        log_input: input holds log-probabilities.
+
+    Returns:
+        The loss: a scalar, or of the broadcast shape for "none", in the promoted dtype.
+        Differentiable with respect to input and target. A target probability of zero contributes
+        zero, also where input is -inf.
+
+    Raises:
+        ValueError: unknown reduction.
+        RuntimeError: input or target is not floating point, shapes that do not broadcast, or
+            different devices.
+    """
+    if torch.compiler.is_compiling():
+        loss: Tensor = torch.ops.lossops.kl_div(
+            input, target, reduction=reduction, log_target=log_target, log_input=log_input
+        )
+        return loss
+    try:
+        return _kl_div(
+            input, target, None, reduction, _is_autocast(input), log_target, log_input
+        )
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise _as_torch_raises(
+            error,
+            {"input": input, "target": target},
+            lambda input, target: _kl_div_by_torch(
+                input, target, None, reduction, log_target, log_input
+            ),
+        ) from None
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross entropy between logits and targets, as `torch.nn.functional.cross_entropy`.
+
+    `-sum_c q_c log_softmax(input)_c`, with q the target's distribution, smoothed and weighted. The
+    softmax is computed online in one pass (Milakov and Gimelshein, arXiv:1805.02867).
+
+    Args:
+        input: logits of shape (C,), (N, C) or (N, C, d1, ...); C classes along dimension 1.
+        target: class indices in [0, C), of shape (), (N,) or (N, d1, ...) and dtype int64, int32
+            or uint8; or class probabilities of input's shape in a floating dtype.
+        weight: factor of each class, of shape (C,). In input's dtype where target holds indices.
+        ignore_index: rows with this class index have no loss and a gradient of exactly zero. It
+            may lie outside [0, C). Indices only.
+        reduction: "none", "mean" or "sum". The mean divides by the sum of `weight[target]` over
+            the rows that are not ignored, or by the number of rows for probabilities.
+        label_smoothing: share of the target that is spread evenly over all classes, in [0, 1].
+
+    Returns:
+        The loss: a scalar, or of the target's shape without classes for "none".
+        Differentiable with respect to input, and for probabilities to target and weight.
+
+    Raises:
+        IndexError: a class index is out of range, on the CPU (on CUDA see `check_targets`).
+        NotImplementedError: input is not floating point.
+        ValueError: unknown reduction, label_smoothing negative or NaN, or batch sizes that differ.
+        RuntimeError: other shapes or dtypes that do not fit, label_smoothing above 1,
+            ignore_index >= 0 with probabilities, or weight requires grad with indices.
+    """
+    if torch.compiler.is_compiling():
+        loss: Tensor = torch.ops.lossops.cross_entropy(
+            input,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        return loss
+    try:
+        if _targets_are_checked and target.is_cuda and not target.is_floating_point():
+            _raise_first_invalid(input, target, ignore_index)
+        return _cross_entropy(
+            input, target, weight, ignore_index, reduction, label_smoothing, _is_autocast(input)
+        )
+    except (AttributeError, RuntimeError, TypeError) as error:
+        if not 0 <= label_smoothing and isinstance(label_smoothing, (int, float)):
+            raise ValueError(str(error)) from None
+        raise _as_torch_raises(
+            error,
+            {"input": input, "target": target, "weight": weight},
+            lambda input, target, weight: _cross_entropy_by_torch(
+                input, target, weight, ignore_index, reduction, label_smoothing
+            ),
+        ) from None
+
+
+def _is_autocast(input: Tensor) -> bool:
+    return torch.is_autocast_enabled(input.device.type)
+
+
+def _raise_first_invalid(input: Tensor, target: Tensor, ignore_index: int) -> None:
+    if input.dim() == 0 or torch.cuda.is_current_stream_capturing():
+        return
+    num_classes = input.size(0 if input.dim() == 1 else 1)
+    row = int(torch.ops.lossops.first_invalid_target(target, num_classes, ignore_index).item())
+    if row >= 0:
+        value = int(target.flatten()[row].item())
+        raise IndexError(
+            f"cross_entropy: target {value} at row {row} (target of shape {tuple(target.shape)}) "
+            f"is out of range for {num_classes} classes"
+        )
+
+
+def _as_torch_raises(
+    error: Exception, tensors: dict[str, Any], reference: Callable[..., Tensor]
+) -> Exception:
+    """The error with the type that torch.nn.functional raises for the same call.
+
+    The extension can raise RuntimeError only; torch itself is asked, on tensors without data.
+    """
+    message = str(error)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) and not (name == "weight" and tensor is None):
+            kind = type(tensor).__name__
+            return TypeError(f"{name} must be a Tensor, but is {kind}: {message}")
+    if "reduction must be one of" in message:
+        return ValueError(message)
+    if "must be floating point, but" in message and "input" in message and "kl_div" not in message:
+        return NotImplementedError(message)
+    if isinstance(error, TypeError) or not message:
+        return error
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reference(
+                **{
+                    name: None if tensor is None else torch.empty_like(tensor, device="meta")
+                    for name, tensor in tensors.items()
+                }
+            )
+    except (IndexError, NotImplementedError, TypeError, ValueError) as torch_error:
+        return type(torch_error)(message)
+    except Exception:
+        return type(error)(message)
+    return type(error)(message)

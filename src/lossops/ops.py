@@ -1,0 +1,382 @@
+"""What torch must know of the operators beyond their kernels.
+
+csrc/bindings.cpp defines the schemas and the CPU and CUDA kernels. Here each operator gets its
+fake kernel (for `torch.compile` and `torch.export`), its autograd formula and its behaviour
+under autocast, once for all elementwise losses and once for cross entropy.
+
+A public operator such as `lossops::mse_loss` returns the loss. Where gradients are wanted it goes
+through `lossops::mse_loss_forward`, which also returns what the backward pass needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _extension
+
+_extension.load()
+
+_library = torch.library.Library("lossops", "IMPL")
+
+# A differentiable torch implementation with the arguments of the *_forward operator.
+Reference: TypeAlias = Callable[..., Tensor]
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def _widened(dtype: torch.dtype, float32_result: bool) -> torch.dtype:
+    return torch.float32 if float32_result and dtype in _HALF_DTYPES else dtype
+
+
+def _reject_forward_ad(name: str, *tensors: Tensor | None) -> None:
+    """Raises where a tangent would be lost."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"lossops.{name} has no forward-mode derivative; "
+                f"use torch.nn.functional.{name} for it"
+            )
+
+
+def _differentiable(tensor: Tensor | None) -> Tensor | None:
+    """An alias of its own, so that a gradient with respect to it is a partial one."""
+    return None if tensor is None else tensor.view_as(tensor)
+
+
+class _Loss:
+    """The operators of one loss: registrations, and the fast way to call them."""
+
+    def __init__(self, name: str, reference: Reference) -> None:
+        self.name = name
+        self.reference = reference
+        self.forward_op = getattr(torch.ops.lossops, f"{name}_forward").default
+        self.backward_op = getattr(torch.ops.lossops, f"{name}_backward").default
+
+        torch.library.register_fake(f"lossops::{name}_forward", self.fake_forward)
+        torch.library.register_fake(f"lossops::{name}_backward", self.fake_backward)
+        torch.library.register_fake(f"lossops::{name}", self.fake_loss)
+        torch.library.register_autograd(
+            f"lossops::{name}_forward", self.backward, setup_context=self.setup_context
+        )
+        torch.library.register_autograd(
+            f"lossops::{name}_backward",
+            self.double_backward,
+            setup_context=self.setup_double_backward,
+        )
+        _library.impl(name, self.autograd_kernel, "Autograd")
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, self.autocast_kernel, f"Autocast{device}")
+        self.function = self._make_function()
+
+    # ------------------------------------------------------------------ calling
+
+    def __call__(self, *args: Any) -> Tensor:
+        """The loss, by the arguments of the *_forward operator.
+
+        The same as the operator with its autograd formula, without the two Python frames that
+        torch.library puts around it.
+        """
+        if forward_ad._current_level >= 0:
+            _reject_forward_ad(self.name, *args[:3])
+        if torch.is_grad_enabled():
+            for tensor in args[:3]:
+                if tensor is not None and tensor.requires_grad:
+                    loss: Tensor = self.function.apply(*args)[0]  # type: ignore[no-untyped-call]
+                    return loss
+        with torch._C._AutoDispatchBelowAutograd():
+            loss = self.forward_op(*args)[0]
+            return loss
+
+    def _make_function(self) -> type[torch.autograd.Function]:
+        loss = self
+
+        class LossFunction(torch.autograd.Function):
+            @staticmethod
+            def forward(*args: Any) -> Any:
+                with torch._C._AutoDispatchBelowAutograd():
+                    return loss.forward_op(*args)
+
+            setup_context = staticmethod(loss.setup_context)
+            backward = staticmethod(loss.backward)
+
+        LossFunction.__name__ = LossFunction.__qualname__ = f"lossops_{self.name}"
+        return LossFunction
+
+    def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The public operator's arguments as those of *_forward, float32_result excepted."""
+        raise NotImplementedError
+
+    def public_kernel(self, float32_result: bool, *args: Any, **kwargs: Any) -> Tensor:
+        arguments = self.forward_args(float32_result, *args, **kwargs)
+        _reject_forward_ad(self.name, *arguments[:3])
+        loss: Tensor = self.forward_op(*arguments)[0]
+        return loss
+
+    def autograd_kernel(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.public_kernel(False, *args, **kwargs)
+
+    def autocast_kernel(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.public_kernel(True, *args, **kwargs)
+
+    # -------------------------------------------------------------------- fakes
+
+    def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def fake_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.fake_forward(*self.forward_args(False, *args, **kwargs))[0]
+
+    def fake_backward(
+        self, grad_output: Tensor, input: Tensor, target: Tensor, weight: Tensor | None, *args: Any
+    ) -> list[Tensor]:
+        output_mask = args[self.mask_position - 4]
+        operands = (input, target, weight)
+        return [
+            torch.empty_like(operand)
+            for operand, wanted in zip(operands, output_mask, strict=True)
+            if wanted and operand is not None
+        ]
+
+    # Of output_mask among the arguments of *_backward.
+    mask_position: int
+
+    # ----------------------------------------------------------------- autograd
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        raise NotImplementedError
+
+    def backward(self, ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError
+
+    def gradients(
+        self, ctx: Any, make_arguments: Callable[[list[bool]], tuple[Any, ...]]
+    ) -> list[Tensor | None]:
+        """Gradients of input, target and weight, None where none is needed."""
+        needed = [bool(needs) for needs in ctx.needs_input_grad[:3]]
+        arguments = make_arguments(needed)
+        if torch.is_grad_enabled():  # create_graph=True: the operator has a formula of its own
+            found = iter(self.backward_op(*arguments))
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                found = iter(self.backward_op(*arguments))
+        return [next(found) if needs else None for needs in needed]
+
+    def reference_loss(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
+    ) -> Tensor:
+        """The loss by torch, from the last arguments of *_backward."""
+        raise NotImplementedError
+
+    def setup_double_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        grad_output, input, target, weight = inputs[:4]
+        ctx.save_for_backward(grad_output, input, target, weight)
+        ctx.arguments = inputs[4:]
+        ctx.mask = inputs[self.mask_position]
+
+    def double_backward(self, ctx: Any, grads: Sequence[Tensor | None]) -> Any:
+        """Second derivatives, by torch: exact, but neither fused nor fast."""
+        with torch.enable_grad():
+            aliases = [_differentiable(tensor) for tensor in ctx.saved_tensors]
+            grad_output, input, target, weight = aliases
+            assert input is not None and target is not None
+            loss = self.reference_loss(input, target, weight, ctx.arguments)
+            operands = (input, target, weight)
+            wanted = [x for x, is_wanted in zip(operands, ctx.mask, strict=True) if is_wanted]
+            first = torch.autograd.grad(loss, wanted, grad_output, create_graph=True)
+            roots = [
+                (value, grad)
+                for value, grad in zip(first, grads, strict=True)
+                if grad is not None and value.requires_grad
+            ]
+            sources = [
+                (position, alias)
+                for position, alias in enumerate(aliases)
+                if alias is not None and ctx.needs_input_grad[position]
+            ]
+            second: Sequence[Tensor | None] = [None] * len(sources)
+            if roots and sources:
+                second = torch.autograd.grad(
+                    [value for value, _ in roots],
+                    [alias for _, alias in sources],
+                    [grad for _, grad in roots],
+                    allow_unused=True,
+                    create_graph=torch.is_grad_enabled(),
+                )
+        results: list[Tensor | None] = [None] * (4 + len(ctx.arguments))
+        for (position, _), gradient in zip(sources, second, strict=True):
+            results[position] = gradient
+        return tuple(results)
+
+
+class ElementwiseLoss(_Loss):
+    """A row of csrc/losses/registry.h.
+
+    `lossops::{name}_forward(input, target, weight, reduction, float32_result, *params)` returns
+    the loss and, for a weighted mean, the sum of the weights.
+    """
+
+    mask_position = 7
+
+    def __init__(self, name: str, reference: Reference, *, expands_first: bool = True) -> None:
+        # torch.nn.functional expands a 0-d operand before it promotes, in most losses.
+        self.expands_first = expands_first
+        schema = getattr(torch.ops.lossops, name).default._schema
+        common = ("input", "target", "reduction", "weight")
+        self.params = [
+            (argument.name, argument.default_value)
+            for argument in schema.arguments
+            if argument.name not in common
+        ]
+        super().__init__(name, reference)
+
+    def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        float32_result, input, target = args
+        params = [kwargs.get(name, default) for name, default in self.params]
+        weight, reduction = kwargs.get("weight"), kwargs.get("reduction", "mean")
+        return (input, target, weight, reduction, float32_result, *params)
+
+    def result_dtype(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str
+    ) -> torch.dtype:
+        if self.expands_first:
+            dtype = torch.promote_types(input.dtype, target.dtype)
+        else:
+            dtype = torch.result_type(input, target)
+        if weight is not None:
+            keeps = weight.dim() == 0 and max(input.dim(), target.dim()) > 0
+            if not keeps or reduction == "mean":
+                dtype = torch.promote_types(dtype, weight.dtype)
+        return dtype
+
+    def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
+        input, target, weight, reduction, float32_result = args[:5]
+        dtype = _widened(self.result_dtype(input, target, weight, reduction), float32_result)
+        if reduction == "none":
+            # TensorIterator's layout of a binary operator, which the kernel copies.
+            loss = torch.empty_like(torch.ne(input, target), dtype=dtype)
+        else:
+            torch.broadcast_shapes(input.shape, target.shape)
+            loss = input.new_empty((), dtype=dtype)
+        weighted_mean = weight is not None and reduction == "mean"
+        return loss, input.new_empty((1 if weighted_mean else 0,), dtype=torch.float64)
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        input, target, weight, reduction = inputs[:4]
+        loss, total_weight = output
+        ctx.mark_non_differentiable(total_weight)
+        ctx.set_materialize_grads(False)
+        if weight is not None and reduction == "mean":
+            ctx.save_for_backward(input, target, weight, loss, total_weight)
+        else:
+            ctx.save_for_backward(input, target, weight, None, None)
+        ctx.reduction = reduction
+        ctx.params = inputs[5:]
+
+    def backward(self, ctx: Any, *grads: Any) -> Any:
+        nones = (None,) * (2 + len(ctx.params))
+        grad_output = grads[0]
+        if grad_output is None:
+            return None, None, None, *nones
+
+        def arguments(needed: list[bool]) -> tuple[Any, ...]:
+            return (grad_output, *ctx.saved_tensors, ctx.reduction, needed, *ctx.params)
+
+        return *self.gradients(ctx, arguments), *nones
+
+    def reference_loss(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
+    ) -> Tensor:
+        _loss, _total_weight, reduction, _mask, *params = args
+        return self.reference(input, target, weight, reduction, *params)
+
+
+class CrossEntropyLoss(_Loss):
+    """`lossops::cross_entropy_forward(input, target, weight, ignore_index, reduction,
+    label_smoothing, float32_result)` returns the loss, {max, sum of exp(x - max)[, sum of
+    coefficients]} of every row, and for a mean its denominator."""
+
+    mask_position = 9
+
+    def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        float32_result, input, target, *rest = args
+        weight = rest[0] if rest else kwargs.get("weight")
+        return (
+            input,
+            target,
+            weight,
+            kwargs.get("ignore_index", -100),
+            kwargs.get("reduction", "mean"),
+            kwargs.get("label_smoothing", 0.0),
+            float32_result,
+        )
+
+    def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
+        input, target, weight, _ignore_index, reduction, label_smoothing, float32_result = args
+        class_dim = 0 if input.dim() == 1 else 1
+        rows = [size for dim, size in enumerate(input.shape) if dim != class_dim]
+        is_probability = target.dim() == input.dim() and target.is_floating_point()
+        dtype = input.dtype
+        if is_probability:
+            dtype = torch.promote_types(dtype, target.dtype)
+            if weight is not None:
+                dtype = torch.promote_types(dtype, weight.dtype)
+        if reduction != "none":
+            shape: Sequence[int] = ()
+        else:
+            shape = rows if is_probability else target.shape
+        loss = input.new_empty(shape, dtype=_widened(dtype, float32_result))
+        operands = [input, target, weight] if is_probability else [input, weight]
+        acc_double = any(x is not None and x.dtype == torch.float64 for x in operands)
+        num_rows = 1
+        for size in rows:
+            num_rows = num_rows * size
+        row_stats = input.new_empty(
+            (3 if is_probability or label_smoothing > 0 else 2, num_rows),
+            dtype=torch.float64 if acc_double else torch.float32,
+        )
+        total_weight = input.new_empty((1 if reduction == "mean" else 0,), dtype=torch.float64)
+        return loss, row_stats, total_weight
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        input, target, weight, ignore_index, reduction, label_smoothing, _ = inputs
+        _loss, row_stats, total_weight = output
+        if weight is not None and weight.requires_grad and not target.is_floating_point():
+            raise RuntimeError(
+                "cross_entropy: weight requires grad, but is not differentiable where target "
+                "holds class indices"
+            )
+        ctx.mark_non_differentiable(row_stats, total_weight)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            input, target, weight, row_stats, total_weight if reduction == "mean" else None
+        )
+        ctx.arguments = (ignore_index, reduction, label_smoothing)
+
+    def backward(self, ctx: Any, *grads: Any) -> Any:
+        nones = (None,) * 4
+        grad_output = grads[0]
+        if grad_output is None:
+            return None, None, None, *nones
+
+        def arguments(needed: list[bool]) -> tuple[Any, ...]:
+            return (grad_output, *ctx.saved_tensors, *ctx.arguments, needed)
+
+        return *self.gradients(ctx, arguments), *nones
+
+    def reference_loss(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
+    ) -> Tensor:
+        _row_stats, _total_weight, ignore_index, reduction, label_smoothing, _mask = args
+        return self.reference(input, target, weight, ignore_index, reduction, label_smoothing)
+
+
+@torch.library.register_fake("lossops::first_invalid_target")
+def _fake_first_invalid_target(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    return target.new_empty((), dtype=torch.int64)
