@@ -15,7 +15,7 @@ MINIMUM_TORCH = (2, 10)
 # Why the last `load()` failed; None before it and after a load that worked.
 load_error: str | None = None
 
-_loaded = False
+loaded = False
 
 
 def path() -> Path:
@@ -39,8 +39,8 @@ def load() -> None:
     Raises:
         ImportError: the library cannot be loaded. The message says why and what to do.
     """
-    global load_error, _loaded
-    if _loaded:
+    global load_error, loaded
+    if loaded:
         return
     try:
         _load()
@@ -48,7 +48,7 @@ def load() -> None:
         load_error = str(error)
         raise
     load_error = None
-    _loaded = True
+    loaded = True
 
 
 def _load() -> None:

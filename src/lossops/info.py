@@ -48,6 +48,8 @@ def _library() -> dict[str, Any]:
         report["library_size"] = len(contents)
         report["library_sha256"] = hashlib.sha256(contents).hexdigest()
 
+    if _extension.loaded:
+        return report | _load()
     # In a process of its own: a damaged library can bring the process down.
     child = subprocess.run(
         [sys.executable, "-m", "lossops.info", "--load"],

@@ -73,7 +73,7 @@ class _Loss:
         _library.impl(name, self.autograd_kernel, "Autograd")
         for device in ("CPU", "CUDA"):
             _library.impl(name, self.autocast_kernel, f"Autocast{device}")
-        self.function = self._make_function()
+        self.function, self.transformable_function = self._make_functions()
 
     # ------------------------------------------------------------------ calling
 
@@ -88,16 +88,31 @@ class _Loss:
         if torch.is_grad_enabled():
             for tensor in args[:3]:
                 if tensor is not None and tensor.requires_grad:
-                    loss: Tensor = self.function.apply(*args)[0]  # type: ignore[no-untyped-call]
+                    if torch._C._are_functorch_transforms_active():
+                        loss: Tensor = self.transformable_function.apply(*args)[0]  # type: ignore[no-untyped-call]
+                    else:
+                        loss = self.function.apply(*args)  # type: ignore[no-untyped-call]
                     return loss
         with torch._C._AutoDispatchBelowAutograd():
             loss = self.forward_op(*args)[0]
             return loss
 
-    def _make_function(self) -> type[torch.autograd.Function]:
+    def _make_functions(self) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
+        """Two forms of one formula: torch.func wants setup_context, which costs 10 us a call."""
         loss = self
 
-        class LossFunction(torch.autograd.Function):
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Tensor:
+                with torch._C._AutoDispatchBelowAutograd():
+                    output = loss.forward_op(*args)
+                loss.save_for_backward(ctx, args, output)
+                result: Tensor = output[0]
+                return result
+
+            backward = staticmethod(loss.backward)
+
+        class TransformableFunction(torch.autograd.Function):
             @staticmethod
             def forward(*args: Any) -> Any:
                 with torch._C._AutoDispatchBelowAutograd():
@@ -106,8 +121,9 @@ class _Loss:
             setup_context = staticmethod(loss.setup_context)
             backward = staticmethod(loss.backward)
 
-        LossFunction.__name__ = LossFunction.__qualname__ = f"lossops_{self.name}"
-        return LossFunction
+        for function in (Function, TransformableFunction):
+            function.__name__ = function.__qualname__ = f"lossops_{self.name}"
+        return Function, TransformableFunction
 
     def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The public operator's arguments as those of *_forward, float32_result excepted."""
@@ -150,6 +166,12 @@ class _Loss:
     # ----------------------------------------------------------------- autograd
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        self.save_for_backward(ctx, inputs, output)
+
+    def save_for_backward(
+        self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    ) -> None:
         raise NotImplementedError
 
     def backward(self, ctx: Any, *grads: Any) -> Any:
@@ -267,10 +289,11 @@ class ElementwiseLoss(_Loss):
         weighted_mean = weight is not None and reduction == "mean"
         return loss, input.new_empty((1 if weighted_mean else 0,), dtype=torch.float64)
 
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def save_for_backward(
+        self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    ) -> None:
         input, target, weight, reduction = inputs[:4]
         loss, total_weight = output
-        ctx.mark_non_differentiable(total_weight)
         ctx.set_materialize_grads(False)
         if weight is not None and reduction == "mean":
             ctx.save_for_backward(input, target, weight, loss, total_weight)
@@ -344,7 +367,9 @@ class CrossEntropyLoss(_Loss):
         total_weight = input.new_empty((1 if reduction == "mean" else 0,), dtype=torch.float64)
         return loss, row_stats, total_weight
 
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def save_for_backward(
+        self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    ) -> None:
         input, target, weight, ignore_index, reduction, label_smoothing, _ = inputs
         _loss, row_stats, total_weight = output
         if weight is not None and weight.requires_grad and not target.is_floating_point():
@@ -352,7 +377,6 @@ class CrossEntropyLoss(_Loss):
                 "cross_entropy: weight requires grad, but is not differentiable where target "
                 "holds class indices"
             )
-        ctx.mark_non_differentiable(row_stats, total_weight)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             input, target, weight, row_stats, total_weight if reduction == "mean" else None
