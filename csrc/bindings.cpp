@@ -226,14 +226,14 @@ void check_device(const char* op, const char* name, const View& view, const View
   LOSSOPS_CHECK(op, same, name, " is on ", describe(a), " but input is on ", describe(b));
 }
 
-// The mean's denominator, as forward returned it.
-const double* check_total_weight(const char* op, const OptionalTensor& tensor, const View& input) {
-  LOSSOPS_CHECK(op, tensor, "the mean needs the total_weight that forward returned");
+// Denominator and value of a mean, as forward returned them.
+const double* check_mean_terms(const char* op, const OptionalTensor& tensor, const View& input) {
+  LOSSOPS_CHECK(op, tensor, "the mean needs the mean_terms that forward returned");
   const View view(*tensor);
-  LOSSOPS_CHECK(op, view.dtype == ScalarType::Double && view.sizes.numel() == 1,
-                "total_weight must be the (1,) float64 tensor that forward returned, but is ",
+  LOSSOPS_CHECK(op, view.dtype == ScalarType::Double && view.sizes.numel() == 2 && tensor->is_contiguous(),
+                "mean_terms must be the (2,) float64 tensor that forward returned, but is ",
                 view.sizes, " ", name_of(view.dtype));
-  check_device(op, "total_weight", view, input);
+  check_device(op, "mean_terms", view, input);
   return static_cast<const double*>(tensor->const_data_ptr());
 }
 
@@ -456,11 +456,11 @@ std::tuple<Tensor, Tensor> elementwise_forward(const char* op, ElementwiseLoss l
       reduce
           ? empty_dense(Dims{}, dtype, input)
           : empty_strided(problem.shape, dense_strides(problem.shape, problem.order), dtype, input);
-  const Tensor total_weight =
-      empty_vector(problem.weighted_mean(args) ? 1 : 0, ScalarType::Double, input);
+  const Tensor mean_terms =
+      empty_vector(problem.weighted_mean(args) ? 2 : 0, ScalarType::Double, input);
   set_result(args.output, output);
   if (problem.weighted_mean(args)) {
-    args.total_weight = static_cast<double*>(total_weight.mutable_data_ptr());
+    args.mean_terms = static_cast<double*>(mean_terms.mutable_data_ptr());
   }
 
   SpaceBuilder builder(problem.shape);
@@ -473,7 +473,7 @@ std::tuple<Tensor, Tensor> elementwise_forward(const char* op, ElementwiseLoss l
       reduce ? is_contiguous(args.space, {&args.input, &args.target, &args.weight})
              : is_contiguous(args.space, {&args.input, &args.target, &args.weight, &args.output});
   LOSSOPS_LAUNCH_WITH_SCRATCH(input, elementwise_forward, args);
-  return {output, total_weight};
+  return {output, mean_terms};
 }
 
 // Gradient of an operand that was broadcast: summed over the added dimensions.
@@ -518,8 +518,7 @@ void launch_broadcast_gradient(const ElementwiseProblem& problem, ElementwiseBac
 std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
                                          const Tensor& grad_output_, const Tensor& input,
                                          const Tensor& target, const OptionalTensor& weight,
-                                         const OptionalTensor& loss_value,
-                                         const OptionalTensor& total_weight,
+                                         const OptionalTensor& mean_terms,
                                          const LossParams& params, const std::string& reduction,
                                          const std::vector<bool>& output_mask) {
   ElementwiseBackwardArgs args;
@@ -536,14 +535,7 @@ std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
   check_device(op, "grad_output", grad_output, problem.input);
   set_data(op, args.grad_output, grad_output);
   if (problem.weighted_mean(args)) {
-    args.total_weight = check_total_weight(op, total_weight, problem.input);
-    LOSSOPS_CHECK(op, loss_value, "the weighted mean needs the loss that forward returned");
-    const View value(*loss_value);
-    LOSSOPS_CHECK(op, is_floating(value.dtype) && value.sizes.numel() == 1,
-                  "loss must be the value that forward returned, but is ", value.sizes, " ",
-                  name_of(value.dtype));
-    check_device(op, "loss", value, problem.input);
-    set_data(op, args.loss_value, value);
+    args.mean_terms = check_mean_terms(op, mean_terms, problem.input);
   }
 
   const View* operands[3] = {&problem.input, &problem.target,
@@ -614,11 +606,11 @@ struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
   }
 
   static std::vector<Tensor> backward(Tensor grad_output, Tensor input, Tensor target,
-                                      OptionalTensor weight, OptionalTensor loss,
-                                      OptionalTensor total_weight, std::string reduction,
-                                      std::vector<bool> output_mask, Params... params) {
-    return elementwise_backward(name_of(kLoss), kLoss, grad_output, input, target, weight, loss,
-                                total_weight, LossParams{{static_cast<double>(params)...}},
+                                      OptionalTensor weight, OptionalTensor mean_terms,
+                                      std::string reduction, std::vector<bool> output_mask,
+                                      Params... params) {
+    return elementwise_backward(name_of(kLoss), kLoss, grad_output, input, target, weight,
+                                mean_terms, LossParams{{static_cast<double>(params)...}},
                                 reduction, output_mask);
   }
 
@@ -632,11 +624,11 @@ struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
     m.def((name +
            "_forward(Tensor input, Tensor target, Tensor? weight, str reduction, "
            "bool float32_result" +
-           params + ") -> (Tensor loss, Tensor total_weight)")
+           params + ") -> (Tensor loss, Tensor mean_terms)")
               .c_str());
     m.def((name +
            "_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
-           "Tensor? loss, Tensor? total_weight, str reduction, bool[] output_mask" +
+           "Tensor? mean_terms, str reduction, bool[] output_mask" +
            params + ") -> Tensor[]")
               .c_str());
   }
@@ -754,7 +746,9 @@ struct CrossEntropyProblem {
   void add_weight(const Tensor& tensor, bool float32_result, CrossEntropyArgs& args) {
     weight.emplace(tensor);
     check_device(kCrossEntropy, "weight", *weight, input);
-    LOSSOPS_CHECK(kCrossEntropy, is_floating(weight->dtype),
+    LOSSOPS_CHECK(kCrossEntropy,
+                  is_floating(weight->dtype) ||
+                      (args.target_is_probability && is_integral(weight->dtype)),
                   "weight must be floating point, but is ", name_of(weight->dtype));
     LOSSOPS_CHECK(kCrossEntropy, weight->sizes.size == 1 && weight->sizes[0] == args.num_classes,
                   "weight must have shape (", args.num_classes, ",), one for each class, but has ",
@@ -809,8 +803,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(
   const CrossEntropyProblem problem(input, target, weight, ignore_index, reduction, label_smoothing,
                                     float32_result, args);
   const bool reduce = args.reduction != Reduction::kNone;
-  const Dims output_shape =
-      reduce ? Dims{} : (args.target_is_probability ? problem.rows : problem.target.sizes);
+  const Dims output_shape = reduce ? Dims{} : problem.rows;
   const Tensor output =
       empty_dense(output_shape, widen_if(float32_result, problem.result_dtype), input);
   Dims stats_shape;
@@ -818,10 +811,10 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(
   stats_shape.push_back(problem.rows.numel());
   const Tensor row_stats = empty_dense(stats_shape, acc_dtype(args), input);
   const bool mean = args.reduction == Reduction::kMean;
-  const Tensor total_weight = empty_vector(mean ? 1 : 0, ScalarType::Double, input);
+  const Tensor mean_terms = empty_vector(mean ? 2 : 0, ScalarType::Double, input);
   set_result(args.output, output);
   args.row_stats = row_stats.mutable_data_ptr();
-  args.total_weight = mean ? static_cast<double*>(total_weight.mutable_data_ptr()) : nullptr;
+  args.mean_terms = mean ? static_cast<double*>(mean_terms.mutable_data_ptr()) : nullptr;
 
   SpaceBuilder builder(problem.rows);
   problem.add_inputs(builder, args);
@@ -835,12 +828,12 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(
   if (first_invalid_row >= 0) {
     fail_invalid_target(problem, args, first_invalid_row);
   }
-  return {output, row_stats, total_weight};
+  return {output, row_stats, mean_terms};
 }
 
 std::vector<Tensor> cross_entropy_backward(Tensor grad_output_, Tensor input, Tensor target,
                                            OptionalTensor weight, Tensor row_stats,
-                                           OptionalTensor total_weight, int64_t ignore_index,
+                                           OptionalTensor mean_terms, int64_t ignore_index,
                                            std::string reduction, double label_smoothing,
                                            std::vector<bool> output_mask) {
   CrossEntropyBackwardArgs args;
@@ -849,8 +842,7 @@ std::vector<Tensor> cross_entropy_backward(Tensor grad_output_, Tensor input, Te
                                     true, args);
   const View grad_output(grad_output_);
   const bool reduce = args.reduction != Reduction::kNone;
-  const Dims loss_shape =
-      reduce ? Dims{} : (args.target_is_probability ? problem.rows : problem.target.sizes);
+  const Dims loss_shape = reduce ? Dims{} : problem.rows;
   LOSSOPS_CHECK(kCrossEntropy, is_floating(grad_output.dtype),
                 "grad_output must be floating point, but is ", name_of(grad_output.dtype));
   LOSSOPS_CHECK(kCrossEntropy, grad_output.sizes == loss_shape, "grad_output of shape ",
@@ -869,13 +861,14 @@ std::vector<Tensor> cross_entropy_backward(Tensor grad_output_, Tensor input, Te
   set_data(kCrossEntropy, args.grad_output, grad_output);
   args.row_stats = row_stats.const_data_ptr();
   if (args.reduction == Reduction::kMean) {
-    args.total_weight = check_total_weight(kCrossEntropy, total_weight, problem.input);
+    args.mean_terms = check_mean_terms(kCrossEntropy, mean_terms, problem.input);
   }
   LOSSOPS_CHECK(kCrossEntropy, output_mask.size() == 3, "output_mask must have 3 entries, but has ",
                 output_mask.size());
   LOSSOPS_CHECK(kCrossEntropy, args.target_is_probability || (!output_mask[1] && !output_mask[2]),
                 "there is no gradient for target or weight where target holds class indices");
-  LOSSOPS_CHECK(kCrossEntropy, !output_mask[2] || problem.weight, "there is no weight");
+  LOSSOPS_CHECK(kCrossEntropy, !output_mask[2] || (problem.weight && is_floating(problem.weight->dtype)),
+                "there is no gradient for weight");
 
   std::vector<Tensor> results;
   SpaceBuilder builder(problem.rows);
@@ -898,7 +891,7 @@ std::vector<Tensor> cross_entropy_backward(Tensor grad_output_, Tensor input, Te
     args.grad_weight = results.back().mutable_data_ptr();
   }
   if (!reduce) {
-    builder.add(args.grad_output, problem.rows.size == 0 ? Dims{} : grad_output.strides);
+    builder.add(args.grad_output, grad_output.strides);
   }
   problem.finish(builder, args);
   LOSSOPS_LAUNCH_WITH_SCRATCH(input, cross_entropy_backward, args);
@@ -957,10 +950,10 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
   m.def(
       "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index, "
       "str reduction, float label_smoothing, bool float32_result) "
-      "-> (Tensor loss, Tensor row_stats, Tensor total_weight)");
+      "-> (Tensor loss, Tensor row_stats, Tensor mean_terms)");
   m.def(
       "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
-      "Tensor row_stats, Tensor? total_weight, int ignore_index, str reduction, "
+      "Tensor row_stats, Tensor? mean_terms, int ignore_index, str reduction, "
       "float label_smoothing, bool[] output_mask) -> Tensor[]");
   m.def("first_invalid_target(Tensor target, int num_classes, int ignore_index) -> Tensor");
   m.def("build_info() -> str");

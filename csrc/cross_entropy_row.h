@@ -88,7 +88,7 @@ struct RowStats {
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t row_scale(const CrossEntropyBackwardArgs& args, int64_t offset) {
   const acc_t grad_output = load_operand<acc_t>(args.grad_output, offset);
-  return args.reduction == Reduction::kMean ? grad_output / static_cast<acc_t>(*args.total_weight)
+  return args.reduction == Reduction::kMean ? grad_output / static_cast<acc_t>(args.mean_terms[0])
                                             : grad_output;
 }
 

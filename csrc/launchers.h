@@ -46,7 +46,7 @@ struct ElementwiseArgs {
   // each is data[i]. grad_output of a reduction does not count.
   bool contiguous = false;
   bool acc_double = false;  // compute in fp64, else in fp32
-  // Mean: the sum is divided by this, or by *total_weight where weight is given.
+  // Mean: the sum is divided by this, or by mean_terms[0] where weight is given.
   double denominator = 1;
   // How often each element of weight occurs in the broadcast shape.
   double weight_copies = 1;
@@ -54,13 +54,12 @@ struct ElementwiseArgs {
 
 struct ElementwiseForwardArgs : ElementwiseArgs {
   Operand output;                  // none: the shape of space; else one element
-  double* total_weight = nullptr;  // out, (1,): sum of weight; weighted mean only
+  double* mean_terms = nullptr;  // out, (2,): denominator, mean; weighted mean only
 };
 
 struct ElementwiseBackwardArgs : ElementwiseArgs {
   Operand grad_output;                   // strides 0 for a reduction
-  const double* total_weight = nullptr;  // (1,), from forward; weighted mean only
-  Operand loss_value;                    // (), from forward; weighted mean only
+  const double* mean_terms = nullptr;  // (2,), from forward; weighted mean only
   // Null where not wanted. A gradient whose operand is broadcast has its own launcher.
   Operand grad_input;
   Operand grad_target;
@@ -101,7 +100,7 @@ struct CrossEntropyArgs {
 struct CrossEntropyForwardArgs : CrossEntropyArgs {
   Operand output;                  // none: strides over rows; else one element
   void* row_stats = nullptr;       // out, (2 or 3, rows) of acc_t: max, sum, Q
-  double* total_weight = nullptr;  // out, (1,): the mean's denominator; mean only
+  double* mean_terms = nullptr;    // out, (2,): denominator, mean; mean only
   // Out, CPU only: the first row whose class index is out of range, or -1.
   int64_t* first_invalid_row = nullptr;
 };
@@ -109,7 +108,7 @@ struct CrossEntropyForwardArgs : CrossEntropyArgs {
 struct CrossEntropyBackwardArgs : CrossEntropyArgs {
   Operand grad_output;  // none: strides over rows; else strides 0
   const void* row_stats = nullptr;
-  const double* total_weight = nullptr;  // mean only
+  const double* mean_terms = nullptr;  // (2,), from forward; mean only
   Operand grad_input;                    // strides over rows; null: not wanted
   int64_t grad_input_class_stride = 1;
   Operand grad_target;  // probabilities only; null: not wanted

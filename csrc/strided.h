@@ -50,7 +50,7 @@ LOSSOPS_HOST_DEVICE acc_t reduction_scale(const ElementwiseBackwardArgs& args) {
     return grad_output;
   }
   return grad_output /
-         static_cast<acc_t>(args.weight.data != nullptr ? *args.total_weight : args.denominator);
+         static_cast<acc_t>(args.weight.data != nullptr ? args.mean_terms[0] : args.denominator);
 }
 
 // Loss of one element; weight becomes its weight (1 without one).
@@ -84,7 +84,7 @@ LOSSOPS_HOST_DEVICE acc_t elementwise_gradient(Wanted wanted, const ElementwiseB
   acc_t value = term.forward(x, t);
   if (args.reduction == Reduction::kMean) {
     // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
-    value -= load_operand<acc_t>(args.loss_value, 0) / static_cast<acc_t>(args.weight_copies);
+    value -= static_cast<acc_t>(args.mean_terms[1] / args.weight_copies);
   }
   return scale * value;
 }

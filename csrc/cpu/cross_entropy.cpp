@@ -349,7 +349,7 @@ struct RowGradient {
     const int64_t rows = args.rows.numel;
     grad = load_operand<acc_t>(args.grad_output, grad_output_offset);
     if (args.reduction == Reduction::kMean) {
-      grad /= static_cast<acc_t>(*args.total_weight);
+      grad /= static_cast<acc_t>(args.mean_terms[0]);
     }
     max = row_stats[row];
     const acc_t sum = row_stats[rows + row];
@@ -649,8 +649,9 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
     const double total_weight = args.target_is_probability
                                     ? static_cast<double>(args.rows.numel)
                                     : fold_partials(scratch + 1, chunks, 2);
-    *args.total_weight = total_weight;
     result /= total_weight;
+    args.mean_terms[0] = total_weight;
+    args.mean_terms[1] = result;
   }
   store_operand(args.output, 0, result);
 }

@@ -90,7 +90,7 @@ struct BackwardScalars {
       scale = reduction_scale<acc_t>(args);
     }
     if (weighted_mean(args) && args.grad_weight.data != nullptr) {
-      mean_share = load_operand<acc_t>(args.loss_value, 0) / static_cast<acc_t>(args.weight_copies);
+      mean_share = static_cast<acc_t>(args.mean_terms[1] / args.weight_copies);
     }
   }
 };
@@ -340,8 +340,9 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
   double result = fold_partials(scratch, chunks, 2);
   if (weighted_mean(args)) {
     const double total_weight = fold_partials(scratch + 1, chunks, 2) / args.weight_copies;
-    *args.total_weight = total_weight;
     result /= total_weight;
+    args.mean_terms[0] = total_weight;
+    args.mean_terms[1] = result;
   } else if (args.reduction == Reduction::kMean) {
     result /= args.denominator;
   }

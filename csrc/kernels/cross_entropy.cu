@@ -566,7 +566,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
   finalize.dtype = args.output.dtype;
   finalize.mean = args.reduction == Reduction::kMean;
   finalize.denominator_is_weight = true;
-  finalize.total_weight = args.total_weight;
+  finalize.mean_terms = args.mean_terms;
   visit_dense(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
     if (rows_are_contiguous(args)) {

@@ -320,7 +320,7 @@ Finalize make_finalize(const ElementwiseForwardArgs& args) {
   finalize.denominator_is_weight = args.weight.data != nullptr;
   finalize.denominator = args.denominator;
   finalize.weight_copies = args.weight_copies;
-  finalize.total_weight = args.total_weight;
+  finalize.mean_terms = args.mean_terms;
   return finalize;
 }
 

@@ -31,15 +31,16 @@ struct Finalize {
   bool denominator_is_weight = false;  // mean: divide by the total weight, else by denominator
   double denominator = 1;
   double weight_copies = 1;        // how often the total counts each weight
-  double* total_weight = nullptr;  // out, (1,): what the mean divided by; may be null
+  double* mean_terms = nullptr;  // out, (2,): denominator, mean; may be null
 
   __device__ __forceinline__ void operator()(const Partial& total) const {
     double result = total.sum;
     if (mean) {
       const double divisor = denominator_is_weight ? total.weight / weight_copies : denominator;
       result /= divisor;
-      if (total_weight != nullptr) {
-        *total_weight = divisor;
+      if (mean_terms != nullptr) {
+        mean_terms[0] = divisor;
+        mean_terms[1] = result;
       }
     }
     // Normalised before it is rounded: a half-precision mean does not overflow.

@@ -25,6 +25,7 @@ import math
 import platform
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -172,9 +173,9 @@ CASES = (
 
 @dataclasses.dataclass
 class Times:
-    """What one contender took: medians by "forward" and "step"; None where it has no such loss."""
+    """What one contender took: medians by "forward" and "step", empty where it has no such loss."""
 
-    ms: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    ms: dict[str, float] = dataclasses.field(default_factory=dict)
     peak_bytes: int | None = None  # of a step, on CUDA, beyond what is there before it
     note: str | None = None  # what went wrong
 
@@ -237,7 +238,11 @@ class Meter:
     def medians(
         self, calls: dict[str, Callable[[], object]], failed: Callable[[str, Exception], None]
     ) -> dict[str, float]:
-        """Milliseconds of each call. They take turns, so that a drift of the device hits all."""
+        """Median milliseconds of each call.
+
+        The calls take turns, so that a drift of the device hits all of them, and in both orders, so
+        that what a call leaves behind does too.
+        """
         calls = dict(calls)
         samples: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
         started = time.perf_counter()
@@ -247,7 +252,7 @@ class Meter:
             spent = time.perf_counter() - started
             if turn >= self.warm_ups + self.fewest and spent > self.seconds * len(calls):
                 break
-            for name, call in list(calls.items()):
+            for name, call in list(calls.items())[:: 1 if turn % 2 else -1]:
                 try:
                     # By reading: lines left dirty would be written back in the call's time.
                     self.other_data.amax()
@@ -408,7 +413,10 @@ def run_case(case: Case, peers: Sequence[str], meter: Meter, progress: Progress)
     result = Result(name, case.problem, case.dtype, shape, moved, input.nbytes, limit)
     result.times = {who: Times() for who in ("ours", *peers)}
 
+    broken = set()
+
     def failed(who: str, error: Exception) -> None:
+        broken.add(who)
         result.times[who].note = f"{doing}: {_said(error)}"
 
     doing, expected = "check", math.nan
@@ -418,7 +426,7 @@ def run_case(case: Case, peers: Sequence[str], meter: Meter, progress: Progress)
         failed("ours", error)
     meter.clean()
 
-    calls: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "step": {}}
+    calls: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "step": {}}
     for who in result.times:
         loss = contender(problem, who)
         if loss is None:
@@ -430,10 +438,16 @@ def run_case(case: Case, peers: Sequence[str], meter: Meter, progress: Progress)
 
     doing = "value"
     for who, call in calls["forward"].items():
-        _compare(who, call, expected, failed)
+        try:
+            value = float(call())
+        except Exception as error:
+            failed(who, error)
+        else:
+            if not (abs(value - expected) <= 0.01 * abs(expected) or math.isnan(expected)):
+                result.times[who].note = f"gives {value:.6g} where float64 gives {expected:.6g}"
     for doing in calls:
         progress.advance(f"{name}: {doing}")
-        sound = {who: call for who, call in calls[doing].items() if not result.times[who].note}
+        sound = {who: call for who, call in calls[doing].items() if who not in broken}
         for who, ms in meter.medians(sound, failed).items():
             result.times[who].ms[doing] = ms
     for who, times in result.times.items():
@@ -451,36 +465,23 @@ def _step(loss: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, target: Tensor
     return gradient
 
 
-def _compare(
-    who: str, call: Callable[[], Any], expected: float, failed: Callable[[str, Exception], None]
-) -> None:
-    """Fails a contender that computes something else: its times would say nothing."""
-    try:
-        value = float(call())
-        if not math.isnan(expected) and not abs(value - expected) <= 0.01 * abs(expected):
-            raise ArithmeticError(f"{value:.6g} where float64 gives {expected:.6g}")
-    except Exception as error:
-        failed(who, error)
-
-
 def _said(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:120]
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
 
 
 def render(results: Sequence[Result], peers: Sequence[str]) -> str:
     """The table for people, at most 100 columns wide."""
     cuda = any(result.times["ours"].peak_bytes is not None for result in results)
-    head = "".join(f"{peer:>8}" for peer in peers) + (f"{'peak MiB':>10}" if cuda else "")
+    head = "".join(f"{peer:>9}" for peer in peers) + (f"{'peak MiB':>9}" if cuda else "")
     lines = [
         "floor: the least time that the memory bandwidth allows, over our time; 1.00 is the limit.",
         "peers: their time over ours; above 1.00x lossops is faster. step: forward and backward.",
         "",
-        f"{'case':<21}{'pass':<8}{'ms':>9}{'floor':>7}{head}  max error",
+        f"{'case':<21}{'pass':<8}{'ms':>9}{'floor':>6}{head}  max error",
     ]
     notes: list[str] = []
     for result in results:
-        marks = {}
+        marks = dict.fromkeys(result.times, "")
         for who, times in result.times.items():
             if times.note:
                 label = "lossops" if who == "ours" else who
@@ -491,22 +492,24 @@ def render(results: Sequence[Result], peers: Sequence[str]) -> str:
         shape = "x".join(map(str, result.shape))
         for doing, label in ("forward", title), ("step", f"  {result.dtype} {shape}"):
             ms = ours.ms.get(doing)
-            cells = f"{marks.get('ours', '-'):>9}{'-':>7}"
-            if ms is not None:
-                cells = f"{ms:>9.3f}{result.floor_ms[doing] / ms:>7.2f}"
+            line = f"{label:<21}{doing:<8}"
+            line += f"{marks['ours'] or '-':>9}" if ms is None else f"{ms:>9.3f}"
+            line += f"{'-' if ms is None else format(result.floor_ms[doing] / ms, '.2f'):>6}"
             for peer in peers:
                 theirs = result.times[peer].ms.get(doing)
-                ratio = "-" if ms is None or theirs is None else f"{theirs / ms:.2f}x"
-                cells += f"{marks.get(peer, ratio):>8}"
+                ratio = "" if ms is None or theirs is None else f"{theirs / ms:.2f}x"
+                line += f"{ratio + marks[peer] or '-':>9}"
             if cuda:
                 peak = ours.peak_bytes if doing == "step" else None
-                cells += f"{'' if peak is None else format(peak / 2**20, '.0f'):>10}"
+                line += f"{'' if peak is None else format(peak / 2**20, '.0f'):>9}"
             if doing == "step":
                 worst = sorted(result.errors.values(), key=lambda error: (error != error, error))
-                cells += "  ok" if result.passed else "  FAILED"
-                cells += f" {worst[-1]:.0e}" if worst else ""
-            lines.append(f"{label:<21}{doing:<8}{cells}")
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+                line += "  ok" if result.passed else "  BAD"
+                line += f" {worst[-1]:.0e}" if worst else ""
+            lines.append(line.rstrip())
+    lines += [""] * bool(notes)
+    lines += [textwrap.fill(note, 100, subsequent_indent="    ") for note in notes]
+    return "\n".join(lines)
 
 
 def device_name(device: torch.device) -> str:
@@ -546,6 +549,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.device.type not in ("cpu", "cuda"):
         parser.error(f"--device {options.device}: lossops runs on cpu and cuda")
     cuda = options.device.type == "cuda"
+    if cuda:
+        options.device = torch.device("cuda", options.device.index or 0)
+        torch.cuda.set_device(options.device)
 
     if options.peers is None:
         options.peers = ["eager", "compile"] if cuda or not options.quick else ["eager"]
@@ -572,8 +578,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark. 1 when a result of ours is wrong or missing, else 0."""
     options = parse(arguments)
     device, cases, peers = options.device, options.cases, options.peers
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     name = device_name(device)
     print(f"lossops {__version__} on {name}, torch {torch.__version__}", flush=True)
 

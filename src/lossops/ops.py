@@ -241,10 +241,10 @@ class ElementwiseLoss(_Loss):
     """A row of csrc/losses/registry.h.
 
     `lossops::{name}_forward(input, target, weight, reduction, float32_result, *params)` returns
-    the loss and, for a weighted mean, the sum of the weights.
+    the loss and, for a weighted mean, its denominator and its value before rounding.
     """
 
-    mask_position = 7
+    mask_position = 6
 
     def __init__(self, name: str, reference: Reference, *, expands_first: bool = True) -> None:
         # torch.nn.functional expands a 0-d operand before it promotes, in most losses.
@@ -287,18 +287,18 @@ class ElementwiseLoss(_Loss):
             torch.broadcast_shapes(input.shape, target.shape)
             loss = input.new_empty((), dtype=dtype)
         weighted_mean = weight is not None and reduction == "mean"
-        return loss, input.new_empty((1 if weighted_mean else 0,), dtype=torch.float64)
+        return loss, input.new_empty((2 if weighted_mean else 0,), dtype=torch.float64)
 
     def save_for_backward(
         self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ) -> None:
         input, target, weight, reduction = inputs[:4]
-        loss, total_weight = output
+        _loss, mean_terms = output
         ctx.set_materialize_grads(False)
         if weight is not None and reduction == "mean":
-            ctx.save_for_backward(input, target, weight, loss, total_weight)
+            ctx.save_for_backward(input, target, weight, mean_terms)
         else:
-            ctx.save_for_backward(input, target, weight, None, None)
+            ctx.save_for_backward(input, target, weight, None)
         ctx.reduction = reduction
         ctx.params = inputs[5:]
 
@@ -316,14 +316,14 @@ class ElementwiseLoss(_Loss):
     def reference_loss(
         self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
     ) -> Tensor:
-        _loss, _total_weight, reduction, _mask, *params = args
+        _mean_terms, reduction, _mask, *params = args
         return self.reference(input, target, weight, reduction, *params)
 
 
 class CrossEntropyLoss(_Loss):
     """`lossops::cross_entropy_forward(input, target, weight, ignore_index, reduction,
     label_smoothing, float32_result)` returns the loss, {max, sum of exp(x - max)[, sum of
-    coefficients]} of every row, and for a mean its denominator."""
+    coefficients]} of every row, and for a mean its denominator and its value before rounding."""
 
     mask_position = 9
 
@@ -350,11 +350,7 @@ class CrossEntropyLoss(_Loss):
             dtype = torch.promote_types(dtype, target.dtype)
             if weight is not None:
                 dtype = torch.promote_types(dtype, weight.dtype)
-        if reduction != "none":
-            shape: Sequence[int] = ()
-        else:
-            shape = rows if is_probability else target.shape
-        loss = input.new_empty(shape, dtype=_widened(dtype, float32_result))
+        loss = input.new_empty(rows if reduction == "none" else (), dtype=_widened(dtype, float32_result))
         operands = [input, target, weight] if is_probability else [input, weight]
         acc_double = any(x is not None and x.dtype == torch.float64 for x in operands)
         num_rows = 1
@@ -364,14 +360,14 @@ class CrossEntropyLoss(_Loss):
             (3 if is_probability or label_smoothing > 0 else 2, num_rows),
             dtype=torch.float64 if acc_double else torch.float32,
         )
-        total_weight = input.new_empty((1 if reduction == "mean" else 0,), dtype=torch.float64)
-        return loss, row_stats, total_weight
+        mean_terms = input.new_empty((2 if reduction == "mean" else 0,), dtype=torch.float64)
+        return loss, row_stats, mean_terms
 
     def save_for_backward(
         self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ) -> None:
         input, target, weight, ignore_index, reduction, label_smoothing, _ = inputs
-        _loss, row_stats, total_weight = output
+        _loss, row_stats, mean_terms = output
         if weight is not None and weight.requires_grad and not target.is_floating_point():
             raise RuntimeError(
                 "cross_entropy: weight requires grad, but is not differentiable where target "
@@ -379,7 +375,7 @@ class CrossEntropyLoss(_Loss):
             )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            input, target, weight, row_stats, total_weight if reduction == "mean" else None
+            input, target, weight, row_stats, mean_terms if reduction == "mean" else None
         )
         ctx.arguments = (ignore_index, reduction, label_smoothing)
 
@@ -397,7 +393,7 @@ class CrossEntropyLoss(_Loss):
     def reference_loss(
         self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
     ) -> Tensor:
-        _row_stats, _total_weight, ignore_index, reduction, label_smoothing, _mask = args
+        _row_stats, _mean_terms, ignore_index, reduction, label_smoothing, _mask = args
         return self.reference(input, target, weight, ignore_index, reduction, label_smoothing)
 
 
