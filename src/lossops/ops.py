@@ -10,6 +10,7 @@ through `lossops::mse_loss_forward`, which also returns what the backward pass n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -50,6 +51,22 @@ def _differentiable(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.view_as(tensor)
 
 
+def _call_for_each(op: Any, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+    """vmap by one call for each sample: right for every layout and reduction, not fused."""
+
+    def sample(arg: Any, dim: int | None, index: int) -> Any:
+        return arg.select(dim, index) if isinstance(dim, int) else arg
+
+    results = [
+        op(*(sample(arg, dim, i) for arg, dim in zip(args, in_dims, strict=True)), **kwargs)
+        for i in range(info.batch_size)
+    ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]
+    return type(results[0])(stacked), type(results[0])([0] * len(stacked))
+
+
 class _Loss:
     """The operators of one loss: registrations, and the fast way to call them."""
 
@@ -70,10 +87,12 @@ class _Loss:
             self.double_backward,
             setup_context=self.setup_double_backward,
         )
+        for op in (self.forward_op, self.backward_op):
+            torch.library.register_vmap(op, functools.partial(_call_for_each, op))
         _library.impl(name, self.autograd_kernel, "Autograd")
         for device in ("CPU", "CUDA"):
             _library.impl(name, self.autocast_kernel, f"Autocast{device}")
-        self.function, self.transformable_function = self._make_functions()
+        self.function, self.transformable_function, self.gradient_function = self._make_functions()
 
     # ------------------------------------------------------------------ calling
 
@@ -97,8 +116,12 @@ class _Loss:
             loss = self.forward_op(*args)[0]
             return loss
 
-    def _make_functions(self) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
-        """Two forms of one formula: torch.func wants setup_context, which costs 10 us a call."""
+    def _make_functions(self) -> tuple[type[torch.autograd.Function], ...]:
+        """The loss, the loss in the form that torch.func takes, and its gradients.
+
+        torch.func wants setup_context, which costs 10 us a call, and takes no formula of
+        register_autograd.
+        """
         loss = self
 
         class Function(torch.autograd.Function):
@@ -113,6 +136,8 @@ class _Loss:
             backward = staticmethod(loss.backward)
 
         class TransformableFunction(torch.autograd.Function):
+            generate_vmap_rule = True
+
             @staticmethod
             def forward(*args: Any) -> Any:
                 with torch._C._AutoDispatchBelowAutograd():
@@ -121,9 +146,23 @@ class _Loss:
             setup_context = staticmethod(loss.setup_context)
             backward = staticmethod(loss.backward)
 
-        for function in (Function, TransformableFunction):
+        class GradientFunction(torch.autograd.Function):
+            generate_vmap_rule = True
+
+            @staticmethod
+            def forward(*args: Any) -> Any:
+                with torch._C._AutoDispatchBelowAutograd():
+                    return tuple(loss.backward_op(*args))
+
+            setup_context = staticmethod(loss.setup_double_backward)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor | None) -> Any:
+                return loss.double_backward(ctx, grads)
+
+        for function in (Function, TransformableFunction, GradientFunction):
             function.__name__ = function.__qualname__ = f"lossops_{self.name}"
-        return Function, TransformableFunction
+        return Function, TransformableFunction, GradientFunction
 
     def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The public operator's arguments as those of *_forward, float32_result excepted."""
@@ -183,8 +222,8 @@ class _Loss:
         """Gradients of input, target and weight, None where none is needed."""
         needed = [bool(needs) for needs in ctx.needs_input_grad[:3]]
         arguments = make_arguments(needed)
-        if torch.is_grad_enabled():  # create_graph=True: the operator has a formula of its own
-            found = iter(self.backward_op(*arguments))
+        if torch.is_grad_enabled():  # create_graph=True
+            found = iter(self.gradient_function.apply(*arguments))  # type: ignore[no-untyped-call]
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = iter(self.backward_op(*arguments))
