@@ -158,30 +158,37 @@ def find_toolkit() -> Toolkit | None:
     return None
 
 
-def native_archs() -> list[str]:
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        return sorted(set(output_of(*query).split()), key=float)
-    except OSError as error:
-        raise BuildError(
-            f"TORCH_CUDA_ARCH_LIST=native, but the GPUs cannot be asked: {error}"
-        ) from None
+def known_archs(toolkit: Toolkit) -> set[str]:
+    codes = output_of(toolkit.home / "bin/nvcc", "--list-gpu-code").split()
+    return {f"{code[3:-1]}.{code[-1]}" for code in codes}
 
 
 def default_archs(toolkit: Toolkit) -> list[str]:
-    known = output_of(toolkit.home / "bin/nvcc", "--list-gpu-code").split()
-    archs = [arch for arch in DEFAULT_CUDA_ARCHS if f"sm_{arch.replace('.', '')}" in known]
+    known = known_archs(toolkit)
+    archs = [arch for arch in DEFAULT_CUDA_ARCHS if arch in known]
     if not archs:
         raise BuildError(f"CUDA {toolkit.version} knows none of {', '.join(DEFAULT_CUDA_ARCHS)}")
     archs[-1] += "+PTX"
     return archs
 
 
+def native_archs(toolkit: Toolkit) -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        archs = sorted(set(output_of(*query).split()), key=float)
+    except (OSError, ValueError) as error:
+        raise BuildError(
+            f"TORCH_CUDA_ARCH_LIST=native, but the GPUs cannot be asked: {error}"
+        ) from None
+    # A GPU newer than the compiler runs the newest PTX that the compiler makes.
+    return archs if known_archs(toolkit).issuperset(archs) else default_archs(toolkit)
+
+
 def cuda_archs(toolkit: Toolkit) -> str:
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(",", ";").replace(" ", ";")
     archs = [arch for arch in listed.split(";") if arch]
     if archs == ["native"]:
-        archs = native_archs()
+        archs = native_archs(toolkit)
     return ";".join(archs or default_archs(toolkit))
 
 
@@ -200,6 +207,7 @@ def headers() -> list[str]:
 def torch_extension() -> Any:
     """The extension as it is compiled."""
     try:
+        import torch
         from torch.utils import cpp_extension
     except ImportError as error:
         raise BuildError(
@@ -226,10 +234,12 @@ def torch_extension() -> Any:
 
     archs = cuda_archs(toolkit)
     say(f"building with CUDA {toolkit.version} from {toolkit.home} for {archs}")
-    # torch reads both: a CPU-only torch sets CUDA_HOME to None even where nvcc is, and without
-    # an architecture list torch asks the GPUs of the build machine.
+    # torch builds for its own CUDA, and not at all beside a CPU-only torch. This build depends on
+    # neither: it takes the toolkit that was found, and toolkit_of has seen it compile.
+    torch.version.cuda = toolkit.version
     cpp_extension.CUDA_HOME = str(toolkit.home)
     os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+    os.environ["TORCH_DONT_CHECK_COMPILER_ABI"] = "1"
     options["extra_compile_args"] = {
         "cxx": [
             *cxx_flags,
@@ -261,15 +271,6 @@ def build_command() -> Any:
         def get_libraries(self, ext: Any) -> list[str]:
             # setuptools may add libpython, which the file does not use.
             return list(ext.libraries)
-
-        def build_extensions(self) -> None:
-            # Beside a CPU-only torch, ninja is told nothing of the headers of a .cu file.
-            changed = max((os.path.getmtime(header) for header in headers()), default=0.0)
-            for source in CUDA_SOURCES:
-                built = Path(self.build_temp, source).with_suffix(".o")
-                if built.exists() and built.stat().st_mtime < changed:
-                    built.unlink()
-            super().build_extensions()
 
     return BuildStableExtension.with_options(no_python_abi_suffix=True)
 

@@ -379,7 +379,14 @@ struct ElementwiseProblem {
                       (weight && weight->dtype == ScalarType::Double);
     args.denominator = choice.batch ? (input.sizes.size > 0 ? input.sizes[0] : 1)
                                     : static_cast<double>(shape.numel());
-    order = fastest_first_order(shape, strides_of(input), strides_of(target));
+    if (weight && shape.numel() == 0 && weight->sizes.numel() > 0) {
+      // A sum of nothing over the weights' own sum, which no kernel needs to know.
+      args.weight_copies = 0;
+      args.denominator = 1;
+    }
+    order = traits.target_first
+                ? fastest_first_order(shape, strides_of(target), strides_of(input))
+                : fastest_first_order(shape, strides_of(input), strides_of(target));
   }
 
   Dims strides_of(const View& view) const {

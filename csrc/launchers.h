@@ -48,7 +48,8 @@ struct ElementwiseArgs {
   bool acc_double = false;  // compute in fp64, else in fp32
   // Mean: the sum is divided by this, or by mean_terms[0] where weight is given.
   double denominator = 1;
-  // How often each element of weight occurs in the broadcast shape.
+  // How often each element of weight occurs in the broadcast shape. 0: the shape is empty and
+  // weight is not; denominator holds then.
   double weight_copies = 1;
 };
 

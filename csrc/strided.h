@@ -14,17 +14,20 @@ LOSSOPS_HOST_DEVICE void strided_offsets(const IterationSpace& space,
                                          int last_dim = kMaxDims) {
   const int end = last_dim < space.ndim ? last_dim : space.ndim;
   for (int dim = first_dim; dim < end; ++dim) {
-    const int64_t size = space.sizes[dim];
-    int64_t coordinate;
-    // 32-bit division is several times cheaper than 64-bit.
-    if ((index >> 32) == 0 && (size >> 32) == 0) {
-      const uint32_t quotient = static_cast<uint32_t>(index) / static_cast<uint32_t>(size);
-      coordinate = static_cast<uint32_t>(index) - quotient * static_cast<uint32_t>(size);
-      index = quotient;
-    } else {
-      const int64_t quotient = index / size;
-      coordinate = index - quotient * size;
-      index = quotient;
+    int64_t coordinate = index;
+    // The slowest dimension takes what is left, undivided.
+    if (dim < end - 1) {
+      const int64_t size = space.sizes[dim];
+      // 32-bit division is several times cheaper than 64-bit.
+      if ((index >> 32) == 0 && (size >> 32) == 0) {
+        const uint32_t quotient = static_cast<uint32_t>(index) / static_cast<uint32_t>(size);
+        coordinate = static_cast<uint32_t>(index) - quotient * static_cast<uint32_t>(size);
+        index = quotient;
+      } else {
+        const int64_t quotient = index / size;
+        coordinate = index - quotient * size;
+        index = quotient;
+      }
     }
     for (int n = 0; n < N; ++n) {
       offsets[n] += coordinate * operands[n]->strides[dim];

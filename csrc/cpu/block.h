@@ -13,8 +13,9 @@
 
 namespace lossops::cpu {
 
-constexpr int kBlock = 256;  // five fp32 arrays of it fit in a quarter of an L1 cache
-constexpr int kVector = 16;  // fp32 elements of the widest vector
+constexpr int kBlock =
+    512;  // amortises what is done once a block; a dozen fp32 arrays fit in an L1 cache
+constexpr int kVector = 32;  // two of the widest vectors of fp32
 
 LOSSOPS_HOST_DEVICE int padded(int count) { return (count + kVector - 1) / kVector * kVector; }
 
@@ -25,13 +26,11 @@ struct BlockOffsets {
   int64_t stride = 0;
   const int64_t* scattered = nullptr;
 
-  LOSSOPS_HOST_DEVICE int64_t operator[](int j) const {
+  int64_t operator[](int j) const {
     return base + (scattered != nullptr ? scattered[j] : j * stride);
   }
-  LOSSOPS_HOST_DEVICE BlockOffsets shifted(int64_t offset) const {
-    return {base + offset, stride, scattered};
-  }
-  LOSSOPS_HOST_DEVICE bool contiguous() const { return scattered == nullptr && stride == 1; }
+  BlockOffsets shifted(int64_t offset) const { return {base + offset, stride, scattered}; }
+  bool contiguous() const { return scattered == nullptr && stride == 1; }
 };
 
 // Walks an iteration space block by block and says where each block lies in N operands.
@@ -40,17 +39,13 @@ class BlockWalker {
  public:
   BlockWalker(const IterationSpace& space, const Operand* const (&operands)[N], int64_t begin)
       : space_(space) {
-    for (int n = 0; n < N; ++n) {
-      operands_[n] = operands[n];
-    }
+    std::copy_n(operands, N, operands_);
     seek(begin);
   }
 
   // The next block starts at this linear index.
-  void seek(int64_t index) {
-    for (int n = 0; n < N; ++n) {
-      offsets_[n] = 0;
-    }
+  __attribute__((noinline)) void seek(int64_t index) {
+    std::fill_n(offsets_, N, 0);
     for (int dim = 0; dim < space_.ndim; ++dim) {
       const int64_t size = std::max<int64_t>(space_.sizes[dim], 1);
       coordinates_[dim] = index % size;
@@ -62,7 +57,7 @@ class BlockWalker {
   }
 
   // Moves on to the next count <= kBlock elements.
-  void next(int count) {
+  __attribute__((noinline)) void next(int count) {
     const int64_t run = space_.ndim > 0 ? space_.sizes[0] - coordinates_[0] : 1;
     if (count <= run) {
       for (int n = 0; n < N; ++n) {
@@ -100,13 +95,14 @@ class BlockWalker {
     }
     coordinates_[0] += count;
     for (int n = 0; n < N; ++n) {
-      offsets_[n] += count * operands_[n]->strides[0];
+      offsets_[n] += count * stride(n);
     }
     for (int dim = 0; coordinates_[dim] == space_.sizes[dim] && dim + 1 < space_.ndim; ++dim) {
       coordinates_[dim] = 0;
       coordinates_[dim + 1] += 1;
       for (int n = 0; n < N; ++n) {
-        offsets_[n] += operands_[n]->strides[dim + 1] - space_.sizes[dim] * operands_[n]->strides[dim];
+        const int64_t* strides = operands_[n]->strides;
+        offsets_[n] += strides[dim + 1] - space_.sizes[dim] * strides[dim];
       }
     }
   }
@@ -114,7 +110,7 @@ class BlockWalker {
   const IterationSpace& space_;
   const Operand* operands_[N];
   int64_t coordinates_[kMaxDims];
-  int64_t offsets_[N];
+  int64_t offsets_[N];  // of the next element
   BlockOffsets block_[N];
   int64_t scattered_[N][kBlock];
 };
@@ -129,9 +125,13 @@ LOSSOPS_HOST_DEVICE void load_typed(const scalar_t* data, const BlockOffsets& at
     for (int j = 0; j < count; ++j) {
       values[j] = to_acc<acc_t>(run[j]);
     }
+  } else if (at.scattered == nullptr) {
+    for (int j = 0; j < count; ++j) {
+      values[j] = to_acc<acc_t>(data[at.base + j * at.stride]);
+    }
   } else {
     for (int j = 0; j < count; ++j) {
-      values[j] = to_acc<acc_t>(data[at[j]]);
+      values[j] = to_acc<acc_t>(data[at.base + at.scattered[j]]);
     }
   }
 }
@@ -178,9 +178,19 @@ __attribute__((noinline)) void load_block(const Operand& operand, const BlockOff
         }
     }
   });
-  for (int j = count; j < padded(count); ++j) {
-    values[j] = acc_t(1);
+  std::fill(values + count, values + padded(count), acc_t(1));
+}
+
+// The elements of a block, padded: in place where memory holds just that, else read into
+// buffer.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE const acc_t* view_block(const Operand& operand, const BlockOffsets& at,
+                                            int count, acc_t* buffer) {
+  if (operand.dtype == dtype_of<acc_t>::value && at.contiguous() && count % kVector == 0) {
+    return static_cast<const acc_t*>(operand.data) + at.base;
   }
+  load_block(operand, at, count, buffer);
+  return buffer;
 }
 
 template <typename acc_t>
@@ -202,8 +212,20 @@ __attribute__((noinline)) void store_block(const Operand& operand, const BlockOf
   });
 }
 
-// A sum in independent fp64 lanes: exact enough for any number of terms, and what the
-// vectoriser may not reorder by itself.
+// Folds lanes by halves, in place: a chain over all of them would cost as much as a block.
+template <int kLanes, typename T, typename Combine>
+LOSSOPS_HOST_DEVICE T fold_lanes(T* lanes, const Combine& combine) {
+  if constexpr (kLanes > 1) {
+    for (int lane = 0; lane < kLanes / 2; ++lane) {
+      lanes[lane] = combine(lanes[lane], lanes[lane + kLanes / 2]);
+    }
+    return fold_lanes<kLanes / 2>(lanes, combine);
+  }
+  return lanes[0];
+}
+
+// A sum in independent fp64 lanes: exact enough for any number of terms, and in an order
+// that vectors can keep.
 struct LaneSum {
   double lanes[kVector] = {};
 
@@ -211,9 +233,7 @@ struct LaneSum {
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE void add(acc_t* values, int count) {
     const int width = padded(count);
-    for (int j = count; j < width; ++j) {
-      values[j] = acc_t(0);
-    }
+    std::fill(values + count, values + width, acc_t(0));
     for (int j = 0; j < width; j += kVector) {
       for (int lane = 0; lane < kVector; ++lane) {
         lanes[lane] += static_cast<double>(values[j + lane]);
@@ -228,11 +248,10 @@ struct LaneSum {
   }
 
   LOSSOPS_HOST_DEVICE double total() const {
-    double sum = 0;
-    for (const double lane : lanes) {
-      sum += lane;
-    }
-    return sum;
+    double sums[kVector];
+    std::copy_n(lanes, kVector, sums);
+    return fold_lanes<kVector>(sums,
+                               [](double a, double b) LOSSOPS_ALWAYS_INLINE { return a + b; });
   }
 };
 

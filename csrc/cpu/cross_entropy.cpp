@@ -1,506 +1,516 @@
 // Cross entropy on the CPU.
 //
-// Two walks through the logits, chosen by the layout: along the classes of one row, where
-// those are closer together in memory than the rows are; else along a block of rows, one
-// class after the other, as the spatial dimensions of an image want it.
+// Two walks through the logits, chosen by their layout. Row by row, along the classes,
+// where those are closer together in memory than the rows are. Else class by class, along
+// a block of rows, as the spatial dimensions of an image want it.
 #include "losses/cross_entropy.h"
 
 #include <atomic>
 #include <cmath>
-#include <limits>
+#include <cstdlib>
 
 #include "cpu/block.h"
 #include "cpu/parallel.h"
-#include "strided.h"
+#include "cross_entropy_row.h"
 
 namespace lossops::cpu {
 namespace {
 
-// ------------------------------------------------------------------- targets
+// ------------------------------------------------------------------ coefficients
 
-int64_t load_index(const Operand& target, int64_t offset) {
-  switch (target.dtype) {
-    case DType::kInt64:
-      return static_cast<const int64_t*>(target.data)[offset];
-    case DType::kInt32:
-      return static_cast<const int32_t*>(target.data)[offset];
-    default:
-      return static_cast<const uint8_t*>(target.data)[offset];
-  }
-}
-
-bool out_of_range(const CrossEntropyArgs& args, int64_t index) {
-  return index != args.ignore_index && (index < 0 || index >= args.num_classes);
-}
-
-// The target of one row, as the coefficients q_c = uniform * w_c + [c = index] q. Of
-// probabilities only the kind matters.
+// The coefficients of a row are uniform ones, q_c = w_c p'_c with p'_c = eps / C for a
+// class index, and one more at the class index.
 template <typename acc_t>
-struct RowTarget {
-  enum class Kind : int8_t { kKept, kIgnored, kInvalid };
-  Kind kind = Kind::kKept;
-  int64_t index = -1;
-  acc_t weight = 1;  // w of the class, 0 for an ignored row
-  acc_t q = 0;
+class Coefficients {
+ public:
+  explicit Coefficients(const CrossEntropyArgs& args)
+      : args_(args),
+        smoothing_(static_cast<acc_t>(args.label_smoothing)),
+        smoothing_per_class_(
+            static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes))) {
+    weight_.data = const_cast<void*>(args.weight);
+    weight_.dtype = args.weight_dtype;
+  }
 
-  RowTarget(const CrossEntropyArgs& args, int64_t offset) {
-    if (args.target_is_probability) {
+  acc_t unsmoothed() const { return acc_t(1) - smoothing_; }
+
+  // What the class index has beyond the uniform coefficients.
+  acc_t at_index(const RowTarget<acc_t>& target) const {
+    return target.has_loss() && !args_.target_is_probability ? unsmoothed() * target.index_weight()
+                                                             : acc_t(0);
+  }
+
+  // p'_c of a block of classes of a row, or of rows of a class.
+  LOSSOPS_HOST_DEVICE void load_probabilities(const BlockOffsets& target, int count,
+                                              acc_t* p) const {
+    if (!args_.target_is_probability) {
+      std::fill_n(p, padded(count), smoothing_per_class_);
       return;
     }
-    const int64_t label = load_index(args.target, offset);
-    if (label == args.ignore_index) {
-      kind = Kind::kIgnored;
-      weight = 0;
-    } else if (out_of_range(args, label)) {
-      kind = Kind::kInvalid;
-    } else {
-      index = label;
-      if (args.weight != nullptr) {
-        weight = load_as<acc_t>(args.weight, args.weight_dtype, label * args.weight_stride);
+    load_block(args_.target, target, count, p);
+    if (args_.label_smoothing > 0) {
+      for (int j = 0; j < padded(count); ++j) {
+        p[j] = smoothed(p[j], smoothing_, smoothing_per_class_);
       }
-      q = static_cast<acc_t>(1 - args.label_smoothing) * weight;
     }
   }
 
-  bool kept() const { return kind == Kind::kKept; }
-
-  // The value of what depends on the logits of a row that is not kept.
-  acc_t fill() const { return kind == Kind::kIgnored ? acc_t(0) : math::quiet_nan<acc_t>(); }
-};
-
-// Coefficients of a block of classes of one row, or of one class of a block of rows.
-template <typename acc_t>
-struct Coefficients {
-  const CrossEntropyArgs& args;
-  const acc_t smoothing = static_cast<acc_t>(args.label_smoothing);
-  const acc_t smoothing_per_class =
-      static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
-  Operand weight;
-
-  explicit Coefficients(const CrossEntropyArgs& args) : args(args) {
-    weight.data = const_cast<void*>(args.weight);
-    weight.dtype = args.weight_dtype;
-  }
-
-  // p'_c of probabilities, 1/C of the smoothing of a class index.
-  LOSSOPS_HOST_DEVICE void load_unweighted(const BlockOffsets& target, int count, acc_t* p) const {
-    if (!args.target_is_probability) {
-      for (int j = 0; j < padded(count); ++j) {
-        p[j] = smoothing_per_class;
-      }
+  // Multiplies by w_c of the classes [first, first + count).
+  LOSSOPS_HOST_DEVICE void multiply_by_weights(int64_t first, int count, acc_t* values) const {
+    if (args_.weight == nullptr) {
       return;
     }
-    load_block(args.target, target, count, p);
-    if (args.label_smoothing > 0) {
-      for (int j = 0; j < padded(count); ++j) {
-        p[j] = smoothed(p[j], smoothing, smoothing_per_class);
-      }
+    acc_t w[kBlock];
+    load_block(weight_, {first * args_.weight_stride, args_.weight_stride, nullptr}, count, w);
+    for (int j = 0; j < padded(count); ++j) {
+      values[j] *= w[j];
     }
   }
 
-  // w_c of classes [first, first + count).
-  LOSSOPS_HOST_DEVICE void load_weights(int64_t first, int count, acc_t* w) const {
-    load_block(weight, {first * args.weight_stride, args.weight_stride, nullptr}, count, w);
-  }
-
-  acc_t class_weight(int64_t c) const {
-    return args.weight == nullptr
-               ? acc_t(1)
-               : load_as<acc_t>(args.weight, args.weight_dtype, c * args.weight_stride);
-  }
+ private:
+  const CrossEntropyArgs& args_;
+  acc_t smoothing_;
+  acc_t smoothing_per_class_;
+  Operand weight_;
 };
 
-// ----------------------------------------------------------- state of one row
-
-// What a row leaves behind, accumulated in fp64.
-struct RowSums {
-  double sum = 0;    // of exp(x - max)
-  double q_sum = 0;  // Q
-  double dot = 0;    // sum_c q_c (max - x_c), over q_c != 0
-};
-
-// Writes the row's loss and statistics.
-template <typename acc_t>
-acc_t finish_row(const CrossEntropyForwardArgs& args, const RowTarget<acc_t>& target, int64_t row,
-                 int64_t input_offset, acc_t max, RowSums sums) {
-  acc_t* row_stats = static_cast<acc_t*>(args.row_stats);
-  const int64_t rows = args.rows.numel;
-  DenseOnlineSoftmax<acc_t> state;
-  acc_t loss = target.fill();
-  if (target.kept()) {
-    acc_t x = 0;
-    if (target.index >= 0) {
-      x = load_operand<acc_t>(args.input, input_offset + target.index * args.input_class_stride);
-      sums.q_sum += target.q;
-      sums.dot += target.q == acc_t(0) ? acc_t(0) : target.q * (softmax_shift(max) - x);
-    }
-    state.max = max;
-    state.sum = static_cast<acc_t>(sums.sum);
-    state.q_sum = static_cast<acc_t>(sums.q_sum);
-    state.dot = static_cast<acc_t>(sums.dot);
-    if (args.num_classes == 0) {
-      loss = 0;
-    } else {
-      loss = args.dense() ? dense_row_loss(state) : sparse_row_loss(state, x, target.q);
-    }
-  } else {
-    state.max = 0;
-    state.sum = 1;
-  }
-  row_stats[row] = state.max;
-  row_stats[rows + row] = state.sum;
-  if (args.dense()) {
-    row_stats[2 * rows + row] = state.q_sum;
-  }
-  return loss;
+// Where classes [first, ...) of a row lie.
+BlockOffsets classes_of_row(int64_t row_offset, int64_t class_stride, int64_t first) {
+  return {row_offset + first * class_stride, class_stride, nullptr};
 }
+
+// What a row that reads no logits has for its loss and its gradient.
+template <typename acc_t>
+acc_t value_without_loss(const RowTarget<acc_t>& target) {
+  return target.ignored ? acc_t(0) : math::quiet_nan<acc_t>();
+}
+
+// ---------------------------------------------------- forward, what both walks share
+
+// The online softmax of each row of a block, its sums in fp64; see DenseOnlineSoftmax.
+template <typename acc_t>
+struct RowStates {
+  acc_t max[kBlock] = {};
+  double sum[kBlock] = {};
+  double q_sum[kBlock] = {};
+  double dot[kBlock] = {};
+};
 
 // Sums over the rows of a chunk.
 struct ChunkSums {
-  double loss = 0;
-  double weight = 0;
+  LaneSum loss;
+  LaneSum weight;  // the mean's denominator
 };
 
-// A row's part in the result of the launch.
-template <typename acc_t>
-void add_row(const CrossEntropyForwardArgs& args, const RowTarget<acc_t>& target,
-             int64_t output_offset, acc_t loss, ChunkSums& sums) {
-  if (args.reduction == Reduction::kNone) {
-    store_operand(args.output, output_offset, loss);
-  } else {
-    sums.loss += loss;
-    sums.weight += target.weight;
-  }
-}
+using ForwardWalker = BlockWalker<3>;  // over input, target, output
 
-// -------------------------------------------------------- forward, along a row
-
+// Completes rows [first, first + count) by their class indices, and leaves behind their
+// statistics and losses.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t block_max(acc_t* x, int count) {
-  acc_t lanes[kVector];
-  for (int lane = 0; lane < kVector; ++lane) {
-    lanes[lane] = -math::infinity<acc_t>();
-  }
-  for (int j = count; j < padded(count); ++j) {
-    x[j] = -math::infinity<acc_t>();
-  }
-  for (int j = 0; j < padded(count); j += kVector) {
-    for (int lane = 0; lane < kVector; ++lane) {
-      lanes[lane] = x[j + lane] > lanes[lane] ? x[j + lane] : lanes[lane];
+LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
+                                     const Coefficients<acc_t>& coefficients,
+                                     const ForwardWalker& walker, int64_t first, int count,
+                                     RowStates<acc_t>& states, ChunkSums& chunk) {
+  const int width = padded(count);
+  acc_t x[kBlock];  // the logit at the class index
+  acc_t q[kBlock];
+  acc_t weight[kBlock];
+  acc_t without_loss[kBlock];
+  acc_t sum[kBlock];
+  acc_t q_sum[kBlock];
+  acc_t loss[kBlock];
+  bool all_have_loss = args.num_classes > 0;
+  for (int j = 0; j < count; ++j) {
+    const RowTarget<acc_t> target(args, walker[1][j]);
+    x[j] = q[j] = without_loss[j] = 0;
+    weight[j] = 1;
+    if (!target.has_loss()) {
+      all_have_loss = false;
+      without_loss[j] = value_without_loss(target);
+      weight[j] = target.ignored || args.weight != nullptr ? acc_t(0) : acc_t(1);
+      states.max[j] = 0;
+      states.sum[j] = 1;
+    } else if (!args.target_is_probability) {
+      const int64_t offset = walker[0][j] + target.index * args.input_class_stride;
+      x[j] = load_operand<acc_t>(args.input, offset);
+      q[j] = coefficients.at_index(target);
+      weight[j] = target.index_weight();
     }
   }
-  acc_t max = lanes[0];
-  for (int lane = 1; lane < kVector; ++lane) {
-    max = lanes[lane] > max ? lanes[lane] : max;
+  std::fill(x + count, x + width, acc_t(0));
+  std::fill(q + count, q + width, acc_t(0));
+
+  if (args.dense()) {
+    for (int j = 0; j < width; ++j) {
+      const double at_index = static_cast<double>(q[j] * (softmax_shift(states.max[j]) - x[j]));
+      DenseOnlineSoftmax<acc_t> row;
+      row.max = states.max[j];
+      row.sum = sum[j] = static_cast<acc_t>(states.sum[j]);
+      row.q_sum = q_sum[j] = static_cast<acc_t>(states.q_sum[j] + static_cast<double>(q[j]));
+      row.dot = static_cast<acc_t>(states.dot[j] + (q[j] == acc_t(0) ? 0.0 : at_index));
+      loss[j] = dense_row_loss(row);
+    }
+  } else {
+    for (int j = 0; j < width; ++j) {
+      OnlineSoftmax<acc_t> row;
+      row.max = states.max[j];
+      row.sum = sum[j] = static_cast<acc_t>(states.sum[j]);
+      loss[j] = sparse_row_loss(row, x[j], q[j]);
+    }
   }
-  return max;
+  if (!all_have_loss) {
+    for (int j = 0; j < count; ++j) {
+      // Without classes there is nothing to lose.
+      const bool has_loss = RowTarget<acc_t>(args, walker[1][j]).has_loss() && args.num_classes > 0;
+      loss[j] = has_loss ? loss[j] : without_loss[j];
+    }
+  }
+
+  const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
+  std::copy_n(states.max, count, stats.max + first);
+  std::copy_n(sum, count, stats.sum + first);
+  if (args.dense()) {
+    std::copy_n(q_sum, count, stats.q_sum + first);
+  }
+  if (args.reduction == Reduction::kNone) {
+    store_block(args.output, walker[2], count, loss);
+  } else {
+    chunk.loss.add(loss, count);
+    chunk.weight.add(weight, count);
+  }
 }
 
-// The online softmax of a row, a block of classes at a time.
+// ------------------------------------------------------------ forward, row by row
+
+// The largest of values[0..count), a NaN left aside.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE RowSums reduce_row(const CrossEntropyForwardArgs& args,
-                                       const Coefficients<acc_t>& coefficients,
-                                       int64_t input_offset, int64_t target_offset, acc_t& max) {
-  acc_t x[kBlock];
+LOSSOPS_HOST_DEVICE acc_t block_max(const acc_t* values, int count) {
+  acc_t lanes[kVector];
+  std::fill_n(lanes, kVector, -math::infinity<acc_t>());
+  int j = 0;
+  for (; j + kVector <= count; j += kVector) {
+    for (int lane = 0; lane < kVector; ++lane) {
+      lanes[lane] = values[j + lane] > lanes[lane] ? values[j + lane] : lanes[lane];
+    }
+  }
+  for (int lane = 0; j < count; ++j, ++lane) {
+    lanes[lane] = values[j] > lanes[lane] ? values[j] : lanes[lane];
+  }
+  return fold_lanes<kVector>(lanes,
+                             [](acc_t a, acc_t b) LOSSOPS_ALWAYS_INLINE { return a > b ? a : b; });
+}
+
+// Row j of a block of rows, a block of classes at a time.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void reduce_row(const CrossEntropyForwardArgs& args,
+                                    const Coefficients<acc_t>& coefficients,
+                                    const ForwardWalker& walker, int j, RowStates<acc_t>& states) {
+  acc_t x_buffer[kBlock];
+  acc_t terms[kBlock];
   acc_t q[kBlock];
-  acc_t w[kBlock];
+  acc_t max = -math::infinity<acc_t>();
   LaneSum sum;
   LaneSum q_sum;
   LaneSum dot;
-  double q_so_far = 0;
   double dot_moved = 0;
-  max = -math::infinity<acc_t>();
   for (int64_t c = 0; c < args.num_classes; c += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, args.num_classes - c));
     const int width = padded(count);
-    load_block(args.input,
-               {input_offset + c * args.input_class_stride, args.input_class_stride, nullptr},
-               count, x);
+    const acc_t* x = view_block(
+        args.input, classes_of_row(walker[0][j], args.input_class_stride, c), count, x_buffer);
     const acc_t new_max = block_max(x, count);
     if (new_max > max) {
       // In fp64, so that a maximum that rises in every block costs no accuracy.
-      sum.scale(std::exp(static_cast<double>(max) - static_cast<double>(new_max)));
-      if (args.dense()) {
-        q_so_far = q_sum.total();
-        const double distance =
-            static_cast<double>(softmax_shift(new_max)) - static_cast<double>(softmax_shift(max));
-        dot_moved += q_so_far == 0 ? 0 : q_so_far * distance;
+      const double rise =
+          static_cast<double>(softmax_shift(new_max)) - static_cast<double>(softmax_shift(max));
+      if (max > -math::infinity<acc_t>()) {
+        sum.scale(std::exp(-rise));
+      }
+      if (args.dense() && c > 0) {
+        const double q_so_far = q_sum.total();
+        dot_moved += q_so_far == 0 ? 0 : q_so_far * rise;
       }
       max = new_max;
     }
     const acc_t shift = softmax_shift(max);
+    for (int i = 0; i < width; ++i) {
+      terms[i] = math::exp(x[i] - shift);
+    }
+    sum.add(terms, count);
     if (args.dense()) {
-      coefficients.load_unweighted(
-          {target_offset + c * args.target_class_stride, args.target_class_stride, nullptr}, count,
-          q);
-      if (args.weight != nullptr) {
-        coefficients.load_weights(c, count, w);
-        for (int j = 0; j < width; ++j) {
-          q[j] *= w[j];
-        }
-      }
-      for (int j = 0; j < width; ++j) {
-        const acc_t term = q[j] * (shift - x[j]);
-        w[j] = q[j] == acc_t(0) ? acc_t(0) : term;
+      coefficients.load_probabilities(classes_of_row(walker[1][j], args.target_class_stride, c),
+                                      count, q);
+      coefficients.multiply_by_weights(c, count, q);
+      for (int i = 0; i < width; ++i) {
+        const acc_t term = q[i] * (shift - x[i]);
+        terms[i] = q[i] == acc_t(0) ? acc_t(0) : term;
       }
       q_sum.add(q, count);
-      dot.add(w, count);
+      dot.add(terms, count);
     }
-    for (int j = 0; j < width; ++j) {
-      x[j] = math::exp(x[j] - shift);
-    }
-    sum.add(x, count);
   }
-  return {sum.total(), q_sum.total(), dot.total() + dot_moved};
+  states.max[j] = max;
+  states.sum[j] = sum.total();
+  if (args.dense()) {
+    states.q_sum[j] = q_sum.total();
+    states.dot[j] = dot.total() + dot_moved;
+  }
 }
 
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE ChunkSums forward_along_classes(const CrossEntropyForwardArgs& args,
-                                                    const Coefficients<acc_t>& coefficients,
-                                                    int64_t begin, int64_t end) {
-  BlockWalker<3> walker(args.rows, {&args.input, &args.target, &args.output}, begin);
-  ChunkSums chunk;
-  for (int64_t row = begin; row < end; ++row) {
-    walker.next(1);
-    const RowTarget<acc_t> target(args, walker[1].base);
-    acc_t max = 0;
-    RowSums sums;
-    if (target.kept()) {
-      sums = reduce_row(args, coefficients, walker[0].base, walker[1].base, max);
-    }
-    const acc_t loss = finish_row(args, target, row, walker[0].base, max, sums);
-    add_row(args, target, walker[2].base, loss, chunk);
-  }
-  return chunk;
-}
-
-// ------------------------------------------------- forward, along a block of rows
-
-template <typename acc_t>
-LOSSOPS_HOST_DEVICE ChunkSums forward_along_rows(const CrossEntropyForwardArgs& args,
-                                                 const Coefficients<acc_t>& coefficients,
-                                                 int64_t begin, int64_t end) {
-  BlockWalker<3> walker(args.rows, {&args.input, &args.target, &args.output}, begin);
-  acc_t x[kBlock];
-  acc_t q[kBlock];
-  acc_t max[kBlock];
-  acc_t shift[kBlock];
-  double sum[kBlock];
-  double q_sum[kBlock];
-  double dot[kBlock];
-  ChunkSums chunk;
+LOSSOPS_HOST_DEVICE void forward_row_by_row(const CrossEntropyForwardArgs& args,
+                                            const Coefficients<acc_t>& coefficients, int64_t begin,
+                                            int64_t end, ChunkSums& chunk) {
+  ForwardWalker walker(args.rows, {&args.input, &args.target, &args.output}, begin);
+  RowStates<acc_t> states;
   for (int64_t first = begin; first < end; first += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - first));
+    walker.next(count);
+    for (int j = 0; j < count; ++j) {
+      if (RowTarget<acc_t>(args, walker[1][j]).has_loss()) {
+        reduce_row(args, coefficients, walker, j, states);
+      }
+    }
+    finish_rows(args, coefficients, walker, first, count, states, chunk);
+  }
+}
+
+// -------------------------------------------------------- forward, class by class
+
+// Rows of a block: what is read twice should stay in an L1 cache meanwhile, but a run of
+// rows be long enough to be read at full speed.
+int rows_per_block(const CrossEntropyArgs& args) {
+  constexpr int64_t kLogits = 4096;
+  return static_cast<int>(std::clamp<int64_t>(
+      kLogits / std::max<int64_t>(args.num_classes, 1) / kVector * kVector, 4 * kVector, kBlock));
+}
+
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& args,
+                                                const Coefficients<acc_t>& coefficients,
+                                                int64_t begin, int64_t end, ChunkSums& chunk) {
+  ForwardWalker walker(args.rows, {&args.input, &args.target, &args.output}, begin);
+  const int block = rows_per_block(args);
+  acc_t x_buffer[kBlock];
+  acc_t q[kBlock];
+  acc_t shift[kBlock];
+  RowStates<acc_t> states;
+  for (int64_t first = begin; first < end; first += block) {
+    const int count = static_cast<int>(std::min<int64_t>(block, end - first));
     const int width = padded(count);
     walker.next(count);
-    for (int j = 0; j < width; ++j) {
-      max[j] = -math::infinity<acc_t>();
-      sum[j] = q_sum[j] = dot[j] = 0;
-    }
+    const auto logits = [&](int64_t c) LOSSOPS_ALWAYS_INLINE {
+      return view_block(args.input, walker[0].shifted(c * args.input_class_stride), count,
+                        x_buffer);
+    };
+    std::fill_n(states.max, width, -math::infinity<acc_t>());
+    std::fill_n(states.sum, width, 0);
+    std::fill_n(states.q_sum, width, 0);
+    std::fill_n(states.dot, width, 0);
     for (int64_t c = 0; c < args.num_classes; ++c) {
-      load_block(args.input, walker[0].shifted(c * args.input_class_stride), count, x);
+      const acc_t* x = logits(c);
       for (int j = 0; j < width; ++j) {
-        max[j] = x[j] > max[j] ? x[j] : max[j];
+        states.max[j] = x[j] > states.max[j] ? x[j] : states.max[j];
       }
     }
     for (int j = 0; j < width; ++j) {
-      shift[j] = softmax_shift(max[j]);
+      shift[j] = softmax_shift(states.max[j]);
     }
     for (int64_t c = 0; c < args.num_classes; ++c) {
-      load_block(args.input, walker[0].shifted(c * args.input_class_stride), count, x);
+      const acc_t* x = logits(c);
+      for (int j = 0; j < width; ++j) {
+        states.sum[j] += static_cast<double>(math::exp(x[j] - shift[j]));
+      }
       if (args.dense()) {
-        coefficients.load_unweighted(walker[1].shifted(c * args.target_class_stride), count, q);
-        const acc_t w = coefficients.class_weight(c);
+        coefficients.load_probabilities(walker[1].shifted(c * args.target_class_stride), count, q);
+        const acc_t w = class_weight<acc_t>(args, c);
         for (int j = 0; j < width; ++j) {
-          q[j] *= w;
-          const acc_t term = q[j] * (shift[j] - x[j]);
-          q_sum[j] += q[j];
-          dot[j] += q[j] == acc_t(0) ? acc_t(0) : term;
+          const acc_t weighted = q[j] * w;
+          const acc_t term = weighted * (shift[j] - x[j]);
+          states.q_sum[j] += static_cast<double>(weighted);
+          states.dot[j] += static_cast<double>(weighted == acc_t(0) ? acc_t(0) : term);
         }
-      }
-      for (int j = 0; j < width; ++j) {
-        sum[j] += math::exp(x[j] - shift[j]);
       }
     }
-    for (int j = 0; j < count; ++j) {
-      const RowTarget<acc_t> target(args, walker[1][j]);
-      const acc_t loss = finish_row(args, target, first + j, walker[0][j], max[j],
-                                    {sum[j], q_sum[j], dot[j]});
-      add_row(args, target, walker[2][j], loss, chunk);
-    }
-  }
-  return chunk;
-}
-
-// ------------------------------------------------------------------ backward
-
-// What a row left behind, and its share of grad_output.
-template <typename acc_t>
-struct RowGradient {
-  acc_t grad = 0;  // grad_output of the row, normalised
-  acc_t max = 0;
-  acc_t inverse_sum = 1;
-  acc_t log_sum = 0;
-  acc_t q_sum = 0;
-
-  RowGradient(const CrossEntropyBackwardArgs& args, const RowTarget<acc_t>& target, int64_t row,
-              int64_t grad_output_offset) {
-    const acc_t* row_stats = static_cast<const acc_t*>(args.row_stats);
-    const int64_t rows = args.rows.numel;
-    grad = load_operand<acc_t>(args.grad_output, grad_output_offset);
-    if (args.reduction == Reduction::kMean) {
-      grad /= static_cast<acc_t>(args.mean_terms[0]);
-    }
-    max = row_stats[row];
-    const acc_t sum = row_stats[rows + row];
-    inverse_sum = acc_t(1) / sum;
-    log_sum = math::log(sum);
-    q_sum = args.dense() ? row_stats[2 * rows + row] : target.q;
-  }
-};
-
-template <typename acc_t>
-LOSSOPS_HOST_DEVICE void backward_along_classes(const CrossEntropyBackwardArgs& args,
-                                                const Coefficients<acc_t>& coefficients,
-                                                int64_t begin, int64_t end) {
-  BlockWalker<5> walker(
-      args.rows, {&args.input, &args.target, &args.grad_output, &args.grad_input, &args.grad_target},
-      begin);
-  const acc_t unsmoothed = static_cast<acc_t>(1 - args.label_smoothing);
-  acc_t x[kBlock];
-  acc_t q[kBlock];
-  acc_t w[kBlock];
-  acc_t grad[kBlock];
-  for (int64_t row = begin; row < end; ++row) {
-    walker.next(1);
-    const RowTarget<acc_t> target(args, walker[1].base);
-    const RowGradient<acc_t> stats(args, target, row, walker[2].base);
-    for (int64_t c = 0; c < args.num_classes; c += kBlock) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, args.num_classes - c));
-      const int width = padded(count);
-      const BlockOffsets grad_input_at{walker[3].base + c * args.grad_input_class_stride,
-                                       args.grad_input_class_stride, nullptr};
-      if (!target.kept()) {
-        std::fill_n(grad, count, target.fill());
-        store_block(args.grad_input, grad_input_at, count, grad);
-        continue;
-      }
-      load_block(args.input,
-                 {walker[0].base + c * args.input_class_stride, args.input_class_stride, nullptr},
-                 count, x);
-      if (args.weight != nullptr && args.dense()) {
-        coefficients.load_weights(c, count, w);
-      }
-      if (args.grad_input.data != nullptr) {
-        for (int j = 0; j < width; ++j) {
-          grad[j] = stats.q_sum * softmax_probability(x[j], stats.max, stats.inverse_sum);
-        }
-        if (args.dense()) {
-          coefficients.load_unweighted(
-              {walker[1].base + c * args.target_class_stride, args.target_class_stride, nullptr},
-              count, q);
-          if (args.weight != nullptr) {
-            for (int j = 0; j < width; ++j) {
-              q[j] *= w[j];
-            }
-          }
-          for (int j = 0; j < width; ++j) {
-            grad[j] -= q[j];
-          }
-        }
-        if (target.index >= c && target.index < c + count) {
-          grad[target.index - c] -= target.q;
-        }
-        for (int j = 0; j < width; ++j) {
-          grad[j] *= stats.grad;
-        }
-        store_block(args.grad_input, grad_input_at, count, grad);
-      }
-      if (args.grad_target.data != nullptr) {
-        for (int j = 0; j < width; ++j) {
-          grad[j] = stats.grad * unsmoothed * (stats.log_sum + (stats.max - x[j]));
-        }
-        if (args.weight != nullptr) {
-          for (int j = 0; j < width; ++j) {
-            grad[j] *= w[j];
-          }
-        }
-        store_block(args.grad_target,
-                    {walker[4].base + c * args.grad_target_class_stride,
-                     args.grad_target_class_stride, nullptr},
-                    count, grad);
-      }
-    }
+    finish_rows(args, coefficients, walker, first, count, states, chunk);
   }
 }
 
+// ---------------------------------------------------- backward, what the walks share
+
+// What forward left of each row of a block, and its share of grad_output.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE void backward_along_rows(const CrossEntropyBackwardArgs& args,
-                                             const Coefficients<acc_t>& coefficients, int64_t begin,
-                                             int64_t end) {
-  BlockWalker<5> walker(
-      args.rows, {&args.input, &args.target, &args.grad_output, &args.grad_input, &args.grad_target},
-      begin);
-  const acc_t unsmoothed = static_cast<acc_t>(1 - args.label_smoothing);
-  acc_t x[kBlock];
-  acc_t q[kBlock];
-  acc_t grad[kBlock];
-  // Per row of the block.
-  acc_t scale[kBlock] = {};
+struct RowGradients {
+  acc_t scale[kBlock];  // grad_output, divided by what the mean divides by
   acc_t max[kBlock] = {};
   acc_t inverse_sum[kBlock] = {};
   acc_t log_sum[kBlock] = {};
   acc_t q_sum[kBlock] = {};
-  acc_t target_q[kBlock] = {};
+  acc_t q_at_index[kBlock] = {};
   int64_t index[kBlock] = {};
-  acc_t fill[kBlock] = {};
-  int32_t kept[kBlock] = {};
+  bool all_have_loss = true;
+  int32_t has_loss[kBlock] = {};
+  acc_t without_loss[kBlock] = {};
+
+  // Rows [first, first + count), which lie in target and grad_output as given.
+  LOSSOPS_HOST_DEVICE void load(const CrossEntropyBackwardArgs& args,
+                                const Coefficients<acc_t>& coefficients,
+                                const BlockOffsets& target_at, const BlockOffsets& grad_output_at,
+                                int64_t first, int count) {
+    const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
+    const int width = padded(count);
+    if (args.reduction == Reduction::kNone) {
+      load_block(args.grad_output, grad_output_at, count, scale);
+    } else {
+      std::fill_n(scale, width, row_scale<acc_t>(args, 0));
+    }
+    std::copy_n(stats.max + first, count, max);
+    std::copy_n(stats.sum + first, count, log_sum);
+    std::fill(log_sum + count, log_sum + width, acc_t(1));
+    for (int j = 0; j < width; ++j) {
+      inverse_sum[j] = acc_t(1) / log_sum[j];
+      log_sum[j] = math::log(log_sum[j]);
+    }
+    all_have_loss = true;
+    for (int j = 0; j < count; ++j) {
+      const RowTarget<acc_t> target(args, target_at[j]);
+      index[j] = target.index;
+      q_at_index[j] = coefficients.at_index(target);
+      has_loss[j] = target.has_loss();
+      without_loss[j] = value_without_loss(target);
+      all_have_loss = all_have_loss && target.has_loss();
+    }
+    std::copy_n(args.dense() ? stats.q_sum + first : q_at_index, count, q_sum);
+  }
+};
+
+using BackwardWalker = BlockWalker<5>;  // over input, target and the gradients
+
+// ------------------------------------------------------------ backward, row by row
+
+// Row j of a block of rows.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void backward_row(const CrossEntropyBackwardArgs& args,
+                                      const Coefficients<acc_t>& coefficients,
+                                      const BackwardWalker& walker, const RowGradients<acc_t>& rows,
+                                      int j) {
+  const acc_t scale = rows.scale[j];
+  const acc_t max = rows.max[j];
+  const acc_t inverse_sum = rows.inverse_sum[j];
+  const acc_t log_sum = rows.log_sum[j];
+  const acc_t q_sum = rows.q_sum[j];
+  acc_t x_buffer[kBlock];
+  acc_t q[kBlock];
+  acc_t grad[kBlock];
+  for (int64_t c = 0; c < args.num_classes; c += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, args.num_classes - c));
+    const int width = padded(count);
+    const BlockOffsets grad_input_at =
+        classes_of_row(walker[3][j], args.grad_input_class_stride, c);
+    if (!rows.has_loss[j]) {
+      std::fill_n(grad, count, rows.without_loss[j]);
+      store_block(args.grad_input, grad_input_at, count, grad);
+      continue;
+    }
+    const acc_t* x = view_block(
+        args.input, classes_of_row(walker[0][j], args.input_class_stride, c), count, x_buffer);
+    const int64_t index = rows.index[j] - c;
+    const bool index_in_block = index >= 0 && index < count;
+    if (args.grad_input.data != nullptr && !args.dense()) {
+      const acc_t factor = scale * q_sum;
+      for (int i = 0; i < width; ++i) {
+        grad[i] = factor * softmax_probability(x[i], max, inverse_sum);
+      }
+      if (index_in_block) {
+        grad[index] = factor * (softmax_probability(x[index], max, inverse_sum) - acc_t(1));
+      }
+      store_block(args.grad_input, grad_input_at, count, grad);
+    } else if (args.grad_input.data != nullptr) {
+      coefficients.load_probabilities(classes_of_row(walker[1][j], args.target_class_stride, c),
+                                      count, q);
+      coefficients.multiply_by_weights(c, count, q);
+      if (index_in_block) {
+        q[index] += rows.q_at_index[j];
+      }
+      for (int i = 0; i < width; ++i) {
+        grad[i] = scale * (q_sum * softmax_probability(x[i], max, inverse_sum) - q[i]);
+      }
+      store_block(args.grad_input, grad_input_at, count, grad);
+    }
+    if (args.grad_target.data != nullptr) {
+      const acc_t factor = scale * coefficients.unsmoothed();
+      for (int i = 0; i < width; ++i) {
+        grad[i] = factor * (log_sum + (max - x[i]));
+      }
+      coefficients.multiply_by_weights(c, count, grad);
+      store_block(args.grad_target, classes_of_row(walker[4][j], args.grad_target_class_stride, c),
+                  count, grad);
+    }
+  }
+}
+
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void backward_row_by_row(const CrossEntropyBackwardArgs& args,
+                                             const Coefficients<acc_t>& coefficients, int64_t begin,
+                                             int64_t end) {
+  BackwardWalker walker(
+      args.rows,
+      {&args.input, &args.target, &args.grad_output, &args.grad_input, &args.grad_target}, begin);
+  RowGradients<acc_t> rows;
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, end - first));
+    walker.next(count);
+    rows.load(args, coefficients, walker[1], walker[2], first, count);
+    for (int j = 0; j < count; ++j) {
+      backward_row(args, coefficients, walker, rows, j);
+    }
+  }
+}
+
+// -------------------------------------------------------- backward, class by class
+
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs& args,
+                                                 const Coefficients<acc_t>& coefficients,
+                                                 int64_t begin, int64_t end) {
+  BackwardWalker walker(
+      args.rows,
+      {&args.input, &args.target, &args.grad_output, &args.grad_input, &args.grad_target}, begin);
+  acc_t x_buffer[kBlock];
+  acc_t q[kBlock] = {};
+  acc_t grad[kBlock];
+  RowGradients<acc_t> rows;
   for (int64_t first = begin; first < end; first += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - first));
     const int width = padded(count);
     walker.next(count);
-    bool all_kept = true;
-    for (int j = 0; j < count; ++j) {
-      const RowTarget<acc_t> target(args, walker[1][j]);
-      const RowGradient<acc_t> stats(args, target, first + j, walker[2][j]);
-      scale[j] = stats.grad;
-      max[j] = stats.max;
-      inverse_sum[j] = stats.inverse_sum;
-      log_sum[j] = stats.log_sum;
-      q_sum[j] = stats.q_sum;
-      target_q[j] = target.q;
-      index[j] = target.index;
-      fill[j] = target.fill();
-      kept[j] = target.kept();
-      all_kept = all_kept && target.kept();
-    }
+    rows.load(args, coefficients, walker[1], walker[2], first, count);
     for (int64_t c = 0; c < args.num_classes; ++c) {
-      load_block(args.input, walker[0].shifted(c * args.input_class_stride), count, x);
-      const acc_t w = coefficients.class_weight(c);
+      const acc_t* x =
+          view_block(args.input, walker[0].shifted(c * args.input_class_stride), count, x_buffer);
+      const acc_t w = class_weight<acc_t>(args, c);
       if (args.grad_input.data != nullptr) {
-        for (int j = 0; j < width; ++j) {
-          grad[j] = q_sum[j] * softmax_probability(x[j], max[j], inverse_sum[j]);
-        }
         if (args.dense()) {
-          coefficients.load_unweighted(walker[1].shifted(c * args.target_class_stride), count, q);
-          for (int j = 0; j < width; ++j) {
-            grad[j] -= q[j] * w;
-          }
+          coefficients.load_probabilities(walker[1].shifted(c * args.target_class_stride), count,
+                                          q);
         }
         for (int j = 0; j < width; ++j) {
-          grad[j] = (grad[j] - (index[j] == c ? target_q[j] : acc_t(0))) * scale[j];
+          const acc_t softmax = softmax_probability(x[j], rows.max[j], rows.inverse_sum[j]);
+          const acc_t at_index = rows.index[j] == c ? rows.q_at_index[j] : acc_t(0);
+          grad[j] = rows.scale[j] * (rows.q_sum[j] * softmax - (q[j] * w + at_index));
         }
-        if (!all_kept) {
+        if (!rows.all_have_loss) {
           for (int j = 0; j < width; ++j) {
-            grad[j] = kept[j] ? grad[j] : fill[j];
+            grad[j] = rows.has_loss[j] ? grad[j] : rows.without_loss[j];
           }
         }
         store_block(args.grad_input, walker[3].shifted(c * args.grad_input_class_stride), count,
                     grad);
       }
       if (args.grad_target.data != nullptr) {
+        const acc_t factor = coefficients.unsmoothed() * w;
         for (int j = 0; j < width; ++j) {
-          grad[j] = scale[j] * unsmoothed * (log_sum[j] + (max[j] - x[j])) * w;
+          grad[j] = rows.scale[j] * factor * (rows.log_sum[j] + (rows.max[j] - x[j]));
         }
         store_block(args.grad_target, walker[4].shifted(c * args.grad_target_class_stride), count,
                     grad);
@@ -509,62 +519,62 @@ LOSSOPS_HOST_DEVICE void backward_along_rows(const CrossEntropyBackwardArgs& arg
   }
 }
 
-// Class weights of probability targets: the classes are cut into tiles, the rows into
-// splits; a task sums one tile over one split.
+// ------------------------------------------------------ gradient of class weights
+
+// The classes are cut into tiles, the rows into splits; a task sums one tile over one
+// split. Probability targets only.
 struct WeightPlan {
   int64_t tiles = 0;
   int64_t splits = 1;
   int64_t rows_per_split = 0;
+
+  explicit WeightPlan(const CrossEntropyBackwardArgs& args) {
+    const int64_t rows = args.rows.numel;
+    tiles = divide_up(args.num_classes, kBlock);
+    if (tiles > 0) {
+      const int64_t chunks = std::max<int64_t>(divide_up(rows * kBlock, kChunk), 1);
+      splits = std::clamp<int64_t>(kMaxTasks / tiles, 1, chunks);
+    }
+    rows_per_split = divide_up(rows, splits);
+  }
 };
 
-WeightPlan plan_weight_gradient(const CrossEntropyBackwardArgs& args) {
-  constexpr int64_t kMaxTasks = 256;  // enough for the threads of any machine
-  WeightPlan plan;
-  plan.tiles = divide_up(args.num_classes, kBlock);
-  const int64_t rows = args.rows.numel;
-  if (plan.tiles > 0) {
-    plan.splits = std::clamp<int64_t>(kMaxTasks / plan.tiles, 1,
-                                      std::max<int64_t>(divide_up(rows * kBlock, kChunk), 1));
-  }
-  plan.rows_per_split = divide_up(rows, plan.splits);
-  return plan;
-}
-
-// sums[c - first_class] = sum over rows of g p'_c (lse - x_c).
+// sums[c - first_class] = sum over rows [begin, end) of g p'_c (lse - x_c).
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE void weight_gradient_tile(const CrossEntropyBackwardArgs& args,
-                                              const Coefficients<acc_t>& coefficients,
-                                              int64_t first_class, int64_t begin, int64_t end,
-                                              double* sums) {
+LOSSOPS_HOST_DEVICE void sum_weight_gradient(const CrossEntropyBackwardArgs& args,
+                                             const Coefficients<acc_t>& coefficients,
+                                             int64_t first_class, int64_t begin, int64_t end,
+                                             double* sums) {
   BlockWalker<3> walker(args.rows, {&args.input, &args.target, &args.grad_output}, begin);
   const int count = static_cast<int>(std::min<int64_t>(kBlock, args.num_classes - first_class));
   const int width = padded(count);
-  acc_t x[kBlock];
+  acc_t x_buffer[kBlock];
   acc_t p[kBlock];
   double lanes[kBlock] = {};
-  for (int64_t row = begin; row < end; ++row) {
-    walker.next(1);
-    const RowTarget<acc_t> target(args, walker[1].base);
-    const RowGradient<acc_t> stats(args, target, row, walker[2].base);
-    load_block(args.input,
-               {walker[0].base + first_class * args.input_class_stride, args.input_class_stride,
-                nullptr},
-               count, x);
-    coefficients.load_unweighted({walker[1].base + first_class * args.target_class_stride,
-                                  args.target_class_stride, nullptr},
-                                 count, p);
-    for (int j = 0; j < width; ++j) {
-      const acc_t term = stats.grad * p[j] * (stats.log_sum + (stats.max - x[j]));
-      lanes[j] += p[j] == acc_t(0) ? acc_t(0) : term;
+  RowGradients<acc_t> rows;
+  for (int64_t first_row = begin; first_row < end; first_row += kBlock) {
+    const int row_count = static_cast<int>(std::min<int64_t>(kBlock, end - first_row));
+    walker.next(row_count);
+    rows.load(args, coefficients, walker[1], walker[2], first_row, row_count);
+    for (int row = 0; row < row_count; ++row) {
+      const acc_t* x = view_block(
+          args.input, classes_of_row(walker[0][row], args.input_class_stride, first_class), count,
+          x_buffer);
+      coefficients.load_probabilities(
+          classes_of_row(walker[1][row], args.target_class_stride, first_class), count, p);
+      for (int j = 0; j < width; ++j) {
+        const acc_t term = rows.scale[row] * p[j] * (rows.log_sum[row] + (rows.max[row] - x[j]));
+        lanes[j] += static_cast<double>(p[j] == acc_t(0) ? acc_t(0) : term);
+      }
     }
   }
   std::copy_n(lanes, count, sums);
 }
 
 template <typename acc_t>
-void weight_gradient(const CrossEntropyBackwardArgs& args, double* scratch, Context context) {
-  const WeightPlan plan = plan_weight_gradient(args);
-  const Coefficients<acc_t> coefficients(args);
+void weight_gradient(const CrossEntropyBackwardArgs& args, const Coefficients<acc_t>& coefficients,
+                     double* scratch, Context context) {
+  const WeightPlan plan(args);
   parallel_for_each(context, plan.tiles * plan.splits, [&](int64_t task) {
     const int64_t split = task / plan.tiles;
     const int64_t first_class = task % plan.tiles * kBlock;
@@ -572,7 +582,7 @@ void weight_gradient(const CrossEntropyBackwardArgs& args, double* scratch, Cont
     const int64_t end = std::min(begin + plan.rows_per_split, args.rows.numel);
     double* sums = scratch + split * args.num_classes + first_class;
     with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
-      weight_gradient_tile(args, coefficients, first_class, begin, end, sums);
+      sum_weight_gradient(args, coefficients, first_class, begin, end, sums);
     });
   });
   for (int64_t c = 0; c < args.num_classes; ++c) {
@@ -581,23 +591,28 @@ void weight_gradient(const CrossEntropyBackwardArgs& args, double* scratch, Cont
   }
 }
 
-// ------------------------------------------------------------------- dispatch
+// ------------------------------------------------------------------- the walk
 
-// Whether the classes of a row are closer together than the rows are.
-bool classes_are_inner(const CrossEntropyArgs& args) {
-  int64_t row_stride = std::numeric_limits<int64_t>::max();
+enum class Walk : int8_t { kRowByRow, kClassByClass };
+
+Walk choose_walk(const CrossEntropyArgs& args) {
+  // Below this, a block of classes would be padding for the most part, and reading a
+  // class with a stride costs less.
+  constexpr int64_t kFewClasses = 16;
+  int64_t row_stride = INT64_MAX;
   for (int dim = 0; dim < args.rows.ndim; ++dim) {
     if (args.rows.sizes[dim] > 1 && args.input.strides[dim] != 0) {
       row_stride = std::min<int64_t>(row_stride, std::abs(args.input.strides[dim]));
     }
   }
-  return std::abs(args.input_class_stride) <= row_stride;
+  const bool classes_inner = std::abs(args.input_class_stride) <= row_stride;
+  return classes_inner && args.num_classes > kFewClasses ? Walk::kRowByRow : Walk::kClassByClass;
 }
 
-// By the size of the problem alone, never by the number of threads.
+// Rows of a chunk: by the size of the problem alone, never by the number of threads.
 int64_t rows_per_chunk(const CrossEntropyArgs& args) {
   const int64_t rows = std::max<int64_t>(kChunk / std::max<int64_t>(args.num_classes, 1), 1);
-  return classes_are_inner(args) ? rows : divide_up(rows, kBlock) * kBlock;
+  return choose_walk(args) == Walk::kRowByRow ? rows : divide_up(rows, kBlock) * kBlock;
 }
 
 int64_t num_chunks(const CrossEntropyArgs& args) {
@@ -605,7 +620,7 @@ int64_t num_chunks(const CrossEntropyArgs& args) {
 }
 
 template <typename Body>
-void visit_types(const CrossEntropyArgs& args, const Body& body) {
+void visit_acc_type(const CrossEntropyArgs& args, const Body& body) {
   args.acc_double ? body(double()) : body(float());
 }
 
@@ -617,14 +632,11 @@ int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
 
 void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,
                                   Context context) {
+  const bool none = args.reduction == Reduction::kNone;
+  const Walk walk = choose_walk(args);
   const int64_t chunks = num_chunks(args);
   const int64_t chunk_rows = rows_per_chunk(args);
-  const bool along_classes = classes_are_inner(args);
-  const bool none = args.reduction == Reduction::kNone;
-  if (args.first_invalid_row != nullptr) {
-    launch_first_invalid_target(args, args.first_invalid_row, context);
-  }
-  visit_types(args, [&](auto acc) {
+  visit_acc_type(args, [&](auto acc) {
     using acc_t = decltype(acc);
     const Coefficients<acc_t> coefficients(args);
     parallel_for_each(context, chunks, [&](int64_t chunk) {
@@ -632,53 +644,52 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
       const int64_t end = std::min(begin + chunk_rows, args.rows.numel);
       ChunkSums sums;
       with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
-        sums = along_classes ? forward_along_classes(args, coefficients, begin, end)
-                             : forward_along_rows(args, coefficients, begin, end);
+        walk == Walk::kRowByRow ? forward_row_by_row(args, coefficients, begin, end, sums)
+                                : forward_class_by_class(args, coefficients, begin, end, sums);
       });
       if (!none) {
-        scratch[2 * chunk] = sums.loss;
-        scratch[2 * chunk + 1] = sums.weight;
+        scratch[2 * chunk] = sums.loss.total();
+        scratch[2 * chunk + 1] = sums.weight.total();
       }
     });
   });
-  if (none) {
-    return;
+  if (!none) {
+    double result = fold_partials(scratch, chunks, 2);
+    if (args.reduction == Reduction::kMean) {
+      args.mean_terms[0] = fold_partials(scratch + 1, chunks, 2);
+      result /= args.mean_terms[0];
+      args.mean_terms[1] = result;
+    }
+    store_operand(args.output, 0, result);
   }
-  double result = fold_partials(scratch, chunks, 2);
-  if (args.reduction == Reduction::kMean) {
-    const double total_weight = args.target_is_probability
-                                    ? static_cast<double>(args.rows.numel)
-                                    : fold_partials(scratch + 1, chunks, 2);
-    result /= total_weight;
-    args.mean_terms[0] = total_weight;
-    args.mean_terms[1] = result;
+  if (args.first_invalid_row != nullptr) {
+    launch_first_invalid_target(args, args.first_invalid_row, context);
   }
-  store_operand(args.output, 0, result);
 }
 
 int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args) {
-  return args.grad_weight == nullptr ? 0 : plan_weight_gradient(args).splits * args.num_classes;
+  return args.grad_weight == nullptr ? 0 : WeightPlan(args).splits * args.num_classes;
 }
 
 void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double* scratch,
                                    Context context) {
+  const Walk walk = choose_walk(args);
   const int64_t chunk_rows = rows_per_chunk(args);
-  const bool along_classes = classes_are_inner(args);
-  visit_types(args, [&](auto acc) {
+  visit_acc_type(args, [&](auto acc) {
     using acc_t = decltype(acc);
+    const Coefficients<acc_t> coefficients(args);
     if (args.grad_input.data != nullptr || args.grad_target.data != nullptr) {
-      const Coefficients<acc_t> coefficients(args);
       parallel_for_each(context, num_chunks(args), [&](int64_t chunk) {
         const int64_t begin = chunk * chunk_rows;
         const int64_t end = std::min(begin + chunk_rows, args.rows.numel);
         with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
-          along_classes ? backward_along_classes(args, coefficients, begin, end)
-                        : backward_along_rows(args, coefficients, begin, end);
+          walk == Walk::kRowByRow ? backward_row_by_row(args, coefficients, begin, end)
+                                  : backward_class_by_class(args, coefficients, begin, end);
         });
       });
     }
     if (args.grad_weight != nullptr) {
-      weight_gradient<acc_t>(args, scratch, context);
+      weight_gradient<acc_t>(args, coefficients, scratch, context);
     }
   });
 }
@@ -691,13 +702,16 @@ void launch_first_invalid_target(const CrossEntropyArgs& args, int64_t* result, 
       const int64_t begin = chunk * kChunk;
       const int64_t end = std::min(begin + kChunk, rows);
       BlockWalker<1> walker(args.rows, {&args.target}, begin);
-      for (int64_t row = begin; row < end; ++row) {
-        walker.next(1);
-        if (out_of_range(args, load_index(args.target, walker[0].base))) {
-          int64_t first = first_invalid;
-          while (row < first && !first_invalid.compare_exchange_weak(first, row)) {
+      for (int64_t row = begin; row < end; row += kBlock) {
+        const int count = static_cast<int>(std::min<int64_t>(kBlock, end - row));
+        walker.next(count);
+        for (int j = 0; j < count; ++j) {
+          if (!RowTarget<float>(args, walker[0][j]).valid) {
+            int64_t least = first_invalid;
+            while (row + j < least && !first_invalid.compare_exchange_weak(least, row + j)) {
+            }
+            return;
           }
-          return;
         }
       }
     });

@@ -10,18 +10,6 @@ bool weighted_mean(const ElementwiseArgs& args) {
   return args.reduction == Reduction::kMean && args.weight.data != nullptr;
 }
 
-// Operands that share one dense order are one run, whatever their shape was.
-void flatten_contiguous(ElementwiseArgs& args, std::initializer_list<Operand*> operands) {
-  if (!args.contiguous) {
-    return;
-  }
-  args.space.ndim = 1;
-  args.space.sizes[0] = args.space.numel;
-  for (Operand* operand : operands) {
-    operand->strides[0] = 1;
-  }
-}
-
 // Calls body(acc_t(), term) with the types that the arguments choose.
 template <typename Body>
 void visit_types(const ElementwiseArgs& args, const Body& body) {
@@ -41,8 +29,8 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
                                        int64_t begin, int64_t end, double* partial) {
   const bool has_weight = args.weight.data != nullptr;
   BlockWalker<4> walker(args.space, {&args.input, &args.target, &args.weight, &args.output}, begin);
-  acc_t x[kBlock];
-  acc_t t[kBlock];
+  acc_t x_buffer[kBlock];
+  acc_t t_buffer[kBlock];
   acc_t weight[kBlock];
   acc_t loss[kBlock];
   LaneSum loss_sum;
@@ -51,8 +39,8 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
     const int width = padded(count);
     walker.next(count);
-    load_block(args.input, walker[0], count, x);
-    load_block(args.target, walker[1], count, t);
+    const acc_t* x = view_block(args.input, walker[0], count, x_buffer);
+    const acc_t* t = view_block(args.target, walker[1], count, t_buffer);
     for (int j = 0; j < width; ++j) {
       loss[j] = term.forward(x[j], t[j]);
     }
@@ -95,58 +83,62 @@ struct BackwardScalars {
   }
 };
 
-// One block of the operands that every gradient needs.
+// One block of the operands that the gradients need.
 template <typename acc_t>
-struct BackwardBlock {
-  acc_t x[kBlock];
-  acc_t t[kBlock];
-  acc_t scale[kBlock];     // grad_output of the element, normalised
-  acc_t weighted[kBlock];  // scale * weight
+class BackwardBlock {
+ public:
+  BackwardBlock(const ElementwiseBackwardArgs& args, const BackwardScalars<acc_t>& scalars)
+      : args_(args), scalars_(scalars) {
+    std::fill_n(scale_buffer_, kBlock, scalars.scale);
+  }
 
-  LOSSOPS_HOST_DEVICE void load(const ElementwiseBackwardArgs& args,
-                                const BackwardScalars<acc_t>& scalars, const BlockOffsets& input,
-                                const BlockOffsets& target, const BlockOffsets& weight,
-                                const BlockOffsets& grad_output, int count) {
-    const int width = padded(count);
-    load_block(args.input, input, count, x);
-    load_block(args.target, target, count, t);
-    if (args.reduction == Reduction::kNone) {
-      load_block(args.grad_output, grad_output, count, scale);
-    } else {
-      for (int j = 0; j < width; ++j) {
-        scale[j] = scalars.scale;
+  LOSSOPS_HOST_DEVICE void load(const BlockOffsets& input, const BlockOffsets& target,
+                                const BlockOffsets& weight, const BlockOffsets& grad_output,
+                                int count) {
+    x_ = view_block(args_.input, input, count, x_buffer_);
+    t_ = view_block(args_.target, target, count, t_buffer_);
+    scale_ = args_.reduction == Reduction::kNone
+                 ? view_block(args_.grad_output, grad_output, count, scale_buffer_)
+                 : scale_buffer_;
+    weighted_ = scale_;
+    if (args_.weight.data != nullptr) {
+      load_block(args_.weight, weight, count, weighted_buffer_);
+      for (int j = 0; j < padded(count); ++j) {
+        weighted_buffer_[j] *= scale_[j];
       }
-    }
-    if (args.weight.data != nullptr) {
-      load_block(args.weight, weight, count, weighted);
-      for (int j = 0; j < width; ++j) {
-        weighted[j] *= scale[j];
-      }
-    } else {
-      for (int j = 0; j < width; ++j) {
-        weighted[j] = scale[j];
-      }
+      weighted_ = weighted_buffer_;
     }
   }
 
   template <typename Term>
-  LOSSOPS_HOST_DEVICE void gradient(Wanted wanted, const BackwardScalars<acc_t>& scalars,
-                                    const Term& term, int width, acc_t* grad) const {
+  LOSSOPS_HOST_DEVICE void gradient(Wanted wanted, const Term& term, int width, acc_t* grad) const {
     if (wanted == Wanted::kInput) {
       for (int j = 0; j < width; ++j) {
-        grad[j] = weighted[j] * term.backward_input(x[j], t[j]);
+        grad[j] = weighted_[j] * term.backward_input(x_[j], t_[j]);
       }
     } else if (wanted == Wanted::kTarget) {
       for (int j = 0; j < width; ++j) {
-        grad[j] = weighted[j] * term.backward_target(x[j], t[j]);
+        grad[j] = weighted_[j] * term.backward_target(x_[j], t_[j]);
       }
     } else {
       // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
       for (int j = 0; j < width; ++j) {
-        grad[j] = scale[j] * (term.forward(x[j], t[j]) - scalars.mean_share);
+        grad[j] = scale_[j] * (term.forward(x_[j], t_[j]) - scalars_.mean_share);
       }
     }
   }
+
+ private:
+  const ElementwiseBackwardArgs& args_;
+  const BackwardScalars<acc_t> scalars_;
+  const acc_t* x_ = nullptr;
+  const acc_t* t_ = nullptr;
+  const acc_t* scale_ = nullptr;     // grad_output of the element, normalised
+  const acc_t* weighted_ = nullptr;  // scale * weight
+  acc_t x_buffer_[kBlock];
+  acc_t t_buffer_[kBlock];
+  acc_t scale_buffer_[kBlock];
+  acc_t weighted_buffer_[kBlock];
 };
 
 template <typename acc_t, typename Term>
@@ -157,23 +149,23 @@ LOSSOPS_HOST_DEVICE void backward_chunk(const ElementwiseBackwardArgs& args,
                         {&args.input, &args.target, &args.weight, &args.grad_output,
                          &args.grad_input, &args.grad_target, &args.grad_weight},
                         begin);
-  BackwardBlock<acc_t> block;
+  BackwardBlock<acc_t> block(args, scalars);
   acc_t grad[kBlock];
   for (int64_t i = begin; i < end; i += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
     const int width = padded(count);
     walker.next(count);
-    block.load(args, scalars, walker[0], walker[1], walker[2], walker[3], count);
+    block.load(walker[0], walker[1], walker[2], walker[3], count);
     if (args.grad_input.data != nullptr) {
-      block.gradient(Wanted::kInput, scalars, term, width, grad);
+      block.gradient(Wanted::kInput, term, width, grad);
       store_block(args.grad_input, walker[4], count, grad);
     }
     if (args.grad_target.data != nullptr) {
-      block.gradient(Wanted::kTarget, scalars, term, width, grad);
+      block.gradient(Wanted::kTarget, term, width, grad);
       store_block(args.grad_target, walker[5], count, grad);
     }
     if (args.grad_weight.data != nullptr) {
-      block.gradient(Wanted::kWeight, scalars, term, width, grad);
+      block.gradient(Wanted::kWeight, term, width, grad);
       store_block(args.grad_weight, walker[6], count, grad);
     }
   }
@@ -201,7 +193,7 @@ struct ReducePlan {
   int64_t reduced = 1;  // R
   // Blocks run along the summed dimensions (one element a tile), or along the kept ones.
   bool reduced_inner = false;
-  int64_t tile = 1;    // elements
+  int64_t tile = 1;  // elements
   int64_t tiles = 0;
   int64_t splits = 1;  // more than one: partials[split][element] are folded afterwards
 };
@@ -222,13 +214,13 @@ bool reduced_dims_are_dense(const ElementwiseBackwardReduceArgs& args) {
 }
 
 ReducePlan plan_reduce(const ElementwiseBackwardReduceArgs& args) {
-  constexpr int64_t kMaxTasks = 256;  // enough for the threads of any machine
   ReducePlan plan;
   for (int dim = 0; dim < args.space.ndim; ++dim) {
     (dim < args.num_kept ? plan.kept : plan.reduced) *= args.space.sizes[dim];
   }
   plan.reduced_inner = plan.reduced >= kBlock / 4 && reduced_dims_are_dense(args);
-  plan.tile = std::min<int64_t>(plan.reduced_inner ? divide_up(kChunk, plan.reduced) : kBlock, plan.kept);
+  plan.tile =
+      std::min<int64_t>(plan.reduced_inner ? divide_up(kChunk, plan.reduced) : kBlock, plan.kept);
   if (plan.kept == 0) {
     return plan;
   }
@@ -258,7 +250,7 @@ LOSSOPS_HOST_DEVICE void reduce_along_terms(const ElementwiseBackwardReduceArgs&
                                             const Term& term, const ReducePlan& plan, int64_t first,
                                             int64_t last, int64_t begin, int64_t end,
                                             double* sums) {
-  BackwardBlock<acc_t> block;
+  BackwardBlock<acc_t> block(args, scalars);
   acc_t grad[kBlock];
   BlockWalker<4> walker(args.space, {&args.input, &args.target, &args.weight, &args.grad_output},
                         begin);
@@ -268,8 +260,8 @@ LOSSOPS_HOST_DEVICE void reduce_along_terms(const ElementwiseBackwardReduceArgs&
     for (int64_t i = begin; i < end; i += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
       walker.next(count);
-      block.load(args, scalars, walker[0], walker[1], walker[2], walker[3], count);
-      block.gradient(wanted, scalars, term, padded(count), grad);
+      block.load(walker[0], walker[1], walker[2], walker[3], count);
+      block.gradient(wanted, term, padded(count), grad);
       sum.add(grad, count);
     }
     sums[element - first] = sum.total();
@@ -286,7 +278,7 @@ LOSSOPS_HOST_DEVICE void reduce_along_elements(const ElementwiseBackwardReduceAr
                                                int64_t end, double* sums) {
   const int64_t elements = last - first;
   const int64_t terms_per_block = elements == plan.kept ? kBlock / elements : 1;
-  BackwardBlock<acc_t> block;
+  BackwardBlock<acc_t> block(args, scalars);
   acc_t grad[kBlock];
   double lanes[kBlock] = {};
   BlockWalker<4> walker(args.space, {&args.input, &args.target, &args.weight, &args.grad_output},
@@ -297,8 +289,8 @@ LOSSOPS_HOST_DEVICE void reduce_along_elements(const ElementwiseBackwardReduceAr
       walker.seek(i * plan.kept + first);
     }
     walker.next(count);
-    block.load(args, scalars, walker[0], walker[1], walker[2], walker[3], count);
-    block.gradient(wanted, scalars, term, padded(count), grad);
+    block.load(walker[0], walker[1], walker[2], walker[3], count);
+    block.gradient(wanted, term, padded(count), grad);
     for (int j = 0; j < count; ++j) {
       lanes[j] += static_cast<double>(grad[j]);
     }
@@ -314,14 +306,9 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
   return args.reduction == Reduction::kNone ? 0 : 2 * num_chunks(args.space);
 }
 
-void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scratch,
+void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch,
                                 Context context) {
-  ElementwiseForwardArgs args = given;
   const bool none = args.reduction == Reduction::kNone;
-  flatten_contiguous(args, {&args.input, &args.target, &args.weight});
-  if (given.contiguous && none) {
-    args.output.strides[0] = 1;
-  }
   const int64_t chunks = num_chunks(args.space);
   visit_types(args, [&](auto acc, auto term) {
     using acc_t = decltype(acc);
@@ -329,9 +316,8 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
       const int64_t begin = chunk * kChunk;
       const int64_t end = std::min(begin + kChunk, args.space.numel);
       double* partial = none ? nullptr : scratch + 2 * chunk;
-      with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
-        forward_chunk<acc_t>(args, term, begin, end, partial);
-      });
+      with_widest_vectors(
+          [&]() LOSSOPS_ALWAYS_INLINE { forward_chunk<acc_t>(args, term, begin, end, partial); });
     });
   });
   if (none) {
@@ -339,7 +325,9 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
   }
   double result = fold_partials(scratch, chunks, 2);
   if (weighted_mean(args)) {
-    const double total_weight = fold_partials(scratch + 1, chunks, 2) / args.weight_copies;
+    const double total_weight = args.weight_copies > 0
+                                    ? fold_partials(scratch + 1, chunks, 2) / args.weight_copies
+                                    : args.denominator;
     result /= total_weight;
     args.mean_terms[0] = total_weight;
     args.mean_terms[1] = result;
@@ -349,13 +337,7 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
   store_operand(args.output, 0, result);
 }
 
-void launch_elementwise_backward(const ElementwiseBackwardArgs& given, Context context) {
-  ElementwiseBackwardArgs args = given;
-  flatten_contiguous(args, {&args.input, &args.target, &args.weight, &args.grad_input,
-                            &args.grad_target, &args.grad_weight});
-  if (given.contiguous && args.reduction == Reduction::kNone) {
-    args.grad_output.strides[0] = 1;
-  }
+void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context context) {
   visit_types(args, [&](auto acc, auto term) {
     using acc_t = decltype(acc);
     if (args.space.numel == 0) {
@@ -365,9 +347,8 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& given, Context c
     parallel_for_each(context, num_chunks(args.space), [&](int64_t chunk) {
       const int64_t begin = chunk * kChunk;
       const int64_t end = std::min(begin + kChunk, args.space.numel);
-      with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
-        backward_chunk<acc_t>(args, scalars, term, begin, end);
-      });
+      with_widest_vectors(
+          [&]() LOSSOPS_ALWAYS_INLINE { backward_chunk<acc_t>(args, scalars, term, begin, end); });
     });
   });
 }

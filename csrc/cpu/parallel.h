@@ -13,6 +13,9 @@ namespace lossops::cpu {
 // Elements a thread should have before a second one pays; torch's grain size.
 constexpr int64_t kChunk = 32768;
 
+// Tasks that a reduction of few outputs is split into: enough for any machine's threads.
+constexpr int64_t kMaxTasks = 256;
+
 inline int64_t divide_up(int64_t numerator, int64_t denominator) {
   return (numerator + denominator - 1) / denominator;
 }

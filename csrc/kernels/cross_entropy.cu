@@ -20,99 +20,188 @@
 namespace lossops::cuda {
 namespace {
 
+// Threads of a block whose rows share it, and of one that takes a thread a row.
 constexpr int kThreads = 256;
 // A row of more bytes than this is worth a block of its own.
 constexpr int64_t kWarpRowBytes = 4096;
-// Vectors of a row that a thread has in flight.
-constexpr int kRowUnroll = 4;
+// Threads of a block with one row: few enough that each has several vectors in flight.
+constexpr int kMaxRowThreads = 256;
+// Longer rows would overflow the 32-bit indices of a row's classes.
+constexpr int64_t kMaxRowClasses = int64_t{1} << 30;
+// Vectors of a row that a thread has in flight. Dense coefficients are bound by arithmetic, and
+// their code is long.
+template <bool kDense>
+constexpr int kRowUnroll = kDense ? 1 : 4;
+// Vectors of a row for each thread of a block, where the row is short enough: in two rounds, to
+// share the cost of the reduction and of the row's target among more classes.
+constexpr int kVectorsPerThread = 8;
 // Classes of a strided row that a thread has in flight.
 constexpr int kClassUnroll = 8;
-// Blocks of a grid: several waves on any GPU, and partials that one block folds in
+// Blocks of a reduction: several waves on any GPU, and partials that one block folds in
 // microseconds.
-constexpr int64_t kMaxBlocks = 16384;
+constexpr int64_t kMaxBlocks = 8192;
+// Blocks of a grid without one.
+constexpr int64_t kMaxGrid = 1 << 30;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Blocks of kMaxRowThreads that shall fit a multiprocessor: while one row is reduced, the
+// others load.
+template <typename scalar_t>
+constexpr int kMinRowBlocks = sizeof(scalar_t) <= 4 ? 5 : 1;
 
 template <typename acc_t, bool kDense>
 using RowState = std::conditional_t<kDense, DenseOnlineSoftmax<acc_t>, OnlineSoftmax<acc_t>>;
 
-// Folds `count` logits into the state, with one rescaling for all of them. Their classes
-// are first_class, first_class + 1, ...
-template <int kCount, typename acc_t>
-__device__ __forceinline__ void fold(OnlineSoftmax<acc_t>& state, const acc_t (&x)[kCount],
-                                     const RowTarget<acc_t>& /*target*/, int64_t /*first_class*/) {
-  acc_t max = x[0];
-#pragma unroll
-  for (int i = 1; i < kCount; ++i) {
-    max = x[i] > max ? x[i] : max;
-  }
-  state.raise_max(max);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    state.add_below_max(x[i]);
-  }
+template <typename acc_t>
+__device__ __forceinline__ void add_below_max(OnlineSoftmax<acc_t>& state, acc_t x,
+                                              const RowTarget<acc_t>& /*target*/, int64_t /*c*/) {
+  state.add_below_max(x);
 }
 
-template <int kCount, typename acc_t>
-__device__ __forceinline__ void fold(DenseOnlineSoftmax<acc_t>& state, const acc_t (&x)[kCount],
+template <typename acc_t>
+__device__ __forceinline__ void add_below_max(DenseOnlineSoftmax<acc_t>& state, acc_t x,
+                                              const RowTarget<acc_t>& target, int64_t c) {
+  state.add_below_max(x, target.coefficient(c));
+}
+
+// An empty state to sum a few terms in, before they join a sum of many: that keeps the rounding of
+// long rows small.
+template <typename State>
+__device__ __forceinline__ State same_max(const State& state) {
+  State local;
+  local.max = state.max;
+  return local;
+}
+
+// Folds kCount logits into the state, with one rescaling for all of them. Their classes are
+// first_class, first_class + 1, ...
+template <int kCount, typename State, typename acc_t>
+__device__ __forceinline__ void fold(State& state, const acc_t (&x)[kCount],
                                      const RowTarget<acc_t>& target, int64_t first_class) {
   acc_t max = x[0];
 #pragma unroll
   for (int i = 1; i < kCount; ++i) {
-    max = x[i] > max ? x[i] : max;
+    max = math::max_number(x[i], max);
   }
   state.raise_max(max);
+  State local = same_max(state);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    state.add_below_max(x[i], target.coefficient(first_class + i));
+    add_below_max(local, x[i], target, first_class + i);
   }
+  state.add(local);
 }
 
-// One thread's share of a row of contiguous classes. row: (C,). The team's threads are
-// numbered by lane.
-template <typename scalar_t, typename State, typename acc_t = acc_type_t<scalar_t>>
-__device__ __forceinline__ State reduce_row(const scalar_t* row, int64_t num_classes,
-                                            const RowTarget<acc_t>& target, int lane, int team) {
+// One thread's share of a row of contiguous classes. row: (C,). The threads of a team take
+// vectors in turn, kUnroll at a time. 32-bit indices leave registers for more loads in flight.
+template <typename scalar_t, int kUnroll>
+struct RowReader {
+  static constexpr int kSize = kVectorSize<scalar_t>;
+
+  const scalar_t* row;
+  int num_classes;
+  int width;    // of an access
+  int vectors;  // whole ones
+  int lane;
+  int team;
+  int next;  // the first of the vectors that `loaded` holds
+  Vector<scalar_t> loaded[kUnroll];
+
+  // Starts loading at once: what else the row needs can be fetched meanwhile.
+  __device__ __forceinline__ RowReader(const scalar_t* row_, int num_classes_, int lane_,
+                                       int team_)
+      : row(row_),
+        num_classes(num_classes_),
+        width(access_width(row_)),
+        vectors(num_classes_ / kSize),
+        lane(lane_),
+        team(team_),
+        next(lane_) {
+    load();
+  }
+
+  __device__ __forceinline__ int vector(int u) const { return next + u * team; }
+  __device__ __forceinline__ bool has(int u) const { return vector(u) < vectors; }
+  __device__ __forceinline__ int first_class(int u) const { return vector(u) * kSize; }
+  __device__ __forceinline__ bool more() const { return has(0); }
+
+  __device__ __forceinline__ void load() {
+    if (width == kVectorBytes && has(kUnroll - 1)) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        loaded[u] = load_vector(row, vector(u));
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (has(u)) {
+          loaded[u] = load_vector_at(row + first_class(u), width);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void advance() {
+    next += kUnroll * team;
+    load();
+  }
+
+  // Calls body(u) for every loaded vector.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_vector(Body&& body) const {
+    if (has(kUnroll - 1)) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        body(u);
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kUnroll - 1; ++u) {
+        if (has(u)) {
+          body(u);
+        }
+      }
+    }
+  }
+
+  // Calls body(c) for every class after the last whole vector that is this thread's.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_single(Body&& body) const {
+    for (int c = vectors * kSize + lane; c < num_classes; c += team) {
+      body(c);
+    }
+  }
+};
+
+template <typename State, typename scalar_t, int kUnroll, typename acc_t = acc_type_t<scalar_t>>
+__device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader,
+                                            const RowTarget<acc_t>& target) {
   constexpr int kSize = kVectorSize<scalar_t>;
   State state;
-  const auto fold_one = [&](int64_t c) {
-    const acc_t x[1] = {to_acc<acc_t>(row[c])};
+  for (; reader.more(); reader.advance()) {
+    acc_t max = -math::infinity<acc_t>();
+    reader.for_each_vector([&](int u) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        max = math::max_number(to_acc<acc_t>(reader.loaded[u].values[i]), max);
+      }
+    });
+    state.raise_max(max);
+    State local = same_max(state);
+    reader.for_each_vector([&](int u) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        add_below_max(local, to_acc<acc_t>(reader.loaded[u].values[i]), target,
+                      reader.first_class(u) + i);
+      }
+    });
+    state.add(local);
+  }
+  reader.for_each_single([&](int c) {
+    const acc_t x[1] = {to_acc<acc_t>(reader.row[c])};
     fold(state, x, target, c);
-  };
-  const auto fold_vector = [&](const Vector<scalar_t>& vector, int64_t first_class) {
-    acc_t x[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      x[i] = to_acc<acc_t>(vector.values[i]);
-    }
-    fold(state, x, target, first_class);
-  };
-
-  const int64_t to_alignment = elements_to_alignment(row);
-  const int64_t head = to_alignment < num_classes ? to_alignment : num_classes;
-  for (int64_t c = lane; c < head; c += team) {
-    fold_one(c);
-  }
-  const scalar_t* const body = row + head;
-  const int64_t vectors = (num_classes - head) / kSize;
-  int64_t v = lane;
-  for (; v + (kRowUnroll - 1) * team < vectors; v += kRowUnroll * team) {
-    Vector<scalar_t> loaded[kRowUnroll];
-#pragma unroll
-    for (int u = 0; u < kRowUnroll; ++u) {
-      loaded[u] = load_vector(body, v + u * team);
-    }
-#pragma unroll
-    for (int u = 0; u < kRowUnroll; ++u) {
-      fold_vector(loaded[u], head + (v + u * team) * kSize);
-    }
-  }
-  for (; v < vectors; v += team) {
-    fold_vector(load_vector(body, v), head + v * kSize);
-  }
-  for (int64_t c = head + vectors * kSize + lane; c < num_classes; c += team) {
-    fold_one(c);
-  }
+  });
   return state;
 }
 
@@ -167,7 +256,8 @@ __device__ __forceinline__ void row_offsets(const IterationSpace& rows,
 
 // kTeamIsBlock: one row a block at a time; else `team` lanes, a power of two, a row.
 template <typename scalar_t, bool kDense, bool kTeamIsBlock>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kThreads,
+                                  kTeamIsBlock && !kDense ? kMinRowBlocks<scalar_t> : 1)
     cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int team,
                                  Partial* partials, Finalize finalize) {
   using acc_t = acc_type_t<scalar_t>;
@@ -185,15 +275,20 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = exists ? base + first : args.rows.numel - 1;
     int64_t offsets[3];
     row_offsets(args.rows, operands, row, offsets);
-    const RowTarget<acc_t> target(args, offsets[1]);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-    const bool read = target.has_loss() && exists;
-    State state =
-        reduce_row<scalar_t, State>(logits, read ? args.num_classes : 0, target, lane, team);
+    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes),
+                                                     lane, team);
+    const RowTarget<acc_t> target(args, offsets[1]);
+    acc_t x_at_index = 0;
+    if (!kDense && lane == 0 && target.has_loss()) {
+      x_at_index = to_acc<acc_t>(logits[target.index]);
+    }
+    State state;
+    if (target.has_loss()) {
+      state = reduce_row<State>(reader, target);
+    }
     state = kTeamIsBlock ? block_reduce(state) : warp_reduce(state, team);
     if (lane == 0 && exists) {
-      const acc_t x_at_index =
-          !kDense && target.has_loss() ? to_acc<acc_t>(logits[target.index]) : acc_t(0);
       finish_row(args, target, state, x_at_index, row, offsets[2], partial);
     }
   }
@@ -253,26 +348,25 @@ struct RowGradient {
 };
 
 template <typename scalar_t, bool kDense>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMaxRowThreads)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyBackwardArgs args, int team) {
   using acc_t = acc_type_t<scalar_t>;
-  constexpr int kSize = kVectorSize<scalar_t>;
   const int lane = static_cast<int>(threadIdx.x) % team;
-  const int rows_per_block = kThreads / team;
+  const int rows_per_block = static_cast<int>(blockDim.x) / team;
   const Operand* const operands[5] = {&args.input, &args.target, &args.grad_output,
                                       &args.grad_input, &args.grad_target};
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + threadIdx.x / team;
        row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * rows_per_block) {
     int64_t offsets[5];
     row_offsets(args.rows, operands, row, offsets);
-    const RowGradient<acc_t, kDense> gradient(args, row, offsets[1], offsets[2]);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
     auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
-    // Ignored rows are not read: their logits are of no consequence.
-    const bool read = !gradient.target.ignored;
+    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes),
+                                                     lane, team);
+    const RowGradient<acc_t, kDense> gradient(args, row, offsets[1], offsets[2]);
 
     const auto of_one = [&](int64_t c) {
-      const acc_t x = read ? to_acc<acc_t>(logits[c]) : acc_t(0);
+      const acc_t x = to_acc<acc_t>(logits[c]);
       if (args.grad_input.data != nullptr) {
         grad_input[c] = from_acc<scalar_t>(gradient.of_logit(x, c));
       }
@@ -281,47 +375,25 @@ __global__ void __launch_bounds__(kThreads)
                              gradient.of_target(x, c));
       }
     };
-    const bool vectors_only = args.grad_target.data == nullptr &&
-                              elements_to_alignment(logits) == elements_to_alignment(grad_input);
-    if (!vectors_only) {
-      for (int64_t c = lane; c < args.num_classes; c += team) {
+    if (args.grad_target.data != nullptr) {
+      for (int c = lane; c < args.num_classes; c += team) {
         of_one(c);
       }
       continue;
     }
-    const int64_t to_alignment = elements_to_alignment(logits);
-    const int64_t head = to_alignment < args.num_classes ? to_alignment : args.num_classes;
-    for (int64_t c = lane; c < head; c += team) {
-      of_one(c);
-    }
-    const int64_t vectors = (args.num_classes - head) / kSize;
-    const auto store_one = [&](const Vector<scalar_t>& loaded, int64_t v) {
-      Vector<scalar_t> results;
+    const int width = access_width(grad_input);
+    for (; reader.more(); reader.advance()) {
+      reader.for_each_vector([&](int u) {
+        Vector<scalar_t> results;
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        results.values[i] = from_acc<scalar_t>(
-            gradient.of_logit(to_acc<acc_t>(loaded.values[i]), head + v * kSize + i));
-      }
-      store_vector(grad_input + head, v, results);
-    };
-    int64_t v = lane;
-    for (; v + (kRowUnroll - 1) * team < vectors; v += kRowUnroll * team) {
-      Vector<scalar_t> loaded[kRowUnroll];
-#pragma unroll
-      for (int u = 0; u < kRowUnroll; ++u) {
-        loaded[u] = read ? load_vector(logits + head, v + u * team) : Vector<scalar_t>{};
-      }
-#pragma unroll
-      for (int u = 0; u < kRowUnroll; ++u) {
-        store_one(loaded[u], v + u * team);
-      }
+        for (int i = 0; i < kVectorSize<scalar_t>; ++i) {
+          results.values[i] = from_acc<scalar_t>(gradient.of_logit(
+              to_acc<acc_t>(reader.loaded[u].values[i]), reader.first_class(u) + i));
+        }
+        store_vector_at(grad_input + reader.first_class(u), width, results);
+      });
     }
-    for (; v < vectors; v += team) {
-      store_one(read ? load_vector(logits + head, v) : Vector<scalar_t>{}, v);
-    }
-    for (int64_t c = head + vectors * kSize + lane; c < args.num_classes; c += team) {
-      of_one(c);
-    }
+    reader.for_each_single(of_one);
   }
 }
 
@@ -486,7 +558,7 @@ static __global__ void first_invalid_target_kernel(const __grid_constant__ Cross
 
 // What the row kernels take: contiguous classes, computed in the type of the logits.
 bool rows_are_contiguous(const CrossEntropyArgs& args) {
-  return args.input_class_stride == 1 &&
+  return args.input_class_stride == 1 && args.num_classes <= kMaxRowClasses &&
          args.acc_double == (args.input.dtype == DType::kFloat64);
 }
 
@@ -494,21 +566,28 @@ int64_t bytes_of(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
-// Threads that share a row.
+// Threads that share a row: up to a warp, or a block.
 int team_size(const CrossEntropyArgs& args) {
   const int64_t bytes = args.num_classes * bytes_of(args.input.dtype);
-  if (bytes > kWarpRowBytes) {
-    return kThreads;
-  }
   int team = 1;
-  while (team < kWarpSize && team * kVectorBytes < bytes) {
+  if (bytes <= kWarpRowBytes) {
+    while (team < kWarpSize && team * kVectorBytes < bytes) {
+      team *= 2;
+    }
+    return team;
+  }
+  team = kWarpSize;
+  while (team < kMaxRowThreads && team * kVectorBytes * kVectorsPerThread < bytes) {
     team *= 2;
   }
   return team;
 }
 
-int64_t row_blocks(const CrossEntropyArgs& args, int team) {
-  return std::clamp<int64_t>(ceil_div(args.rows.numel, kThreads / team), 1, kMaxBlocks);
+int block_size(int team) { return team > kWarpSize ? team : kThreads; }
+
+int64_t row_blocks(const CrossEntropyArgs& args, int team, int64_t max_blocks = kMaxBlocks) {
+  return std::clamp<int64_t>(ceil_div(args.rows.numel, block_size(team) / team), 1,
+                             max_blocks);
 }
 
 int64_t strided_blocks(const CrossEntropyArgs& args) { return row_blocks(args, 1); }
@@ -537,12 +616,13 @@ template <typename scalar_t, bool kDense>
 void forward_rows(const CrossEntropyForwardArgs& args, Partial* partials, const Finalize& finalize,
                   unsigned blocks, cudaStream_t stream) {
   const int team = team_size(args);
-  if (team == kThreads) {
+  const int threads = block_size(team);
+  if (team > kWarpSize) {
     cross_entropy_forward_kernel<scalar_t, kDense, true>
-        <<<blocks, kThreads, 0, stream>>>(args, team, partials, finalize);
+        <<<blocks, threads, 0, stream>>>(args, team, partials, finalize);
   } else {
     cross_entropy_forward_kernel<scalar_t, kDense, false>
-        <<<blocks, kThreads, 0, stream>>>(args, team, partials, finalize);
+        <<<blocks, threads, 0, stream>>>(args, team, partials, finalize);
   }
   check_launch("cross_entropy_forward_kernel");
 }
@@ -616,7 +696,8 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
       visit_floating(args.input.dtype, [&](auto type) {
         const int team = team_size(args);
         cross_entropy_backward_kernel<typename decltype(type)::type, kDense>
-            <<<static_cast<unsigned>(row_blocks(args, team)), kThreads, 0, stream>>>(args, team);
+            <<<static_cast<unsigned>(row_blocks(args, team, kMaxGrid)), block_size(team), 0,
+               stream>>>(args, team);
         check_launch("cross_entropy_backward_kernel");
       });
       return;

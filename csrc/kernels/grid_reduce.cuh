@@ -36,7 +36,9 @@ struct Finalize {
   __device__ __forceinline__ void operator()(const Partial& total) const {
     double result = total.sum;
     if (mean) {
-      const double divisor = denominator_is_weight ? total.weight / weight_copies : denominator;
+      const double divisor = denominator_is_weight && weight_copies > 0
+                                 ? total.weight / weight_copies
+                                 : denominator;
       result /= divisor;
       if (mean_terms != nullptr) {
         mean_terms[0] = divisor;

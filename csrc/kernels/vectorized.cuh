@@ -31,11 +31,56 @@ __device__ __forceinline__ void store_vector(scalar_t* pointer, int64_t index,
   reinterpret_cast<Vector<scalar_t>*>(pointer)[index] = vector;
 }
 
-// Elements before the first 16-byte boundary.
+// How many bytes at once an address allows: 16, 8, 4, or the size of an element.
 template <typename scalar_t>
-__device__ __forceinline__ int elements_to_alignment(const scalar_t* pointer) {
-  const uintptr_t past = reinterpret_cast<uintptr_t>(pointer) % kVectorBytes;
-  return past == 0 ? 0 : static_cast<int>((kVectorBytes - past) / sizeof(scalar_t));
+__device__ __forceinline__ int access_width(const scalar_t* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  if (address % 16 == 0) {
+    return 16;
+  }
+  return address % 8 == 0 ? 8 : address % 4 == 0 ? 4 : 2;
+}
+
+namespace detail {
+
+template <typename Word, typename scalar_t>
+__device__ __forceinline__ void copy_words(void* to, const void* from) {
+  if constexpr (sizeof(Word) >= sizeof(scalar_t)) {
+#pragma unroll
+    for (int i = 0; i < kVectorBytes / static_cast<int>(sizeof(Word)); ++i) {
+      static_cast<Word*>(to)[i] = static_cast<const Word*>(from)[i];
+    }
+  }
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ void copy_vector(void* to, const void* from, int width) {
+  if (width == 16) {
+    copy_words<uint4, scalar_t>(to, from);
+  } else if (width == 8) {
+    copy_words<uint2, scalar_t>(to, from);
+  } else if (width == 4) {
+    copy_words<uint32_t, scalar_t>(to, from);
+  } else {
+    copy_words<uint16_t, scalar_t>(to, from);
+  }
+}
+
+}  // namespace detail
+
+// Vectors at any address. Which elements make a vector then does not depend on where a row lies,
+// nor does the order of a sum over it. width: access_width() of the pointer.
+template <typename scalar_t>
+__device__ __forceinline__ Vector<scalar_t> load_vector_at(const scalar_t* pointer, int width) {
+  Vector<scalar_t> vector;
+  detail::copy_vector<scalar_t>(&vector, pointer, width);
+  return vector;
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ void store_vector_at(scalar_t* pointer, int width,
+                                                const Vector<scalar_t>& vector) {
+  detail::copy_vector<scalar_t>(pointer, &vector, width);
 }
 
 }  // namespace lossops::cuda

@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+
+#include "losses/math.h"
 
 namespace lossops::cuda {
 
@@ -25,13 +28,32 @@ __device__ __forceinline__ State shuffle_down(const State& state, int offset) {
   return shuffled;
 }
 
+// States that combine as one value, and those with a maximum, which every lane raises its own to
+// first: then they add, and the exponentials of combine() are spared.
+template <typename State, typename = void>
+struct HasMax : std::false_type {};
+template <typename State>
+struct HasMax<State, std::void_t<decltype(State::max)>> : std::true_type {};
+
 // All lanes of the warp must call it; the result is valid in the first lane of each group
 // of `width` (a power of two).
 template <typename State>
 __device__ __forceinline__ State warp_reduce(State state, int width = kWarpSize) {
-  for (int offset = width / 2; offset > 0; offset /= 2) {
-    const State other = shuffle_down(state, offset);
-    state.combine(other);
+  if constexpr (HasMax<State>::value) {
+    auto max = state.max;
+    for (int offset = width / 2; offset > 0; offset /= 2) {
+      max = math::max_number(max, __shfl_xor_sync(kAllLanes, max, offset));
+    }
+    state.raise_max(max);
+    for (int offset = width / 2; offset > 0; offset /= 2) {
+      const State other = shuffle_down(state, offset);
+      state.add(other);
+    }
+  } else {
+    for (int offset = width / 2; offset > 0; offset /= 2) {
+      const State other = shuffle_down(state, offset);
+      state.combine(other);
+    }
   }
   return state;
 }

@@ -39,10 +39,15 @@ struct OnlineSoftmax {
   }
 
   // Folds in a logit that is not above max.
-  LOSSOPS_HOST_DEVICE void add_below_max(acc_t x) { sum += math::exp(x - softmax_shift(max)); }
+  LOSSOPS_HOST_DEVICE void add_below_max(acc_t x) {
+    sum += math::exp_in_sum(x - softmax_shift(max));
+  }
+
+  // Folds in a state of the same max.
+  LOSSOPS_HOST_DEVICE void add(const OnlineSoftmax& other) { sum += other.sum; }
 
   LOSSOPS_HOST_DEVICE void combine(const OnlineSoftmax& other) {
-    const acc_t new_max = other.max > max ? other.max : max;
+    const acc_t new_max = math::max_number(other.max, max);
     const acc_t shift = softmax_shift(new_max);
     sum = sum * math::exp(max - shift) + other.sum * math::exp(other.max - shift);
     max = new_max;
@@ -71,8 +76,14 @@ struct DenseOnlineSoftmax : OnlineSoftmax<acc_t> {
     dot += q == acc_t(0) ? acc_t(0) : q * (softmax_shift(this->max) - x);
   }
 
+  LOSSOPS_HOST_DEVICE void add(const DenseOnlineSoftmax& other) {
+    Base::add(other);
+    q_sum += other.q_sum;
+    dot += other.dot;
+  }
+
   LOSSOPS_HOST_DEVICE void combine(const DenseOnlineSoftmax& other) {
-    const acc_t new_max = other.max > this->max ? other.max : this->max;
+    const acc_t new_max = math::max_number(other.max, this->max);
     dot =
         dot + moved(q_sum, this->max, new_max) + other.dot + moved(other.q_sum, other.max, new_max);
     q_sum += other.q_sum;

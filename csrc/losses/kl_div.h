@@ -23,13 +23,19 @@ template <bool kLogTarget, bool kLogInput>
 struct KlDivTerm {
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t forward(acc_t input, acc_t target) const {
-    const acc_t x = log_probability(input);
     if constexpr (kLogTarget) {
+      const acc_t x = log_probability(input);
       const acc_t t = math::exp(target);
       return t == acc_t(0) ? zero_unless_nan(x) : t * (target - x);
+    } else if constexpr (kLogInput) {
+      const acc_t zero_weight = input == -math::infinity<acc_t>() ? acc_t(0) : acc_t(0) * input;
+      const acc_t term = target * (math::log(target) - input);
+      return target == acc_t(0) ? zero_weight : term;
     } else {
-      const acc_t zero_weight = x == -math::infinity<acc_t>() ? acc_t(0) : acc_t(0) * x;
-      const acc_t term = target * (math::log(target) - x);
+      // log(0) is -inf, which a zero weight silences; the logarithm of less is NaN.
+      const bool defined = input >= acc_t(0) && input < math::infinity<acc_t>();
+      const acc_t zero_weight = defined ? acc_t(0) : math::quiet_nan<acc_t>();
+      const acc_t term = target * math::log_quotient(target, input);
       return target == acc_t(0) ? zero_weight : term;
     }
   }
@@ -49,13 +55,19 @@ struct KlDivTerm {
 
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t backward_target(acc_t input, acc_t target) const {
-    const acc_t x = log_probability(input);
     if constexpr (kLogTarget) {
+      const acc_t x = log_probability(input);
       const acc_t t = math::exp(target);
       return t == acc_t(0) ? zero_unless_nan(x) : t * (target - x + acc_t(1));
     } else {
+      acc_t log_ratio;
+      if constexpr (kLogInput) {
+        log_ratio = math::log(target) - input;
+      } else {
+        log_ratio = math::log_quotient(target, input);
+      }
       // Not differentiable at 0: NaN, as torch's xlogy gives.
-      return target == acc_t(0) ? math::quiet_nan<acc_t>() : math::log(target) - x + acc_t(1);
+      return target == acc_t(0) ? math::quiet_nan<acc_t>() : log_ratio + acc_t(1);
     }
   }
 
@@ -79,7 +91,8 @@ struct KlDivLoss {
   using Params = ParamTypes<bool, bool>;
   static constexpr char kSchema[] = ", bool log_target=False, bool log_input=True";
   static constexpr LossTraits kTraits{/*has_weight=*/false, /*takes_integers=*/false,
-                                      /*has_batchmean=*/true, /*expands_first=*/false};
+                                      /*has_batchmean=*/true, /*expands_first=*/false,
+                                      /*target_first=*/true};
 
   template <typename Body>
   static void visit(const LossParams& params, Body&& body) {

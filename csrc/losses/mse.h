@@ -32,7 +32,8 @@ struct MseLoss {
   using Params = ParamTypes<>;
   static constexpr char kSchema[] = "";
   static constexpr LossTraits kTraits{/*has_weight=*/true, /*takes_integers=*/true,
-                                      /*has_batchmean=*/false, /*expands_first=*/true};
+                                      /*has_batchmean=*/false, /*expands_first=*/true,
+                                      /*target_first=*/false};
 
   // Calls body with the term that the run-time parameters choose.
   template <typename Body>

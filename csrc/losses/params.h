@@ -14,6 +14,7 @@ struct LossTraits {
   bool takes_integers;  // one of input and target may be integral or bool
   bool has_batchmean;   // the reduction of that name
   bool expands_first;   // a 0-d operand promotes as if it were expanded already
+  bool target_first;    // the result takes the layout of target, not of input, where they differ
 };
 
 // Their C++ types: bool, int64_t or double.

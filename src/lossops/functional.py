@@ -65,7 +65,7 @@ def _cross_entropy_by_torch(
 
 
 _mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch)
-_kl_div = ops.ElementwiseLoss("kl_div", _kl_div_by_torch, expands_first=False)
+_kl_div = ops.ElementwiseLoss("kl_div", _kl_div_by_torch, expands_first=False, target_first=True)
 _cross_entropy = ops.CrossEntropyLoss("cross_entropy", _cross_entropy_by_torch)
 
 _targets_are_checked = os.environ.get("LOSSOPS_CHECK_TARGETS", "0") not in ("", "0")

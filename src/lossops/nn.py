@@ -15,17 +15,21 @@ class MSELoss(torch.nn.MSELoss):
 
     Args:
         reduction: "none", "mean" or "sum".
+        weight: factor of each element's loss, of input's shape; kept as a buffer.
 
     Shape:
         input and target of any shapes that broadcast; the result is a scalar, or of the broadcast
         shape for "none".
     """
 
-    def __init__(self, reduction: str = "mean") -> None:
+    weight: Tensor | None
+
+    def __init__(self, *, reduction: str = "mean", weight: Tensor | None = None) -> None:
         super().__init__(reduction=reduction)
+        self.register_buffer("weight", weight)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return functional.mse_loss(input, target, reduction=self.reduction)
+        return functional.mse_loss(input, target, reduction=self.reduction, weight=self.weight)
 
 
 class KLDivLoss(torch.nn.KLDivLoss):
@@ -42,7 +46,7 @@ class KLDivLoss(torch.nn.KLDivLoss):
     """
 
     def __init__(
-        self, reduction: str = "mean", log_target: bool = False, log_input: bool = True
+        self, *, reduction: str = "mean", log_target: bool = False, log_input: bool = True
     ) -> None:
         super().__init__(reduction=reduction, log_target=log_target)
         self.log_input = log_input

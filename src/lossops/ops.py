@@ -285,9 +285,17 @@ class ElementwiseLoss(_Loss):
 
     mask_position = 6
 
-    def __init__(self, name: str, reference: Reference, *, expands_first: bool = True) -> None:
-        # torch.nn.functional expands a 0-d operand before it promotes, in most losses.
+    def __init__(
+        self,
+        name: str,
+        reference: Reference,
+        *,
+        expands_first: bool = True,
+        target_first: bool = False,
+    ) -> None:
+        # As the loss's LossTraits say.
         self.expands_first = expands_first
+        self.target_first = target_first
         schema = getattr(torch.ops.lossops, name).default._schema
         common = ("input", "target", "reduction", "weight")
         self.params = [
@@ -321,7 +329,8 @@ class ElementwiseLoss(_Loss):
         dtype = _widened(self.result_dtype(input, target, weight, reduction), float32_result)
         if reduction == "none":
             # TensorIterator's layout of a binary operator, which the kernel copies.
-            loss = torch.empty_like(torch.ne(input, target), dtype=dtype)
+            pair = (target, input) if self.target_first else (input, target)
+            loss = torch.empty_like(torch.ne(*pair), dtype=dtype)
         else:
             torch.broadcast_shapes(input.shape, target.shape)
             loss = input.new_empty((), dtype=dtype)

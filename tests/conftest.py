@@ -1,0 +1,167 @@
+"""Devices, seeds and clean-up for every test; the report of a full run on a GPU."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import random
+import subprocess
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Before torch starts its threads: they would spin while they wait, which on a machine that has
+# other work to do makes a small test take fifty times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import gpu_report
+import pytest
+import torch
+
+import lossops
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+
+
+def _why_no_cuda() -> str | None:
+    """Why nothing can be tested on a GPU here, or None if it can."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if json.loads(torch.ops.lossops.build_info())["cuda"] is None:
+        return "needs a lossops that was built with CUDA"
+    return None
+
+
+NO_CUDA = _why_no_cuda()
+DEVICES = ("cpu",) if NO_CUDA else ("cpu", "cuda")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda: runs on a GPU only")
+    config.addinivalue_line("markers", "gpus(count): needs that many GPUs")
+    config.stash[_RUN] = Run()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", DEVICES)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("cuda") and NO_CUDA:
+            item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+        gpus = item.get_closest_marker("gpus")
+        if gpus and not NO_CUDA and torch.cuda.device_count() < gpus.args[0]:
+            item.add_marker(pytest.mark.skip(reason=f"needs {gpus.args[0]} GPUs"))
+
+
+@pytest.fixture(autouse=True)
+def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test draws the same numbers alone as in a full run, and leaves no setting behind."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
+    threads = torch.get_num_threads()
+    yield
+    lossops.check_targets(False)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    if not NO_CUDA:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- the GPU report -----------------------------------------------------------------------------
+
+
+class Run:
+    """What the report needs to know of the run."""
+
+    def __init__(self) -> None:
+        self.start = time.time()
+        self.counts = dict.fromkeys(("passed", "failed", "skipped", "xfailed"), 0)
+        self.skip_reasons: set[str] = set()
+        self.deselected = 0
+
+
+_RUN = pytest.StashKey[Run]()
+_current: list[Run] = []
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    _current[:] = [session.config.stash[_RUN]]
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for run in _current:
+        run.deselected += len(items)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    for run in _current:
+        if report.failed:  # in the test, its set-up or its clean-up
+            run.counts["failed"] += 1
+        elif report.skipped and hasattr(report, "wasxfail"):
+            run.counts["xfailed"] += 1
+        elif report.skipped:
+            run.counts["skipped"] += 1
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else "unknown"
+            run.skip_reasons.add(str(reason).removeprefix("Skipped: "))
+        elif report.when == "call":
+            run.counts["passed"] += 1
+
+
+def whole_suite(session: pytest.Session, run: Run) -> bool:
+    """Whether the run took in every test there is, from beginning to end."""
+    everything = {str(TESTS), str(ROOT)}
+    collected = {item.path for item in session.items}
+    return (
+        not run.deselected
+        and not session.config.option.collectonly
+        and {str(Path(argument).resolve()) for argument in session.config.args} <= everything
+        and collected >= set(TESTS.glob("test_*.py"))
+        and not session.shouldstop
+        and not session.shouldfail
+    )
+
+
+def gpu_report_of(run: Run) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60)
+        driver = done.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        driver = "unknown"
+    build = json.loads(torch.ops.lossops.build_info())
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "driver": driver,
+        "torch": str(torch.__version__),
+        "torch_cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "lossops": lossops.__version__,
+        "lossops_cuda": build["cuda"],
+        "lossops_cuda_archs": build["cuda_archs"],
+        "tests": run.counts,
+        "skip_reasons": sorted(run.skip_reasons),
+        "duration_seconds": round(time.time() - run.start, 1),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "sources_sha256": gpu_report.sources_digest(ROOT),
+    }
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    run = session.config.stash[_RUN]
+    _current.clear()
+    interrupted = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if NO_CUDA or interrupted or not whole_suite(session, run):
+        return
+    path = Path(os.environ.get("LOSSOPS_GPU_REPORT") or gpu_report.REPORT)
+    path.write_text(json.dumps(gpu_report_of(run), indent=2) + "\n")

@@ -1,0 +1,439 @@
+"""Gradients of every loss beyond their values: grad_output, second derivatives, torch.func."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from checks import check, truth
+from losses import (
+    LOSS_IDS,
+    LOSSES,
+    VARIANT_IDS,
+    VARIANTS,
+    Loss,
+    LossFunction,
+    Sample,
+    Variant,
+    evaluate,
+)
+from numerics import assert_within, layouts_of, same_bits
+from torch import Tensor
+from torch.autograd import forward_ad
+
+per_variant = pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
+per_loss = pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
+per_call = pytest.mark.parametrize("through", ["function", "op"])
+pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
+
+FORWARD_MODE = re.compile("forward.mode|forward AD|jvp", re.IGNORECASE)
+
+
+def call_of(loss: Loss, through: str) -> LossFunction:
+    return loss.function if through == "function" else loss.op
+
+
+def leaves_of(sample: Sample) -> list[Tensor]:
+    return [sample.tensors[name] for name in sample.differentiable]
+
+
+def as_function_of_leaves(call: LossFunction, sample: Sample) -> Callable[..., Tensor]:
+    """The call as a function of the differentiable arguments alone."""
+
+    def function(*leaves: Tensor) -> Tensor:
+        return sample.with_tensors(**dict(zip(sample.differentiable, leaves, strict=True))).call(
+            call
+        )
+
+    return function
+
+
+def attempt(action: Callable[[], Any]) -> Any:
+    """What `action` returns, or the error that it raises."""
+    try:
+        return action()
+    except (NotImplementedError, RuntimeError) as error:
+        return error
+
+
+# --- grad_output --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@per_variant
+def test_grad_output_of_any_layout(
+    loss: Loss, variant: Variant, dtype: torch.dtype, device: str
+) -> None:
+    """Stride 0 (from .sum()), narrowed (from cat), transposed, misaligned, with gaps."""
+    for shape in ((33, 65), (3, 9, 7), (2, 3, 5, 4)):
+        sample = variant.sample(shape, device=device, dtype=dtype, reduction="none")
+        with torch.no_grad():
+            value = sample.call(loss.reference)
+        g = torch.randn(value.shape).to(value.dtype).to(device)
+        known = truth(loss, sample, g)
+        for name, layout in layouts_of(g).items():
+            named = sample.renamed(f"grad_output {name}")
+            check(loss, named, grad_output=layout(g), known=known)
+        wide = torch.randn(*value.shape[:-1], value.shape[-1] + 2).to(value.dtype).to(device)
+        check(loss, sample.renamed("grad_output narrowed"), grad_output=wide[..., 1:-1])
+        for stride_0 in (g.flatten()[0].expand_as(g), g[:1].expand_as(g), g[..., :1].expand_as(g)):
+            named = sample.renamed(f"grad_output of strides {stride_0.stride()}")
+            check(loss, named, grad_output=stride_0)
+
+
+@per_variant
+def test_grad_output_from_real_graphs(loss: Loss, variant: Variant, device: str) -> None:
+    extra = torch.randn(5, device=device)
+    graphs: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda v: v.sum(),
+        "mean": lambda v: v.mean(),
+        "cat": lambda v: torch.cat([extra.to(v), v.flatten(), extra.to(v)]).square().sum(),
+        "transpose": lambda v: (v.mT * torch.arange(v.numel()).to(v).view(v.mT.shape)).sum(),
+        "slice": lambda v: 2.5 * v[..., 1:].sum(),
+        "index": lambda v: v.flatten()[0] - v.flatten()[-1],
+        "expand": lambda v: (v.expand(3, *v.shape) * 0.5).sum(),
+    }
+    for name, graph in graphs.items():
+        sample = variant.sample((3, 6, 5), device=device, reduction="none")
+        results = []
+        for call, tensors in ((loss.function, sample), (loss.reference, sample.double())):
+            tensors = tensors.leaves()
+            total = graph(tensors.call(call))
+            results.append(torch.autograd.grad(total, leaves_of(tensors)))
+        for argument, ours, exact in zip(sample.differentiable, *results, strict=True):
+            bound = 2e-6 * exact.abs().max().clamp(min=1)
+            assert_within(ours, exact, bound, f"{sample.name} {name}: gradient of {argument}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@per_variant
+def test_scalar_grad_output(loss: Loss, variant: Variant, dtype: torch.dtype, device: str) -> None:
+    for reduction in loss.reductions[1:]:
+        sample = variant.sample((17, 9), device=device, dtype=dtype, reduction=reduction)
+        for scale in (2.5, -0.125, 0.0, 1.0 + 2**-9, float("nan")):
+            grad_output = torch.tensor(scale, device=device, dtype=dtype)
+            check(loss, sample.renamed(f"grad_output {scale}"), grad_output=grad_output)
+            # a scalar inside a larger buffer
+            part = torch.full((3,), scale, device=device, dtype=dtype)[1]
+            check(loss, sample.renamed(f"grad_output {scale}"), grad_output=part)
+
+
+# --- which gradients ----------------------------------------------------------------------------
+
+
+@per_call
+@per_variant
+def test_each_subset_of_gradients(loss: Loss, variant: Variant, through: str, device: str) -> None:
+    """The gradient of one argument has the same bits whichever others are asked for."""
+    call = call_of(loss, through)
+    for reduction in loss.reductions:
+        sample = variant.sample((9, 17), device=device, reduction=reduction)
+        everything = evaluate(call, sample)
+        for count in range(len(variant.differentiable)):
+            for names in itertools.combinations(variant.differentiable, count):
+                part = Sample(sample.name, sample.tensors, sample.options, names)
+                result = evaluate(call, part)
+                assert same_bits(result.value, everything.value)
+                for name in names:
+                    assert same_bits(result.gradients[name], everything.gradients[name]), (
+                        f"{sample.name}: gradient of {name} among {names}"
+                    )
+
+
+@per_loss
+def test_no_graph_without_need(loss: Loss, device: str) -> None:
+    for variant in loss.variants:
+        sample = variant.sample((4, 5), device=device)
+        expected = sample.call(loss.function)
+        assert not expected.requires_grad
+        leaves = sample.leaves()
+        for call in (loss.function, loss.op):
+            with torch.no_grad():
+                value = leaves.call(call)
+            assert not value.requires_grad
+            assert same_bits(value, expected)
+            with torch.inference_mode():
+                value = leaves.call(call)
+                assert value.is_inference()
+            assert same_bits(value, expected)
+            with torch.inference_mode():
+                inside = sample.map(Tensor.clone)
+                assert same_bits(inside.call(call), expected)
+            with_grad = leaves.call(call)
+            assert with_grad.requires_grad
+            assert with_grad.grad_fn is not None
+            assert same_bits(with_grad.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    "loss", [loss for loss in LOSSES if loss.elementwise], ids=lambda loss: loss.name
+)
+def test_same_tensor_as_input_and_target(loss: Loss, device: str) -> None:
+    x = torch.rand(7, 5, device=device) + 0.5
+    for reduction in loss.reductions:
+        ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+        value = loss.function(ours, ours, reduction=reduction)
+        exact = loss.reference(theirs, theirs, reduction=reduction)
+        assert_within(value.detach(), exact.detach(), 1e-5, reduction)
+        (gradient,) = torch.autograd.grad(value.sum(), ours)
+        (expected,) = torch.autograd.grad(exact.sum(), theirs)
+        assert_within(gradient, expected, 1e-5, f"{reduction} gradient")
+
+
+@per_call
+@per_variant
+def test_inputs_and_results_keep_apart(
+    loss: Loss, variant: Variant, through: str, device: str
+) -> None:
+    """Inputs are never modified; no result shares memory with an input or with another result."""
+    for shape in ((4, 5), (1, 1), (3, 4, 2)):
+        for reduction in loss.reductions:
+            sample = variant.sample(shape, device=device, reduction=reduction).leaves()
+            before = {k: (v.detach().clone(), v._version) for k, v in sample.tensors.items()}
+            value = sample.call(call_of(loss, through))
+            grad_output = torch.ones_like(value)
+            gradients = torch.autograd.grad(
+                value, leaves_of(sample), grad_output, retain_graph=True
+            )
+            for name, (copy, version) in before.items():
+                tensor = sample.tensors[name]
+                assert same_bits(tensor, copy), f"{sample.name}: {name} was modified"
+                assert tensor._version == version, f"{sample.name}: {name} was written to"
+            assert bool((grad_output == 1).all())
+            tensors = [*sample.tensors.values(), value, grad_output, *gradients]
+            places = [t.untyped_storage().data_ptr() for t in tensors]
+            assert len(set(places)) == len(places), f"{sample.name}: shared memory"
+
+
+@per_call
+@per_variant
+def test_second_backward_gives_the_same_bits(
+    loss: Loss, variant: Variant, through: str, device: str
+) -> None:
+    """Also after the first one's gradients were overwritten."""
+    for reduction in loss.reductions:
+        sample = variant.sample((33, 17), device=device, reduction=reduction).leaves()
+        value = sample.call(call_of(loss, through))
+        grad_output = torch.ones_like(value)
+        runs = []
+        for keep in (True, True, False):
+            found = torch.autograd.grad(value, leaves_of(sample), grad_output, retain_graph=keep)
+            runs.append([g.clone() for g in found])
+            for gradient in found:
+                gradient.fill_(float("nan"))
+        for name, *gradients in zip(sample.differentiable, *runs, strict=True):
+            for again in gradients[1:]:
+                assert same_bits(again, gradients[0]), f"{sample.name}: gradient of {name}"
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(value, leaves_of(sample), grad_output)
+
+
+@per_loss
+def test_gradients_accumulate(loss: Loss, device: str) -> None:
+    for variant in loss.variants:
+        sample = variant.sample((6, 9), device=device).leaves()
+        expected = evaluate(loss.function, sample).gradients
+        for _ in range(3):
+            sample.call(loss.function).backward()
+        for name, gradient in expected.items():
+            assert same_bits(sample.tensors[name].grad, gradient + gradient + gradient)
+
+
+@per_call
+@per_loss
+def test_input_overwritten_between_forward_and_backward(
+    loss: Loss, through: str, device: str
+) -> None:
+    """It raises as torch does, or the gradient is that of the forward pass; it is never wrong."""
+    for variant in loss.variants:
+        for reduction in loss.reductions:
+            for overwritten in ("input", "target"):
+                sample = variant.sample((6, 9), device=device, reduction=reduction).leaves()
+                expected = evaluate(loss.function, sample).gradients["input"]
+                inner = sample.map(Tensor.clone)
+                value = inner.call(call_of(loss, through))
+                inner.tensors[overwritten].detach().zero_()
+                outcome = attempt(
+                    lambda value=value, x=sample.tensors["input"]: torch.autograd.grad(
+                        value, x, torch.ones_like(value)
+                    )
+                )
+                if isinstance(outcome, Exception):
+                    assert "inplace operation" in str(outcome)
+                else:
+                    assert same_bits(outcome[0], expected), f"{sample.name}: {overwritten}"
+
+
+# --- higher derivatives and functional transforms -----------------------------------------------
+
+
+@per_call
+@per_variant
+def test_gradcheck(loss: Loss, variant: Variant, through: str, device: str) -> None:
+    call = call_of(loss, through)
+    for shape, reductions in (((3, 4), loss.reductions), ((2, 3, 2), loss.reductions[:1])):
+        # The function and the op share their formulas: one reduction shows that the op has them.
+        for reduction in reductions if through == "function" else reductions[-1:]:
+            sample = variant.sample(shape, device=device, dtype=torch.float64, reduction=reduction)
+            sample = sample.leaves()
+            function = as_function_of_leaves(call, sample)
+            assert torch.autograd.gradcheck(function, leaves_of(sample)), sample.name
+            # torch's own kernels, which double backward ends in, may add up in any order on CUDA
+            assert torch.autograd.gradgradcheck(
+                function, leaves_of(sample), fast_mode=True, nondet_tol=1e-12
+            )
+
+
+@per_call
+@per_variant
+def test_second_derivatives(loss: Loss, variant: Variant, through: str, device: str) -> None:
+    """A gradient penalty in float32, against torch in float64."""
+    for reduction in loss.reductions:
+        sample = variant.sample((6, 9), device=device, reduction=reduction)
+        results = []
+        for call, tensors in (
+            (call_of(loss, through), sample),
+            (loss.reference, sample.double()),
+        ):
+            tensors = tensors.leaves()
+            value = tensors.call(call)
+            first = torch.autograd.grad(value.sum(), leaves_of(tensors), create_graph=True)
+            penalty = sum((g.square().sum() for g in first), value.sum())
+            results.append(torch.autograd.grad(penalty, leaves_of(tensors)))
+        for name, ours, exact in zip(sample.differentiable, *results, strict=True):
+            assert ours.dtype == torch.float32
+            bound = 1e-5 * exact.abs().clamp(min=exact.abs().max() * 0.1)
+            assert_within(ours, exact, bound, f"{sample.name}: gradient of {name}")
+
+
+@per_loss
+def test_second_derivative_from_half_precision(loss: Loss, device: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        sample = loss.variants[0].sample((4, 5), device=device, dtype=dtype).leaves()
+        value = sample.call(loss.function)
+        (first,) = torch.autograd.grad(value, sample.tensors["input"], create_graph=True)
+        # kl_div is linear in its input, so torch has no second derivative either
+        exact = sample.double().leaves()
+        true = exact.call(loss.reference)
+        (true_first,) = torch.autograd.grad(true, exact.tensors["input"], create_graph=True)
+        assert first.requires_grad == true_first.requires_grad
+        if not true_first.requires_grad:
+            continue
+        (second,) = torch.autograd.grad(
+            first.square().sum(), sample.tensors["input"], allow_unused=True
+        )
+        (expected,) = torch.autograd.grad(
+            true_first.square().sum(), exact.tensors["input"], allow_unused=True
+        )
+        if expected is None or not expected.any():
+            assert second is None or not second.any()
+            continue
+        assert second.dtype == dtype
+        assert_within(second, expected, 0.05 * expected.abs().max(), f"{loss.name} {dtype}")
+
+
+@per_call
+@per_variant
+def test_forward_mode_is_right_or_raises(
+    loss: Loss, variant: Variant, through: str, device: str
+) -> None:
+    """Never a tangent of zero without a word."""
+    call = call_of(loss, through)
+    for reduction in loss.reductions:
+        sample = variant.sample((4, 5), device=device, dtype=torch.float64, reduction=reduction)
+        for name in variant.differentiable:
+            primal = sample.tensors[name]
+            tangent = torch.ones_like(primal)
+
+            def derivative(call: LossFunction) -> Tensor | None:
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(primal, tangent)  # noqa: B023
+                    value = sample.with_tensors(**{name: dual}).call(call)  # noqa: B023
+                    return forward_ad.unpack_dual(value).tangent
+
+            found = attempt(lambda d=derivative: d(call))
+            if isinstance(found, Exception):
+                assert FORWARD_MODE.search(str(found)), f"unclear: {found}"
+            else:
+                assert found is not None, f"{sample.name}: the tangent of {name} was lost"
+                torch.testing.assert_close(found, derivative(loss.reference))
+
+
+@per_call
+@per_loss
+def test_func_jvp_is_right_or_raises(loss: Loss, through: str, device: str) -> None:
+    sample = loss.variants[0].sample((4, 5), device=device, dtype=torch.float64)
+    function = as_function_of_leaves(call_of(loss, through), sample)
+    leaves = tuple(leaves_of(sample))
+    tangents = tuple(torch.ones_like(leaf) for leaf in leaves)
+    found = attempt(lambda: torch.func.jvp(function, leaves, tangents))
+    if isinstance(found, Exception):
+        assert FORWARD_MODE.search(str(found)), f"unclear: {found}"
+    else:
+        reference = as_function_of_leaves(loss.reference, sample)
+        torch.testing.assert_close(found, torch.func.jvp(reference, leaves, tangents))
+
+
+@per_variant
+def test_func_grad(loss: Loss, variant: Variant, device: str) -> None:
+    for reduction in loss.reductions[1:]:
+        sample = variant.sample((6, 5), device=device, reduction=reduction)
+        function = as_function_of_leaves(loss.function, sample)
+        positions = tuple(range(len(variant.differentiable)))
+        gradients, value = torch.func.grad_and_value(function, argnums=positions)(
+            *leaves_of(sample)
+        )
+        expected = evaluate(loss.function, sample)
+        assert same_bits(value, expected.value)
+        for name, gradient in zip(variant.differentiable, gradients, strict=True):
+            assert same_bits(gradient, expected.gradients[name]), f"{sample.name}: {name}"
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@per_loss
+def test_vmap(loss: Loss, device: str) -> None:
+    """vmap of a loss, and of its gradient, equals one call for each sample."""
+    for variant in loss.variants:
+        if "weight" in variant.make((3, 5), torch.float32):
+            continue  # one for all samples, which would be another test
+        for reduction in loss.reductions:
+            samples = [variant.sample((3, 5), device=device, reduction=reduction) for _ in range(4)]
+            x = torch.stack([s.tensors["input"] for s in samples])
+            t = torch.stack([s.tensors["target"] for s in samples])
+            options: dict[str, Any] = dict(samples[0].options)
+
+            def call(x: Tensor, t: Tensor) -> Tensor:
+                return loss.function(x, t, **options)  # noqa: B023
+
+            expected = torch.stack([s.call(loss.function) for s in samples])
+            found = torch.func.vmap(call)(x, t)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            if reduction == "none":
+                continue
+            found = torch.func.vmap(torch.func.grad(call))(x, t)
+            expected = torch.stack([evaluate(loss.function, s).gradients["input"] for s in samples])
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+# --- hooks on the graph -------------------------------------------------------------------------
+
+
+@per_loss
+def test_saved_tensor_hooks_and_checkpointing(loss: Loss, device: str) -> None:
+    for variant in loss.variants:
+        sample = variant.sample((6, 9), device=device)
+        expected = evaluate(loss.function, sample)
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
+            hooked = evaluate(loss.function, sample)
+        leaves = sample.leaves()
+        function = as_function_of_leaves(loss.function, leaves)
+        value = torch.utils.checkpoint.checkpoint(function, *leaves_of(leaves), use_reentrant=False)
+        checkpointed = torch.autograd.grad(value, leaves_of(leaves))
+        for i, name in enumerate(variant.differentiable):
+            assert same_bits(hooked.gradients[name], expected.gradients[name])
+            assert same_bits(checkpointed[i], expected.gradients[name])

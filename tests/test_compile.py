@@ -1,0 +1,168 @@
+"""torch.compile without graph breaks, torch.export, static and dynamic shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from losses import (
+    LOSS_IDS,
+    LOSSES,
+    VARIANT_IDS,
+    VARIANTS,
+    Loss,
+    LossFunction,
+    Result,
+    Sample,
+    Variant,
+    evaluate,
+)
+from numerics import same_bits
+from torch import Tensor
+
+per_variant = pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
+per_loss = pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.*treespec.*LeafSpec"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Using a target size"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+def compiled_call(call: LossFunction, sample: Sample, **settings: Any) -> LossFunction:
+    """`call` of the sample's options, compiled as one graph."""
+    names = [name for name in sample.tensors if name not in ("input", "target")]
+    options = dict(sample.options)
+
+    def program(input: Tensor, target: Tensor, *others: Tensor) -> Tensor:
+        return call(input, target, **dict(zip(names, others, strict=True)), **options)
+
+    compiled = torch.compile(program, fullgraph=True, **settings)
+
+    def with_names(input: Tensor, target: Tensor, **given: Any) -> Tensor:
+        return compiled(input, target, *(given[name] for name in names))
+
+    return with_names
+
+
+def assert_equal(found: Result, expected: Result, what: str) -> None:
+    assert same_bits(found.value, expected.value), f"{what}: value"
+    for name, gradient in expected.gradients.items():
+        assert same_bits(found.gradients[name], gradient), f"{what}: gradient of {name}"
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@per_variant
+def test_static_shapes(loss: Loss, variant: Variant, reduction: str, device: str) -> None:
+    """One graph, forward and backward, with the bits of eager."""
+    sample = variant.sample((6, 9), device=device, reduction=reduction)
+    compiled = compiled_call(loss.function, sample, backend="aot_eager", dynamic=False)
+    assert_equal(evaluate(compiled, sample), evaluate(loss.function, sample), sample.name)
+
+
+@per_loss
+def test_op_and_module(loss: Loss, device: str) -> None:
+    for variant in (loss.variants[0], loss.variants[-1]):
+        sample = variant.sample((6, 9), device=device)
+        compiled = compiled_call(loss.op, sample, backend="aot_eager", dynamic=False)
+        assert_equal(evaluate(compiled, sample), evaluate(loss.op, sample), sample.name)
+    sample = loss.variants[0].sample((6, 9), device=device)
+    module = torch.compile(loss.module(), fullgraph=True, backend="aot_eager")
+    assert_equal(evaluate(module, sample), evaluate(loss.function, sample), "module")
+
+
+class CountingBackend:
+    """Runs graphs as they are, and counts how often one was compiled."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        return module.forward
+
+
+@per_variant
+def test_dynamic_shapes(loss: Loss, variant: Variant, device: str) -> None:
+    """Other sizes do not compile again."""
+    backend = CountingBackend()
+    sample = variant.sample((6, 9), device=device)
+    compiled = compiled_call(loss.function, sample, backend=backend, dynamic=True)
+    for shape in ((6, 9), (11, 9), (5, 17), (64, 33)):
+        sample = variant.sample(shape, device=device)
+        assert_equal(evaluate(compiled, sample), evaluate(loss.function, sample), sample.name)
+    assert backend.graphs == 1
+
+
+@per_loss
+def test_dynamic_shapes_through_autograd(loss: Loss, device: str) -> None:
+    for variant in (loss.variants[0], loss.variants[-1]):
+        for reduction in ("none", "mean"):
+            sample = variant.sample((6, 9), device=device, reduction=reduction)
+            compiled = compiled_call(loss.function, sample, backend="aot_eager", dynamic=True)
+            for shape in ((6, 9), (11, 9), (5, 17)):
+                sample = variant.sample(shape, device=device, reduction=reduction)
+                found, expected = evaluate(compiled, sample), evaluate(loss.function, sample)
+                assert_equal(found, expected, sample.name)
+
+
+@per_loss
+def test_inductor(loss: Loss, device: str) -> None:
+    """The default backend, the loss between other operations that it fuses with each other."""
+    variant = loss.variants[0]
+    sample = variant.sample((64, 33), device=device).leaves()
+    x, t = sample.tensors["input"], sample.tensors["target"]
+
+    def step(x: Tensor, t: Tensor) -> Tensor:
+        return 3 * loss.function(x * 0.5, t, **sample.options) + 1
+
+    compiled = torch.compile(step, fullgraph=True)
+    (expected,) = torch.autograd.grad(step(x, t), x)
+    value = compiled(x, t)
+    (gradient,) = torch.autograd.grad(value, x)
+    torch.testing.assert_close(value, step(x, t), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
+
+
+@per_loss
+def test_training_loop_in_one_graph(loss: Loss, device: str) -> None:
+    """A model and its loss, backward included, under autocast."""
+    torch.manual_seed(0)
+    sample = loss.variants[0].sample((16, 8), device=device)
+    model = torch.nn.Linear(4, 8).to(device)
+    data = torch.randn(16, 4, device=device)
+    target = sample.tensors["target"]
+
+    def step(data: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return loss.function(model(data), target, **sample.options)
+
+    gradients = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        value = function(data, target)
+        assert value.dtype == torch.float32
+        gradients.append(torch.autograd.grad(value, list(model.parameters())))
+    for eager, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-2, atol=1e-4)
+
+
+@per_loss
+def test_export(loss: Loss) -> None:
+    sample = loss.variants[0].sample((6, 9))
+
+    class Program(torch.nn.Module):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return loss.function(input, target, **sample.options)
+
+    operands = (sample.tensors["input"], sample.tensors["target"])
+    exported = torch.export.export(Program(), operands)
+    assert same_bits(exported.module()(*operands), sample.call(loss.function))
+    names = {str(node.target) for node in exported.graph.nodes}
+    assert any("lossops" in name for name in names), names

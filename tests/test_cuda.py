@@ -1,0 +1,299 @@
+"""What only a GPU shows: streams, graphs, synchronisation, memory, more than one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from checks import need_gpu_memory
+from losses import (
+    LOSS_IDS,
+    LOSSES,
+    VARIANT_IDS,
+    VARIANTS,
+    Loss,
+    Result,
+    Sample,
+    Variant,
+    evaluate,
+)
+from numerics import assert_within, layouts_of, same_bits, ulp
+from torch import Tensor
+
+import lossops
+
+pytestmark = pytest.mark.cuda
+per_variant = pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
+per_loss = pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
+
+
+def assert_same_result(a: Result, b: Result, what: str) -> None:
+    assert same_bits(a.value, b.value), f"{what}: value"
+    for name, gradient in a.gradients.items():
+        assert same_bits(gradient, b.gradients[name]), f"{what}: gradient of {name}"
+
+
+def keep_busy() -> torch.cuda.Event:
+    """Queues some 0.2 s of work on the current stream; the event marks its end."""
+    a = torch.ones(8192, 8192, device="cuda")
+    out = torch.empty_like(a)
+    for _ in range(8):
+        torch.mm(a, a, out=out)
+    end = torch.cuda.Event()
+    end.record()
+    return end
+
+
+def samples(loss: Loss, variant: Variant) -> list[Sample]:
+    found = []
+    for reduction in loss.reductions:
+        for shape, layout, dtype in (
+            ((257, 130), "contiguous", torch.float32),
+            ((5, 40_001), "contiguous", torch.bfloat16),
+            ((33, 65), "reversed", torch.float16),
+            ((4, 33, 19), "classes_last", torch.float32),
+            ((9, 17), "gap_inner", torch.float32),
+        ):
+            sample = variant.sample(shape, device="cuda", dtype=dtype, reduction=reduction)
+            found.append(
+                sample.map(lambda t, name=layout: layouts_of(t).get(name, Tensor.contiguous)(t))
+            )
+    return found
+
+
+@per_variant
+def test_no_synchronisation(loss: Loss, variant: Variant) -> None:
+    """torch sees none; and calls return while the work before them is still running."""
+    for sample in samples(loss, variant):
+        for call in (loss.function, loss.op):
+            grad_output = torch.ones_like(sample.call(call))
+            evaluate(call, sample, grad_output)
+            torch.cuda.set_sync_debug_mode("error")
+            evaluate(call, sample, grad_output)
+            torch.cuda.set_sync_debug_mode("default")
+    sample = samples(loss, variant)[0]
+    evaluate(loss.function, sample)
+    torch.cuda.synchronize()
+    end = keep_busy()
+    evaluate(loss.function, sample)
+    assert not end.query(), "the call waited for the device"
+
+
+@per_variant
+def test_graph_capture_and_replay(loss: Loss, variant: Variant) -> None:
+    """Forward and backward in one graph give the bits of eager, for new data too."""
+    for i, sample in enumerate(samples(loss, variant)[::3]):
+        for call in (loss.function, loss.op)[: 1 if i else 2]:
+            grad_output = torch.ones_like(sample.call(call))
+            static = sample.map(Tensor.clone)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                evaluate(call, static, grad_output)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = evaluate(call, static, grad_output)
+            for scale in (1.0, 0.5):
+                for name, tensor in sample.tensors.items():
+                    fresh = tensor * scale if tensor.is_floating_point() else tensor
+                    static.tensors[name].copy_(fresh)
+                graph.replay()
+                replayed = Result(
+                    captured.value.clone(), {k: v.clone() for k, v in captured.gradients.items()}
+                )
+                graph.replay()
+                assert_same_result(captured, replayed, f"{sample.name}, replayed again")
+                expected = evaluate(call, static, grad_output)
+                assert_same_result(replayed, expected, sample.name)
+
+
+def test_graph_capture_while_targets_are_checked() -> None:
+    """The check needs the host, so it is left out of a graph instead of breaking the capture."""
+    x, t = torch.randn(8, 5, device="cuda"), torch.randint(0, 5, (8,), device="cuda")
+    expected = lossops.cross_entropy(x, t)
+    torch.cuda.synchronize()
+    lossops.check_targets(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = lossops.cross_entropy(x, t)
+    graph.replay()
+    assert same_bits(captured, expected)
+
+
+@per_variant
+def test_side_stream(loss: Loss, variant: Variant) -> None:
+    """The kernels run on the current stream, after what is queued there."""
+    sample = variant.sample((1537, 257), device="cuda", reduction=loss.reductions[-1])
+    expected = evaluate(loss.function, sample)
+    late = sample.map(torch.zeros_like)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        keep_busy()
+        for name, tensor in sample.tensors.items():
+            late.tensors[name].copy_(tensor, non_blocking=True)
+        result = evaluate(loss.function, late)
+        # its own scratch and results, while the default stream allocates and writes
+        op = evaluate(loss.op, late)
+    for _ in range(10):
+        torch.full((1 << 20,), float("nan"), device="cuda")
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_same_result(result, expected, sample.name)
+    assert_same_result(op, expected, f"{sample.name}, op")
+
+
+@per_variant
+def test_no_memory_is_left_behind(loss: Loss, variant: Variant) -> None:
+    sample = variant.sample((257, 130), device="cuda")
+    evaluate(loss.function, sample)
+    before = torch.cuda.memory_allocated()
+    for call in (loss.function, loss.op):
+        for _ in range(20):
+            evaluate(call, sample)
+    assert torch.cuda.memory_allocated() == before
+
+
+@per_loss
+def test_threads_with_streams_of_their_own(loss: Loss) -> None:
+    found = [
+        variant.sample((513, 257), device="cuda", reduction=loss.reductions[-1])
+        for variant in loss.variants
+    ]
+    expected = [evaluate(loss.function, sample) for sample in found]
+    torch.cuda.synchronize()
+
+    def work(sample: Sample) -> Result:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                result = evaluate(loss.function, sample)
+        stream.synchronize()
+        return result
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            for sample, result, wanted in zip(found, pool.map(work, found), expected, strict=True):
+                assert_same_result(result, wanted, sample.name)
+
+
+@pytest.mark.gpus(2)
+@per_loss
+def test_device_of_the_input_is_used(loss: Loss) -> None:
+    """Also where it is not the current one."""
+    for variant in loss.variants:
+        sample = variant.sample((257, 130), device="cuda:0")
+        expected = evaluate(loss.function, sample)
+        other = sample.map(lambda t: t.to("cuda:1"))
+        assert torch.cuda.current_device() == 0
+        for call in (loss.function, loss.op):
+            result = evaluate(call, other)
+            assert result.value.device == torch.device("cuda:1")
+            assert same_bits(result.value.to("cuda:0"), expected.value)
+            for name, gradient in result.gradients.items():
+                assert same_bits(gradient.to("cuda:0"), expected.gradients[name])
+        assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpus(2)
+@per_loss
+def test_tensors_on_two_gpus(loss: Loss) -> None:
+    sample = loss.variants[0].sample((4, 5), device="cuda:0")
+    mixed = sample.with_tensors(target=sample.tensors["target"].to("cuda:1"))
+    for call in (loss.function, loss.op):
+        with pytest.raises(RuntimeError, match="cuda:1"):
+            mixed.call(call)
+
+
+# --- more than 2^31 elements --------------------------------------------------------------------
+
+
+MANY = 2**31 + 4099
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_mse_loss_of_more_than_2_31_elements(dtype: torch.dtype) -> None:
+    need_gpu_memory(40)
+    x = torch.randn(MANY, dtype=dtype, device="cuda")
+    t = torch.randn(MANY, dtype=dtype, device="cuda")
+    sample = Sample("large", {"input": x, "target": t}, {"reduction": "none"}, ("input", "target"))
+    result = evaluate(lossops.mse_loss, sample)
+    total = torch.zeros((), dtype=torch.float64, device="cuda")
+    for start in range(0, MANY, 2**27):
+        part = slice(start, start + 2**27)
+        difference = x[part].float() - t[part].float()
+        assert torch.equal(result.value[part], difference.square().to(dtype))
+        assert torch.equal(result.gradients["input"][part], (2 * difference).to(dtype))
+        assert torch.equal(result.gradients["target"][part], (-2 * difference).to(dtype))
+        total += difference.double().square().sum()
+    del result
+    mean = lossops.mse_loss(x, t)
+    assert_within(mean, total / MANY, 0.51 * ulp(total / MANY, dtype), "mean")
+    torch.cuda.empty_cache()
+
+
+def test_kl_div_of_more_than_2_31_elements() -> None:
+    need_gpu_memory(50)
+    p = torch.rand(MANY, dtype=torch.bfloat16, device="cuda") + 0.25
+    t = torch.rand(MANY, dtype=torch.bfloat16, device="cuda") + 0.25
+    options = {"reduction": "none", "log_input": False}
+    both = ("input", "target")
+    result = evaluate(lossops.kl_div, Sample("large", {"input": p, "target": t}, options, both))
+    for start in (0, 2**30, 2**31 - 2**20, MANY - 2**20):
+        part = slice(start, min(start + 2**21, MANY))
+        sample = Sample("part", {"input": p[part], "target": t[part]}, options, both)
+        expected = evaluate(lossops.kl_div, sample.map(Tensor.clone))
+        assert same_bits(result.value[part], expected.value)
+        for name, gradient in expected.gradients.items():
+            assert same_bits(result.gradients[name][part], gradient)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(65_552, 32_768), (2, 33_000, 32_800), (2**26 + 3, 33)],
+    ids=["long_rows", "spatial", "many_rows"],
+)
+def test_cross_entropy_of_more_than_2_31_elements(shape: tuple[int, ...]) -> None:
+    need_gpu_memory(60)
+    x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    rows = (shape[0], *shape[2:])
+    t = torch.randint(0, shape[1], rows, device="cuda")
+    sample = Sample("large", {"input": x, "target": t}, {"reduction": "none"}, ("input",))
+    result = evaluate(lossops.cross_entropy, sample)
+    pieces: list[Callable[[Tensor], Tensor]]
+    if len(shape) == 2:
+        count = max(1, 2**22 // shape[1])
+        starts = (0, shape[0] // 2, shape[0] - count)
+        pieces = [lambda a, s=s: a[s : s + count] for s in starts]
+    else:
+        pieces = [lambda a, s=s: a[1:, ..., s : s + 100] for s in (0, shape[2] - 100)]
+    for piece in pieces:
+        part = sample.map(piece)
+        exact = evaluate(torch.nn.functional.cross_entropy, part.double())
+        bound = 0.51 * ulp(exact.value, torch.bfloat16) + 1e-5
+        assert_within(piece(result.value), exact.value, bound, "value")
+        true = exact.gradients["input"]
+        bound = 0.51 * ulp(true, torch.bfloat16) + 1e-6
+        assert_within(piece(result.gradients["input"]), true, bound, "gradient")
+    torch.cuda.empty_cache()
+
+
+def test_cross_entropy_of_more_than_2_31_rows() -> None:
+    need_gpu_memory(60)
+    rows = 2**31 + 2
+    x = torch.zeros(rows, 2, dtype=torch.float16, device="cuda")
+    x[-1, 0] = 1.0
+    t = torch.zeros(rows, dtype=torch.uint8, device="cuda")
+    exact = torch.tensor(2.0).log().double()
+    mean = lossops.cross_entropy(x, t)
+    assert_within(mean, exact, 0.51 * ulp(exact, torch.float16), "mean")
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(lossops.cross_entropy(x, t, reduction="sum"), x)
+    assert gradient[-2].tolist() == [-0.5, 0.5]
+    last = torch.softmax(torch.tensor([1.0, 0.0]), 0)[1]
+    assert_within(gradient[-1, 1], last.double(), ulp(last, torch.float16), "last row")
+    del gradient
+    torch.cuda.empty_cache()

@@ -1,0 +1,249 @@
+"""The GPU report: what it describes, what its check says, when a run writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_report
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small source tree."""
+    for name, text in {
+        "csrc/a.cpp": "a",
+        "csrc/kernels/b.cu": "b",
+        "src/lossops/__init__.py": "c",
+        "tests/test_a.py": "d",
+        "README.md": "not described",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def report_of(root: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "device": "a GPU",
+        "date": "2026-01-01 00:00 UTC",
+        "tests": {"passed": 10, "failed": 0, "skipped": 1, "xfailed": 0},
+        "sources_sha256": gpu_report.sources_digest(root),
+        **changes,
+    }
+
+
+def answer(root: Path, report: Any) -> tuple[bool, str]:
+    path = root / "tests" / "gpu_report.json"
+    path.write_text(report if isinstance(report, str) else json.dumps(report))
+    return gpu_report.check(root, path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tests/gpu_report.json",
+        "tests/__pycache__/test_a.pyc",
+        "src/lossops/_C.so",
+        "src/lossops/x.pyc",
+        "src/lossops.egg-info/PKG-INFO",
+        "csrc/build/a.o",
+        "csrc/.clang-format",
+        "tests/.cache/x",
+        "docs/design.md",
+    ],
+)
+def test_digest_ignores_what_is_not_source(tree: Path, name: str) -> None:
+    before = gpu_report.sources_digest(tree)
+    path = tree / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("anything")
+    assert gpu_report.sources_digest(tree) == before
+
+
+def test_digest_changes_with_contents_names_and_places(tree: Path) -> None:
+    digests = [gpu_report.sources_digest(tree)]
+    (tree / "csrc/a.cpp").write_text("changed")
+    digests.append(gpu_report.sources_digest(tree))
+    (tree / "csrc/a.cpp").rename(tree / "csrc/c.cpp")
+    digests.append(gpu_report.sources_digest(tree))
+    (tree / "csrc/c.cpp").rename(tree / "src/c.cpp")
+    digests.append(gpu_report.sources_digest(tree))
+    (tree / "tests/new.py").write_text("")
+    digests.append(gpu_report.sources_digest(tree))
+    (tree / "tests/test_a.py").unlink()
+    digests.append(gpu_report.sources_digest(tree))
+    assert len(set(digests)) == len(digests)
+    assert all(len(digest) == 64 for digest in digests)
+
+
+def test_digest_does_not_depend_on_the_place_of_the_tree(tree: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    before = gpu_report.sources_digest(tree)
+    for folder in gpu_report.SOURCE_FOLDERS:
+        (elsewhere / folder).parent.mkdir(parents=True, exist_ok=True)
+        (tree / folder).rename(elsewhere / folder)
+    assert gpu_report.sources_digest(elsewhere) == before
+
+
+def test_check_accepts_a_report_of_these_sources(tree: Path) -> None:
+    good, text = answer(tree, report_of(tree))
+    assert good
+    assert "10 passed, 0 failed, 1 skipped on a GPU" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sources_sha256": "0" * 64}, "other sources"),
+        ({"tests": {"passed": 10, "failed": 1, "skipped": 0}}, "1 failed"),
+        ({"tests": {"passed": 0, "failed": 0, "skipped": 9}}, "0 passed"),
+        ({"tests": {}}, "not a GPU report"),
+        ({"tests": None}, "not a GPU report"),
+    ],
+)
+def test_check_refuses_other_reports(tree: Path, changes: dict[str, Any], expected: str) -> None:
+    good, text = answer(tree, report_of(tree, **changes))
+    assert not good
+    assert expected in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("report", ["", "[]", "{}", "null", "not JSON"])
+def test_check_refuses_what_is_no_report(tree: Path, report: str) -> None:
+    good, text = answer(tree, report)
+    assert not good
+    assert "not a GPU report" in text
+
+
+def test_check_refuses_a_missing_report(tree: Path) -> None:
+    good, text = gpu_report.check(tree, tree / "tests" / "gpu_report.json")
+    assert not good
+    assert "does not exist" in text
+
+
+def test_command_agrees_and_is_quick() -> None:
+    """With nothing but the standard library, in well under the five seconds that it may take."""
+    good, text = gpu_report.check()
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(TESTS / "gpu_report.py"), "--check"],
+        capture_output=True,
+        text=True,
+    )
+    assert time.perf_counter() - start < 5
+    assert done.returncode == (0 if good else 1), done.stderr
+    assert done.stdout.strip() == text
+
+
+SMALL_SUITE = {
+    "test_one.py": "def test_a(): pass\ndef test_b(device): pass\n",
+    "test_two.py": "import pytest\n"
+    "def test_c(): pass\n"
+    "@pytest.mark.skip(reason='a reason')\ndef test_d(): pass\n",
+}
+
+# Stand-ins for the modules that conftest.py imports: a machine with a GPU, and a quick start.
+STAND_INS = {
+    "torch.py": """
+from types import SimpleNamespace
+__version__ = "2.99"
+version = SimpleNamespace(cuda="13.0")
+ops = SimpleNamespace(lossops=SimpleNamespace(
+    build_info=lambda: '{"cuda": "13.0", "cuda_archs": "9.0+PTX"}'))
+cuda = SimpleNamespace(
+    is_available=lambda: True,
+    device_count=lambda: 1,
+    set_sync_debug_mode=lambda mode: None,
+    get_device_properties=lambda index: SimpleNamespace(name="a GPU", major=9, minor=0),
+)
+manual_seed = set_num_threads = use_deterministic_algorithms = lambda value: None
+get_num_threads = lambda: 1
+""",
+    "lossops.py": """
+__version__ = "9.9"
+check_targets = lambda enabled: None
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ((), True),
+        (("tests",), True),
+        (("tests", "-k", "test_a"), False),
+        (("tests/test_one.py::test_a",), False),
+        (("tests", "--deselect", "tests/test_one.py::test_a"), False),
+        (("tests", "--ignore", "tests/test_one.py"), False),
+        (("tests", "--collect-only"), False),
+    ],
+    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, tuple) else str(value),
+)
+def test_written_by_full_runs_only(
+    tmp_path: Path, arguments: tuple[str, ...], written: bool
+) -> None:
+    report = run_small_suite(tmp_path, arguments)
+    assert (report is not None) == written
+    if report is None:
+        return
+    # test_b runs on both devices
+    assert report["tests"] == {"passed": 4, "failed": 0, "skipped": 1, "xfailed": 0}
+    assert report["skip_reasons"] == ["a reason"]
+    assert report["device"] == "a GPU"
+    assert report["sources_sha256"] == gpu_report.sources_digest(tmp_path)
+    assert (report["torch"], report["torch_cuda"], report["lossops"]) == ("2.99", "13.0", "9.9")
+    for name in ("driver", "python", "date", "duration_seconds"):
+        assert report[name] is not None
+    assert gpu_report.check(tmp_path, tmp_path / "report.json")[0]
+
+
+def test_failures_are_reported(tmp_path: Path) -> None:
+    broken = {
+        "test_one.py": "import pytest\n"
+        "@pytest.fixture\ndef bad(): raise ValueError\n"
+        "def test_a(): assert False\n"
+        "def test_b(bad): pass\n"
+        "def test_c(): pass\n"
+        "@pytest.mark.xfail(reason='known')\ndef test_d(): assert False\n"
+    }
+    report = run_small_suite(tmp_path, ("tests",), broken)
+    assert report is not None
+    assert report["tests"] == {"passed": 1, "failed": 2, "skipped": 0, "xfailed": 1}
+    assert not gpu_report.check(tmp_path, tmp_path / "report.json")[0]
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    assert run_small_suite(stopped, ("tests", "-x"), broken) is None
+
+
+def run_small_suite(
+    root: Path, arguments: tuple[str, ...], files: dict[str, str] | None = None
+) -> dict[str, Any] | None:
+    """Runs a suite of a few tests under this suite's conftest.py; returns its report."""
+    tests = root / "tests"
+    tests.mkdir()
+    for name, text in {**STAND_INS, **(files or SMALL_SUITE)}.items():
+        (tests / name).write_text(text)
+    for name in ("conftest.py", "gpu_report.py"):
+        (tests / name).write_text((TESTS / name).read_text())
+    (root / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    path = root / "report.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=root,
+        env={**os.environ, "LOSSOPS_GPU_REPORT": str(path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode in (0, 1, 2, 5), done.stdout + done.stderr
+    return json.loads(path.read_text()) if path.exists() else None

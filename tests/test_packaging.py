@@ -1,0 +1,325 @@
+"""The wheel and the source tree: one file for every torch, one list of sources, one version."""
+
+from __future__ import annotations
+
+import ast
+import email
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lossops
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(lossops.__file__).resolve().parent
+LIBRARY = PACKAGE / "_C.so"
+
+
+def source_file(name: str) -> Path:
+    path = ROOT / name
+    if not path.is_file():
+        pytest.skip(f"no {name} beside tests/: not a source tree")
+    return path
+
+
+def run_python(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = dict(os.environ)
+    if path is not None:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), env.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=env
+    )
+
+
+# --- the source tree ----------------------------------------------------------------------------
+
+
+def lists_of_setup() -> dict[str, list[str]]:
+    """The module-level lists of strings of setup.py."""
+    found = {}
+    for node in ast.parse(source_file("setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+    return found
+
+
+def list_of_cmake(name: str) -> list[str]:
+    text = re.sub(r"#.*", "", source_file("CMakeLists.txt").read_text())
+    match = re.search(rf"\bset\(\s*{name}\s+([^)]*)\)", text)
+    assert match, f"CMakeLists.txt has no set({name} ...)"
+    return match[1].replace('"', "").replace("${CMAKE_CURRENT_SOURCE_DIR}/", "").split()
+
+
+@pytest.mark.parametrize("kind", ["CPU", "CUDA"])
+def test_source_lists_are_equal(kind: str) -> None:
+    ours = lists_of_setup()[f"{kind}_SOURCES"]
+    assert sorted(list_of_cmake(f"LOSSOPS_{kind}_SOURCES")) == sorted(ours)
+
+
+def test_source_lists_name_every_source() -> None:
+    lists = lists_of_setup()
+    named = {*lists["BINDING_SOURCES"], *lists["CPU_SOURCES"], *lists["CUDA_SOURCES"]}
+    there = {
+        path.relative_to(ROOT).as_posix()
+        for pattern in ("*.cpp", "*.cu")
+        for path in (ROOT / "csrc").rglob(pattern)
+        if (ROOT / "csrc" / "tests") not in path.parents
+    }
+    assert named == there
+
+
+def code_of(path: Path) -> str:
+    """C++ without its comments."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+
+
+def c_sources() -> list[Path]:
+    source_file("setup.py")
+    found = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")]
+    assert found
+    return found
+
+
+def test_includes_point_downwards() -> None:
+    """Only the bindings include torch; the losses' mathematics includes neither torch nor CUDA."""
+    for path in c_sources():
+        folder = path.relative_to(ROOT / "csrc").parts[0]
+        included = re.findall(r'#\s*include\s*[<"]([^>"]+)[>"]', code_of(path))
+        if path.name != "bindings.cpp":
+            wrong = [name for name in included if re.match(r"(torch|ATen|c10)/", name)]
+            assert not wrong, f"{path} includes {wrong}"
+        if folder in ("losses", "cpu"):
+            wrong = [name for name in included if re.match(r"(cuda|cub/|thrust/|kernels/)", name)]
+            assert not wrong, f"{path} includes {wrong}"
+        if folder == "losses":
+            wrong = [name for name in included if re.match(r"(\.\./)?(cpu|kernels)/", name)]
+            assert not wrong, f"{path} includes {wrong}"
+
+
+def test_no_atomics_and_no_synchronisation() -> None:
+    """Float atomics make results change; a synchronisation cannot be captured in a graph."""
+    forbidden = re.compile(
+        r"\batomic(Add|Sub|CAS|Exch)\b|cuda(Device|Stream|Event)Synchronize|"
+        r"\bcudaMemcpy\b|\bcudaMalloc\b|\bcudaFree\b"
+    )
+    for path in c_sources():
+        if "tests" in path.relative_to(ROOT / "csrc").parts:
+            continue
+        match = forbidden.search(code_of(path))
+        assert match is None, f"{path} has {match[0]}"
+
+
+def test_version_is_one() -> None:
+    text = source_file("src/lossops/_version.py").read_text()
+    match = re.search(r'__version__ = "([^"]+)"', text)
+    assert match
+    assert lossops.__version__ == match[1]
+    for path in (ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "src").rglob("*.py")):
+        if path.name == "_version.py":
+            continue
+        assert match[1] not in path.read_text(), f"{path} names the version too"
+
+
+# --- the library --------------------------------------------------------------------------------
+
+
+def needed_libraries(path: Path) -> list[str]:
+    """The DT_NEEDED entries of a 64-bit little-endian ELF file."""
+    data = path.read_bytes()
+    assert data[:6] == b"\x7fELF\x02\x01", "not a 64-bit little-endian ELF file"
+    section_start = struct.unpack_from("<Q", data, 40)[0]
+    entry_size, count = struct.unpack_from("<HH", data, 58)
+    # name, type, flags, address, offset, size, link, info, alignment, entry size
+    sections = [
+        struct.unpack_from("<IIQQQQIIQQ", data, section_start + i * entry_size)
+        for i in range(count)
+    ]
+    names = []
+    for section in sections:
+        if section[1] != 6:  # SHT_DYNAMIC
+            continue
+        strings = sections[section[6]][4]
+        for offset in range(section[4], section[4] + section[5], 16):
+            tag, value = struct.unpack_from("<qQ", data, offset)
+            if tag == 1:  # DT_NEEDED
+                start = strings + value
+                names.append(data[start : data.index(b"\0", start)].decode())
+    return names
+
+
+def test_library_needs_neither_python_nor_a_cuda_runtime() -> None:
+    names = needed_libraries(LIBRARY)
+    assert "libtorch.so" in names, names
+    allowed = re.compile(
+        r"lib(torch|torch_cpu|c10|stdc\+\+|m|gcc_s|c|dl|rt|pthread|gomp|ld-linux-x86-64)\.so"
+        r"(\.\d+)*$|ld-linux-\S+$"
+    )
+    assert [name for name in names if not allowed.match(name)] == []
+
+
+def test_library_is_the_only_one() -> None:
+    assert sorted(p.name for p in PACKAGE.rglob("*.so")) == ["_C.so"]
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_build_info() -> None:
+    build = json.loads(torch.ops.lossops.build_info())
+    assert set(build) >= {"cuda", "cuda_archs", "compiler", "torch_target"}
+    assert build["torch_target"] == "2.10"
+    assert build["compiler"]
+    if build["cuda"] is not None:
+        assert re.fullmatch(r"\d+\.\d+", build["cuda"])
+        assert re.search(r"\d+\.\d", build["cuda_archs"])
+
+
+# --- the wheel ----------------------------------------------------------------------------------
+
+
+def dist_info(name: str) -> str:
+    found = sorted(PACKAGE.parent.glob("lossops-*.dist-info"))
+    if not found:
+        pytest.skip("lossops is not installed from a wheel")
+    return (found[0] / name).read_text()
+
+
+def test_wheel_metadata() -> None:
+    metadata = email.message_from_string(dist_info("METADATA"))
+    assert metadata["Name"] == "lossops"
+    assert metadata["Version"] == lossops.__version__
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+    needed = [r for r in metadata.get_all("Requires-Dist") or [] if "extra ==" not in r]
+    assert [r.replace(" ", "") for r in needed] == ["torch>=2.10"]
+
+
+def test_wheel_fits_every_python() -> None:
+    wheel = email.message_from_string(dist_info("WHEEL"))
+    assert wheel["Root-Is-Purelib"] == "false"
+    for tag in wheel.get_all("Tag"):
+        assert re.fullmatch(r"py3-none-\w+", tag)
+        assert not tag.endswith("-any")
+
+
+def test_wheel_contents() -> None:
+    files = [line.split(",")[0] for line in dist_info("RECORD").splitlines()]
+    packaged = {Path(name).name for name in files if name.startswith("lossops/")}
+    assert packaged >= {"__init__.py", "_C.so", "functional.py", "nn.py", "ops.py", "py.typed"}
+    for name in files:
+        assert name.startswith(("lossops/", "lossops-")), f"{name} is outside the package"
+
+
+# --- what a user meets --------------------------------------------------------------------------
+
+
+def test_info() -> None:
+    done = run_python("-m", "lossops.info")
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.lower()
+    for needed in (
+        lossops.__version__,
+        str(torch.__version__),
+        "python",
+        "cuda",
+        "architectures",
+        "driver",
+        "device",
+        "load error",
+    ):
+        assert needed.lower() in text, f"{needed!r} is not in the report:\n{done.stdout}"
+    build = json.loads(torch.ops.lossops.build_info())
+    if build["cuda"]:
+        assert build["cuda"] in text
+        assert build["cuda_archs"].lower() in text
+    if torch.cuda.is_available():
+        assert torch.cuda.get_device_name(0).lower() in text
+
+
+def without_library(folder: Path) -> Path:
+    """A copy of the package that has lost its library; returns what to put on the path."""
+    shutil.copytree(PACKAGE, folder / "lossops", ignore=shutil.ignore_patterns("*.so", "*.pyc"))
+    return folder
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_library_that_cannot_load(damage: str, tmp_path: Path) -> None:
+    """`import lossops` says why and what to do; so does the report, without failing."""
+    path = without_library(tmp_path)
+    if damage == "damaged":
+        (path / "lossops" / "_C.so").write_bytes(b"not a library")
+    done = run_python("-c", "import lossops", path=path)
+    assert done.returncode == 1
+    assert "ImportError" in done.stderr
+    assert "_C.so" in done.stderr
+    assert re.search(r"install", done.stderr, re.IGNORECASE), done.stderr
+    report = run_python("-m", "lossops.info", path=path)
+    assert report.returncode == 0, report.stderr
+    assert lossops.__version__ in report.stdout
+    assert re.search(r"load error:\s+\S*ImportError|load error:.*_C\.so", report.stdout, re.DOTALL)
+
+
+def test_import_is_quiet_and_light() -> None:
+    """No output, no warning, no CUDA context, no compiler imported."""
+    program = (
+        "import sys, warnings; warnings.simplefilter('error', UserWarning)\n"
+        "import torch; before = set(sys.modules)\n"
+        "import lossops\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "new = {n.split('.')[0] for n in set(sys.modules) - before} | set()\n"
+        "assert not new & {'triton', 'numpy', 'setuptools'}, new\n"
+        "assert 'torch._inductor' not in set(sys.modules) - before\n"
+    )
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.cuda
+def test_environment_switches_the_check_of_targets_on() -> None:
+    program = (
+        "import torch, lossops\n"
+        "x = torch.zeros(2, 3, device='cuda')\n"
+        "t = torch.tensor([0, 9], device='cuda')\n"
+        "try:\n"
+        "    print(lossops.cross_entropy(x, t).item())\n"
+        "except IndexError as error:\n"
+        "    print('IndexError', error)\n"
+    )
+    for value, expected in (("1", "IndexError"), ("0", "nan"), ("", "nan")):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "LOSSOPS_CHECK_TARGETS": value},
+        )
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+
+
+def test_library_runs_without_a_visible_gpu() -> None:
+    """The same file, on a machine that has a CUDA torch and no GPU, or neither."""
+    program = (
+        "import torch, lossops\n"
+        "assert not torch.cuda.is_available()\n"
+        "print(lossops.mse_loss(torch.ones(3), torch.zeros(3)).item())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "1.0"

@@ -1,0 +1,219 @@
+"""However wrong the arguments: a Python exception or a result, never the end of the process."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from losses import LOSS_IDS, LOSSES, Loss, Sample, evaluate
+from numerics import assert_within, same_bits
+from torch import Tensor
+
+TESTS = Path(__file__).resolve().parent
+
+SHAPES = ((), (0,), (1,), (3,), (4,), (4, 3), (3, 4), (1, 3), (0, 3), (4, 0), (2, 3, 4), (2, 3, 0))
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+
+
+def random_tensor(source: random.Random, device: str, shape: Any = None) -> torch.Tensor:
+    shape = shape if shape is not None else source.choice(SHAPES)
+    dtype = source.choice(DTYPES) if source.random() < 0.4 else torch.float32
+    tensor = (10 * torch.randn(shape)).to(dtype)
+    if tensor.dim() and source.random() < 0.2:
+        tensor = tensor[:1].expand(shape) if tensor.shape[0] else tensor
+    if tensor.dim() > 1 and source.random() < 0.2:
+        tensor = tensor.mT
+    where = device if source.random() < 0.95 else source.choice(("cpu", "meta"))
+    return tensor.to(where)
+
+
+def random_argument(source: random.Random, argument: Any, device: str, shape: Any) -> Any:
+    """Something that the schema allows, right or wrong."""
+    kind = str(argument.type)
+    if kind == "Tensor":
+        return random_tensor(source, device, shape if source.random() < 0.6 else None)
+    if kind == "Optional[Tensor]":
+        return None if source.random() < 0.5 else random_tensor(source, device)
+    if kind == "str":
+        return source.choice(("none", "mean", "sum", "batchmean", "median", ""))
+    if kind == "bool":
+        return source.random() < 0.5
+    if kind == "int":
+        return source.choice((-100, 0, 1, 3, 2**31, -(2**63), 2**63 - 1))
+    if kind == "float":
+        return source.choice((0.0, 0.1, 1.0, -1.0, 2.0, float("nan"), float("inf")))
+    if kind == "List[bool]":
+        return [source.random() < 0.7 for _ in range(source.choice((0, 1, 2, 3, 3, 3, 3, 4)))]
+    raise NotImplementedError(kind)
+
+
+def call_operators_wrongly(device: str, seed: int, count: int) -> tuple[int, int]:
+    """Calls every operator `count` times; returns how many calls raised and how many returned."""
+    source = random.Random(seed)
+    torch.manual_seed(seed)
+    raised = returned = 0
+    suffixes = ("", "_forward", "_backward")
+    operators = {
+        f"{loss.name}{suffix}": getattr(torch.ops.lossops, f"{loss.name}{suffix}").default
+        for loss in LOSSES
+        for suffix in suffixes
+    }
+    calls = [(name, operator, operator) for name, operator in operators.items()]
+    calls += [(f"lossops.{loss.name}", operators[loss.name], loss.function) for loss in LOSSES]
+    for name, operator, function in calls:
+        for _ in range(count):
+            shape = source.choice(SHAPES) if source.random() < 0.8 else None
+            arguments = {
+                argument.name: random_argument(source, argument, device, shape)
+                for argument in operator._schema.arguments
+            }
+            try:
+                result = function(**arguments)
+                for tensor in [result] if isinstance(result, torch.Tensor) else result:
+                    if tensor.device.type != "meta":
+                        tensor.sum().item() if tensor.numel() else None
+                returned += 1
+            except Exception as error:
+                assert str(error), f"{name}: {type(error)} without a message"  # noqa: PT017
+                if "CUDA error" in str(error):
+                    raise
+                raised += 1
+    return raised, returned
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_wrong_calls_of_the_operators(device: str, seed: int) -> None:
+    """In a process of its own, so that its end would be a failure here."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
+        f"import test_robustness\n"
+        f"print(*test_robustness.call_operators_wrongly({device!r}, {seed}, 400))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "MALLOC_PERTURB_": "165"},
+    )
+    assert done.returncode == 0, f"status {done.returncode}: {done.stdout} {done.stderr[-2000:]}"
+    raised, returned = map(int, done.stdout.split())
+    assert raised > 500
+    assert returned > 200
+
+
+ANY_ERROR = (RuntimeError, ValueError, TypeError, IndexError)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
+def test_tensors_of_other_kinds(loss: Loss) -> None:
+    """Sparse, quantised, narrow floating and unsigned ones are refused, or read rightly."""
+    dense = loss.variants[0].sample((4, 5))
+    x = dense.tensors["input"]
+    kinds: dict[str, Tensor] = {
+        "sparse": x.to_sparse(),
+        "csr": x.to_sparse_csr(),
+        "float8": x.to(torch.float8_e4m3fn),
+        "uint16": x.abs().to(torch.uint16),
+        "complex32": x.to(torch.complex32),
+        "quantised": torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    }
+    for kind, tensor in kinds.items():
+        for name in dense.tensors:
+            if name == "target" and not dense.tensors[name].is_floating_point():
+                continue
+            for call in (loss.function, loss.op):
+                try:
+                    result = dense.with_tensors(**{name: tensor}).call(call)
+                except ANY_ERROR as error:
+                    assert str(error), kind  # noqa: PT017
+                    continue
+                expected = dense.with_tensors(**{name: tensor.to_dense().double()})
+                assert_within(result, expected.call(loss.reference), 0.1, f"{kind} {name}")
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
+def test_subclass_of_tensor(loss: Loss) -> None:
+    class Named(Tensor):
+        pass
+
+    sample = loss.variants[0].sample((4, 5))
+    expected = sample.call(loss.function)
+    changed = sample.with_tensors(input=sample.tensors["input"].as_subclass(Named))
+    for call in (loss.function, loss.op):
+        assert same_bits(changed.call(call).as_subclass(Tensor), expected)
+    parameter = torch.nn.Parameter(sample.tensors["input"].clone())
+    value = sample.with_tensors(input=parameter).call(loss.function)
+    assert same_bits(value.detach(), expected)
+    value.sum().backward()
+    assert same_bits(parameter.grad, evaluate(loss.function, sample).gradients["input"])
+
+
+def backward_arguments(loss: Loss, sample: Sample) -> dict[str, Any]:
+    """Right arguments for the loss's *_backward operator, by name."""
+    operator = getattr(torch.ops.lossops, f"{loss.name}_backward").default
+    defaults = {a.name: a.default_value for a in loss.op._schema.arguments if a.has_default_value()}
+    given: dict[str, Any] = {**defaults, **sample.tensors, **sample.options}
+    given |= {"weight": given.get("weight"), "float32_result": False}
+    forward = {
+        argument.name: given[argument.name] for argument in loss.forward_op._schema.arguments
+    }
+    results = loss.forward_op(**forward)
+    names = [result.name for result in loss.forward_op._schema.returns]
+    given |= dict(zip(names, results, strict=True))
+    given["grad_output"] = torch.ones_like(results[0])
+    given["output_mask"] = [True, False, False]
+    return {argument.name: given.get(argument.name) for argument in operator._schema.arguments}
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
+def test_saved_tensors_of_wrong_size_are_refused(loss: Loss, device: str) -> None:
+    """The backward operators are public: they must not read beyond what they are given."""
+    operator = getattr(torch.ops.lossops, f"{loss.name}_backward").default
+    for variant in loss.variants:
+        for reduction in ("none", "mean"):
+            sample = variant.sample((64, 300), device=device, reduction=reduction)
+            good = backward_arguments(loss, sample)
+            (gradient,) = operator(**good)
+            expected = evaluate(loss.function, sample).gradients["input"]
+            assert same_bits(gradient, expected), sample.name
+            wrong: list[dict[str, Any]] = [
+                {"target": good["target"][:3]},
+                {"input": good["input"][:5]},
+                {"output_mask": [True]},
+                {"output_mask": []},
+                {"grad_output": torch.ones(5, device=device)},
+                {"grad_output": torch.ones(64, 300, 2, device=device)},
+            ]
+            for name, value in good.items():
+                if name in ("grad_output", "input", "target") or not isinstance(value, Tensor):
+                    continue
+                if value.numel():
+                    flat = value.flatten()
+                    wrong += [{name: flat[:0]}, {name: flat[: flat.numel() // 2]}]
+                    wrong += [] if name == "weight" else [{name: None}, {name: value.half()}]
+            for change in wrong:
+                try:
+                    operator(**{**good, **change})
+                except ANY_ERROR:
+                    continue
+                shapes = {k: getattr(v, "shape", v) for k, v in change.items()}
+                pytest.fail(f"{sample.name}: took {shapes}")
