@@ -230,9 +230,10 @@ void check_device(const char* op, const char* name, const View& view, const View
 const double* check_mean_terms(const char* op, const OptionalTensor& tensor, const View& input) {
   LOSSOPS_CHECK(op, tensor, "the mean needs the mean_terms that forward returned");
   const View view(*tensor);
-  LOSSOPS_CHECK(op, view.dtype == ScalarType::Double && view.sizes.numel() == 2 && tensor->is_contiguous(),
-                "mean_terms must be the (2,) float64 tensor that forward returned, but is ",
-                view.sizes, " ", name_of(view.dtype));
+  LOSSOPS_CHECK(
+      op, view.dtype == ScalarType::Double && view.sizes.numel() == 2 && tensor->is_contiguous(),
+      "mean_terms must be the (2,) float64 tensor that forward returned, but is ", view.sizes, " ",
+      name_of(view.dtype));
   check_device(op, "mean_terms", view, input);
   return static_cast<const double*>(tensor->const_data_ptr());
 }
@@ -384,9 +385,8 @@ struct ElementwiseProblem {
       args.weight_copies = 0;
       args.denominator = 1;
     }
-    order = traits.target_first
-                ? fastest_first_order(shape, strides_of(target), strides_of(input))
-                : fastest_first_order(shape, strides_of(input), strides_of(target));
+    order = traits.target_first ? fastest_first_order(shape, strides_of(target), strides_of(input))
+                                : fastest_first_order(shape, strides_of(input), strides_of(target));
   }
 
   Dims strides_of(const View& view) const {
@@ -525,8 +525,8 @@ void launch_broadcast_gradient(const ElementwiseProblem& problem, ElementwiseBac
 std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
                                          const Tensor& grad_output_, const Tensor& input,
                                          const Tensor& target, const OptionalTensor& weight,
-                                         const OptionalTensor& mean_terms,
-                                         const LossParams& params, const std::string& reduction,
+                                         const OptionalTensor& mean_terms, const LossParams& params,
+                                         const std::string& reduction,
                                          const std::vector<bool>& output_mask) {
   ElementwiseBackwardArgs args;
   const ElementwiseProblem problem(op, input, target, weight, params, loss, reduction, args);
@@ -617,8 +617,8 @@ struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
                                       std::string reduction, std::vector<bool> output_mask,
                                       Params... params) {
     return elementwise_backward(name_of(kLoss), kLoss, grad_output, input, target, weight,
-                                mean_terms, LossParams{{static_cast<double>(params)...}},
-                                reduction, output_mask);
+                                mean_terms, LossParams{{static_cast<double>(params)...}}, reduction,
+                                output_mask);
   }
 
   static void define(torch::stable::detail::StableLibrary& m) {
@@ -753,10 +753,10 @@ struct CrossEntropyProblem {
   void add_weight(const Tensor& tensor, bool float32_result, CrossEntropyArgs& args) {
     weight.emplace(tensor);
     check_device(kCrossEntropy, "weight", *weight, input);
-    LOSSOPS_CHECK(kCrossEntropy,
-                  is_floating(weight->dtype) ||
-                      (args.target_is_probability && is_integral(weight->dtype)),
-                  "weight must be floating point, but is ", name_of(weight->dtype));
+    LOSSOPS_CHECK(
+        kCrossEntropy,
+        is_floating(weight->dtype) || (args.target_is_probability && is_integral(weight->dtype)),
+        "weight must be floating point, but is ", name_of(weight->dtype));
     LOSSOPS_CHECK(kCrossEntropy, weight->sizes.size == 1 && weight->sizes[0] == args.num_classes,
                   "weight must have shape (", args.num_classes, ",), one for each class, but has ",
                   weight->sizes);
@@ -874,7 +874,8 @@ std::vector<Tensor> cross_entropy_backward(Tensor grad_output_, Tensor input, Te
                 output_mask.size());
   LOSSOPS_CHECK(kCrossEntropy, args.target_is_probability || (!output_mask[1] && !output_mask[2]),
                 "there is no gradient for target or weight where target holds class indices");
-  LOSSOPS_CHECK(kCrossEntropy, !output_mask[2] || (problem.weight && is_floating(problem.weight->dtype)),
+  LOSSOPS_CHECK(kCrossEntropy,
+                !output_mask[2] || (problem.weight && is_floating(problem.weight->dtype)),
                 "there is no gradient for weight");
 
   std::vector<Tensor> results;

@@ -55,8 +55,8 @@ struct RowTarget {
     const acc_t smoothing = static_cast<acc_t>(args.label_smoothing);
     const acc_t smoothing_per_class =
         static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
-    const acc_t p = load_as<acc_t>(args.target.data, args.target.dtype,
-                                   offset + c * args.target_class_stride);
+    const acc_t p =
+        load_as<acc_t>(args.target.data, args.target.dtype, offset + c * args.target_class_stride);
     return smoothed(p, smoothing, smoothing_per_class);
   }
 

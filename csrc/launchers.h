@@ -54,12 +54,12 @@ struct ElementwiseArgs {
 };
 
 struct ElementwiseForwardArgs : ElementwiseArgs {
-  Operand output;                  // none: the shape of space; else one element
+  Operand output;                // none: the shape of space; else one element
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; weighted mean only
 };
 
 struct ElementwiseBackwardArgs : ElementwiseArgs {
-  Operand grad_output;                   // strides 0 for a reduction
+  Operand grad_output;                 // strides 0 for a reduction
   const double* mean_terms = nullptr;  // (2,), from forward; weighted mean only
   // Null where not wanted. A gradient whose operand is broadcast has its own launcher.
   Operand grad_input;
@@ -99,9 +99,9 @@ struct CrossEntropyArgs {
 };
 
 struct CrossEntropyForwardArgs : CrossEntropyArgs {
-  Operand output;                  // none: strides over rows; else one element
-  void* row_stats = nullptr;       // out, (2 or 3, rows) of acc_t: max, sum, Q
-  double* mean_terms = nullptr;    // out, (2,): denominator, mean; mean only
+  Operand output;                // none: strides over rows; else one element
+  void* row_stats = nullptr;     // out, (2 or 3, rows) of acc_t: max, sum, Q
+  double* mean_terms = nullptr;  // out, (2,): denominator, mean; mean only
   // Out, CPU only: the first row whose class index is out of range, or -1.
   int64_t* first_invalid_row = nullptr;
 };
@@ -110,7 +110,7 @@ struct CrossEntropyBackwardArgs : CrossEntropyArgs {
   Operand grad_output;  // none: strides over rows; else strides 0
   const void* row_stats = nullptr;
   const double* mean_terms = nullptr;  // (2,), from forward; mean only
-  Operand grad_input;                    // strides over rows; null: not wanted
+  Operand grad_input;                  // strides over rows; null: not wanted
   int64_t grad_input_class_stride = 1;
   Operand grad_target;  // probabilities only; null: not wanted
   int64_t grad_target_class_stride = 1;

@@ -63,7 +63,8 @@ def test_opcheck(loss: Loss, device: str) -> None:
         # loss.samples() yields every variant with every reduction
         key = (sample.name.split()[0], sample.options.get("reduction"))
         utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
-        if key not in traced:
+        # AOT dispatch compares with NaN unequal to itself, as where every row is ignored
+        if key not in traced and not sample.call(loss.function).isnan().any():
             traced.add(key)
             utils.append("test_aot_dispatch_dynamic")
         leaves = sample.leaves()

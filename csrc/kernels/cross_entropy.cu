@@ -109,8 +109,7 @@ struct RowReader {
   Vector<scalar_t> loaded[kUnroll];
 
   // Starts loading at once: what else the row needs can be fetched meanwhile.
-  __device__ __forceinline__ RowReader(const scalar_t* row_, int num_classes_, int lane_,
-                                       int team_)
+  __device__ __forceinline__ RowReader(const scalar_t* row_, int num_classes_, int lane_, int team_)
       : row(row_),
         num_classes(num_classes_),
         width(access_width(row_)),
@@ -262,8 +261,8 @@ __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kThreads,
                                  Partial* partials, Finalize finalize) {
   using acc_t = acc_type_t<scalar_t>;
   using State = RowState<acc_t, kDense>;
-  const int lane = kTeamIsBlock ? static_cast<int>(threadIdx.x)
-                                : static_cast<int>(threadIdx.x) & (team - 1);
+  const int lane =
+      kTeamIsBlock ? static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x) & (team - 1);
   const int rows_per_block = kTeamIsBlock ? 1 : kThreads / team;
   const int first = kTeamIsBlock ? 0 : static_cast<int>(threadIdx.x) / team;
   const Operand* const operands[3] = {&args.input, &args.target, &args.output};
@@ -276,8 +275,8 @@ __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kThreads,
     int64_t offsets[3];
     row_offsets(args.rows, operands, row, offsets);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes),
-                                                     lane, team);
+    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
+                                                   team);
     const RowTarget<acc_t> target(args, offsets[1]);
     acc_t x_at_index = 0;
     if (!kDense && lane == 0 && target.has_loss()) {
@@ -361,8 +360,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     row_offsets(args.rows, operands, row, offsets);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
     auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
-    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes),
-                                                     lane, team);
+    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
+                                                   team);
     const RowGradient<acc_t, kDense> gradient(args, row, offsets[1], offsets[2]);
 
     const auto of_one = [&](int64_t c) {
@@ -522,8 +521,7 @@ struct WeightGradientSource {
     const RowGradient<acc_t, true> gradient(args, row, offsets[1], offsets[2]);
     const acc_t x = load_operand<acc_t>(args.input, offsets[0] + c * args.input_class_stride);
     const acc_t p = gradient.target.probability(c);
-    return p == acc_t(0) ? 0.0
-                         : static_cast<double>(gradient.scale * p * gradient.surprise(x));
+    return p == acc_t(0) ? 0.0 : static_cast<double>(gradient.scale * p * gradient.surprise(x));
   }
 };
 
@@ -586,8 +584,7 @@ int team_size(const CrossEntropyArgs& args) {
 int block_size(int team) { return team > kWarpSize ? team : kThreads; }
 
 int64_t row_blocks(const CrossEntropyArgs& args, int team, int64_t max_blocks = kMaxBlocks) {
-  return std::clamp<int64_t>(ceil_div(args.rows.numel, block_size(team) / team), 1,
-                             max_blocks);
+  return std::clamp<int64_t>(ceil_div(args.rows.numel, block_size(team) / team), 1, max_blocks);
 }
 
 int64_t strided_blocks(const CrossEntropyArgs& args) { return row_blocks(args, 1); }
@@ -668,9 +665,9 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
 }
 
 int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args) {
-  return args.grad_weight == nullptr ? 0
-                                     : ColumnReducePlan(args.num_classes, args.rows.numel)
-                                           .scratch(args.num_classes);
+  return args.grad_weight == nullptr
+             ? 0
+             : ColumnReducePlan(args.num_classes, args.rows.numel).scratch(args.num_classes);
 }
 
 void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double* scratch,
@@ -718,8 +715,8 @@ void launch_first_invalid_target(const CrossEntropyArgs& args, int64_t* result, 
     throw std::runtime_error(std::string("lossops: cudaMemsetAsync failed: ") +
                              cudaGetErrorString(error));
   }
-  first_invalid_target_kernel<<<static_cast<unsigned>(strided_blocks(args)), kThreads, 0,
-                                stream>>>(args, first);
+  first_invalid_target_kernel<<<static_cast<unsigned>(strided_blocks(args)), kThreads, 0, stream>>>(
+      args, first);
   check_launch("first_invalid_target_kernel");
 }
 

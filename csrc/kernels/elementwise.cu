@@ -224,7 +224,7 @@ template <typename acc_t, typename Term>
 __global__ void __launch_bounds__(kThreads)
     elementwise_backward_strided_kernel(const __grid_constant__ ElementwiseBackwardArgs args,
                                         Term term) {
-  const Operand* const operands[7] = {&args.input,      &args.target,      &args.weight,
+  const Operand* const operands[7] = {&args.input,       &args.target,     &args.weight,
                                       &args.grad_output, &args.grad_input, &args.grad_target,
                                       &args.grad_weight};
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < args.space.numel;
@@ -257,8 +257,7 @@ struct BroadcastGradientSource {
   Wanted wanted;
 
   __device__ double operator()(int64_t output, int64_t r) const {
-    const Operand* const operands[4] = {&args.input, &args.target, &args.weight,
-                                        &args.grad_output};
+    const Operand* const operands[4] = {&args.input, &args.target, &args.weight, &args.grad_output};
     int64_t offsets[4] = {};
     strided_offsets(args.space, operands, output, offsets, 0, args.num_kept);
     strided_offsets(args.space, operands, r, offsets, args.num_kept);
@@ -334,8 +333,8 @@ void forward_contiguous(const ElementwiseForwardArgs& args, const Term& term, Pa
   if (args.reduction == Reduction::kNone) {
     elementwise_forward_kernel<scalar_t, Term, false>
         <<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(
-            input, target, weight, static_cast<scalar_t*>(args.output.data), args.space.numel,
-            term, nullptr, Finalize{});
+            input, target, weight, static_cast<scalar_t*>(args.output.data), args.space.numel, term,
+            nullptr, Finalize{});
     check_launch("elementwise_forward_kernel");
     return;
   }
@@ -354,8 +353,7 @@ void forward_strided(const ElementwiseForwardArgs& args, const Term& term, Parti
   const int64_t blocks = strided_blocks(args.space.numel);
   const Finalize finalize = make_finalize(args);
   elementwise_forward_strided_kernel<acc_t, Term>
-      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, term, partials,
-                                                                       finalize);
+      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, term, partials, finalize);
   check_launch("elementwise_forward_strided_kernel");
   if (args.reduction != Reduction::kNone) {
     launch_grid_reduce(partials, blocks, finalize, stream);
@@ -416,8 +414,7 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
       elementwise_backward_strided_kernel<double, Term>
           <<<blocks, kThreads, 0, stream>>>(args, term);
     } else {
-      elementwise_backward_strided_kernel<float, Term>
-          <<<blocks, kThreads, 0, stream>>>(args, term);
+      elementwise_backward_strided_kernel<float, Term><<<blocks, kThreads, 0, stream>>>(args, term);
     }
     check_launch("elementwise_backward_strided_kernel");
   });
@@ -445,8 +442,8 @@ void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& arg
   visit_elementwise_loss(args.loss, args.params, [&](auto term) {
     using Term = decltype(term);
     if (args.acc_double) {
-      column_reduce(BroadcastGradientSource<double, Term>{args, term, wanted}, sink,
-                    extent.outputs, extent.reduced, scratch, stream);
+      column_reduce(BroadcastGradientSource<double, Term>{args, term, wanted}, sink, extent.outputs,
+                    extent.reduced, scratch, stream);
     } else {
       column_reduce(BroadcastGradientSource<float, Term>{args, term, wanted}, sink, extent.outputs,
                     extent.reduced, scratch, stream);

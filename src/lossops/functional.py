@@ -112,9 +112,7 @@ def mse_loss(
         RuntimeError: shapes that do not broadcast, or different devices.
     """
     if torch.compiler.is_compiling():
-        loss: Tensor = torch.ops.lossops.mse_loss(
-            input, target, reduction=reduction, weight=weight
-        )
+        loss: Tensor = torch.ops.lossops.mse_loss(input, target, reduction=reduction, weight=weight)
         return loss
     try:
         if input.shape != target.shape:
@@ -170,9 +168,7 @@ def kl_div(
         )
         return loss
     try:
-        return _kl_div(
-            input, target, None, reduction, _is_autocast(input), log_target, log_input
-        )
+        return _kl_div(input, target, None, reduction, _is_autocast(input), log_target, log_input)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise _as_torch_raises(
             error,

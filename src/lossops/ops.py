@@ -108,9 +108,9 @@ class _Loss:
             for tensor in args[:3]:
                 if tensor is not None and tensor.requires_grad:
                     if torch._C._are_functorch_transforms_active():
-                        loss: Tensor = self.transformable_function.apply(*args)[0]  # type: ignore[no-untyped-call]
+                        loss: Tensor = self.transformable_function.apply(*args)[0]
                     else:
-                        loss = self.function.apply(*args)  # type: ignore[no-untyped-call]
+                        loss = self.function.apply(*args)
                     return loss
         with torch._C._AutoDispatchBelowAutograd():
             loss = self.forward_op(*args)[0]
@@ -223,7 +223,7 @@ class _Loss:
         needed = [bool(needs) for needs in ctx.needs_input_grad[:3]]
         arguments = make_arguments(needed)
         if torch.is_grad_enabled():  # create_graph=True
-            found = iter(self.gradient_function.apply(*arguments))  # type: ignore[no-untyped-call]
+            found = iter(self.gradient_function.apply(*arguments))
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = iter(self.backward_op(*arguments))
@@ -398,7 +398,9 @@ class CrossEntropyLoss(_Loss):
             dtype = torch.promote_types(dtype, target.dtype)
             if weight is not None:
                 dtype = torch.promote_types(dtype, weight.dtype)
-        loss = input.new_empty(rows if reduction == "none" else (), dtype=_widened(dtype, float32_result))
+        loss = input.new_empty(
+            rows if reduction == "none" else (), dtype=_widened(dtype, float32_result)
+        )
         operands = [input, target, weight] if is_probability else [input, weight]
         acc_double = any(x is not None and x.dtype == torch.float64 for x in operands)
         num_rows = 1
