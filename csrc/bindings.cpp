@@ -159,6 +159,8 @@ ScalarType widen_if(bool float32_result, ScalarType dtype) {
 
 Dims to_dims(const torch::headeronly::IntHeaderOnlyArrayRef& values) {
   Dims dims;
+  LOSSOPS_CHECK("lossops", values.size() <= static_cast<size_t>(kMaxTensorDims), "a tensor has ",
+                values.size(), " dimensions; at most ", kMaxTensorDims, " are supported");
   dims.size = static_cast<int>(values.size());
   for (int i = 0; i < dims.size; ++i) {
     dims[i] = values[i];
@@ -922,6 +924,8 @@ Tensor first_invalid_target(Tensor target, int64_t num_classes, int64_t ignore_i
                     view.dtype == ScalarType::Byte,
                 "target of class indices must be int64, int32 or uint8, but is ",
                 name_of(view.dtype));
+  LOSSOPS_CHECK(kCrossEntropy, num_classes >= 0, "num_classes must not be negative, but is ",
+                num_classes);
   set_data(kCrossEntropy, args.target, view);
   args.num_classes = num_classes;
   args.ignore_index = ignore_index;

@@ -9,7 +9,7 @@
 
 namespace lossops {
 
-// torch's own bound on a tensor's dimensions.
+// Tensors of more are refused; numpy's bound, too.
 constexpr int kMaxTensorDims = 64;
 
 struct Dims {

@@ -17,6 +17,9 @@ from typing import Any
 # Before torch starts its threads: they would spin while they wait, which on a machine that has
 # other work to do makes a small test take fifty times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# torch.compile keeps compiled graphs on disk and finds them again by an operator's name: it would
+# run one that was made for another build of lossops.
+os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 
 import gpu_report
 import pytest

@@ -302,7 +302,9 @@ def _ce_tensors(
             largest = min(classes, torch.iinfo(index_dtype).max + 1)
             target = torch.randint(0, largest, rows)
             if ignored:
-                target = torch.where(torch.rand(rows) < 0.3, IGNORED, target)
+                kept = torch.rand(rows) >= 0.3
+                kept.view(-1)[:1] = True  # with no row kept, there is no derivative of a mean
+                target = torch.where(kept, target, IGNORED)
             tensors["target"] = target.to(index_dtype)
         if weighted:
             tensors["weight"] = (torch.rand(classes) + 0.25).to(dtype)

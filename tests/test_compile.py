@@ -27,6 +27,7 @@ per_loss = pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.*treespec.*LeafSpec"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
     pytest.mark.filterwarnings("ignore:Using a target size"),
 ]
 

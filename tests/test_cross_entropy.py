@@ -837,16 +837,28 @@ def test_large_logits(dtype: torch.dtype, scale: float, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)
 def test_gradient_accuracy(dtype: torch.dtype, device: str) -> None:
-    """Within 4 units in the last place, or no worse than torch."""
+    """Within 4 units in the last place.
+
+    Where logits spread further, the rounding of x - max, which exp() multiplies by its size, comes
+    on top, as it does in torch: there the root mean square error is no larger than torch's.
+    """
     for classes in (10, 1000, 50257):
-        x = (2 * torch.randn(8, classes)).to(dtype).to(device)
-        t = torch.randint(0, classes, (8,)).to(device)
-        ours = run(x, t, reduction="sum").gradients["input"]
-        theirs = torchs(x, t, reduction="sum").gradients["input"]
-        exact = torchs(x.double(), t, reduction="sum").gradients["input"]
-        worst_of_torch = ((theirs.double() - exact).abs() / ulp(exact, dtype)).max().item()
-        allowed = max(4.0, worst_of_torch)
-        assert_within(ours, exact, allowed * ulp(exact, dtype), f"{classes} classes")
+        for spread in (4.0, 20.0):
+            x = (spread * torch.rand(8, classes)).to(dtype).to(device)
+            t = torch.randint(0, classes, (8,)).to(device)
+            ours = run(x, t, reduction="sum").gradients["input"]
+            theirs = torchs(x, t, reduction="sum").gradients["input"].double()
+            exact = torchs(x.double(), t, reduction="sum").gradients["input"]
+            spacing = ulp(exact, dtype)
+            bound = 4 * spacing
+            if spread > 4:
+                bound += 2.0**-24 * spread * exact.abs()
+            what = f"{classes} classes, spread {spread}"
+            assert_within(ours, exact, bound, what)
+            mine = ((ours.double() - exact) / spacing).square().mean().sqrt()
+            assert mine <= (1.05 * ((theirs - exact) / spacing).square().mean().sqrt()).clamp(
+                min=0.5
+            ), what
 
 
 # --- the other deviations -----------------------------------------------------------------------

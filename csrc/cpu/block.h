@@ -216,6 +216,7 @@ __attribute__((noinline)) void store_block(const Operand& operand, const BlockOf
 template <int kLanes, typename T, typename Combine>
 LOSSOPS_HOST_DEVICE T fold_lanes(T* lanes, const Combine& combine) {
   if constexpr (kLanes > 1) {
+#pragma GCC unroll 1
     for (int lane = 0; lane < kLanes / 2; ++lane) {
       lanes[lane] = combine(lanes[lane], lanes[lane + kLanes / 2]);
     }

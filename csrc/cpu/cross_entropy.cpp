@@ -201,7 +201,7 @@ LOSSOPS_HOST_DEVICE acc_t block_max(const acc_t* values, int count) {
 }
 
 // Row j of a block of rows, a block of classes at a time.
-template <typename acc_t>
+template <bool kDense, typename acc_t>
 LOSSOPS_HOST_DEVICE void reduce_row(const CrossEntropyForwardArgs& args,
                                     const Coefficients<acc_t>& coefficients,
                                     const ForwardWalker& walker, int j, RowStates<acc_t>& states) {
@@ -226,7 +226,7 @@ LOSSOPS_HOST_DEVICE void reduce_row(const CrossEntropyForwardArgs& args,
       if (max > -math::infinity<acc_t>()) {
         sum.scale(std::exp(-rise));
       }
-      if (args.dense() && c > 0) {
+      if (kDense && c > 0) {
         const double q_so_far = q_sum.total();
         dot_moved += q_so_far == 0 ? 0 : q_so_far * rise;
       }
@@ -237,7 +237,7 @@ LOSSOPS_HOST_DEVICE void reduce_row(const CrossEntropyForwardArgs& args,
       terms[i] = math::exp(x[i] - shift);
     }
     sum.add(terms, count);
-    if (args.dense()) {
+    if (kDense) {
       coefficients.load_probabilities(classes_of_row(walker[1][j], args.target_class_stride, c),
                                       count, q);
       coefficients.multiply_by_weights(c, count, q);
@@ -251,7 +251,7 @@ LOSSOPS_HOST_DEVICE void reduce_row(const CrossEntropyForwardArgs& args,
   }
   states.max[j] = max;
   states.sum[j] = sum.total();
-  if (args.dense()) {
+  if (kDense) {
     states.q_sum[j] = q_sum.total();
     states.dot[j] = dot.total() + dot_moved;
   }
@@ -268,7 +268,8 @@ LOSSOPS_HOST_DEVICE void forward_row_by_row(const CrossEntropyForwardArgs& args,
     walker.next(count);
     for (int j = 0; j < count; ++j) {
       if (RowTarget<acc_t>(args, walker[1][j]).has_loss()) {
-        reduce_row(args, coefficients, walker, j, states);
+        args.dense() ? reduce_row<true>(args, coefficients, walker, j, states)
+                     : reduce_row<false>(args, coefficients, walker, j, states);
       }
     }
     finish_rows(args, coefficients, walker, first, count, states, chunk);

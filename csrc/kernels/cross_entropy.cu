@@ -177,8 +177,12 @@ template <typename State, typename scalar_t, int kUnroll, typename acc_t = acc_t
 __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader,
                                             const RowTarget<acc_t>& target) {
   constexpr int kSize = kVectorSize<scalar_t>;
+  // Sums of sums: a thread's share of a long row is thousands of terms, and equal coefficients
+  // would round the same way every time.
+  constexpr int kRoundsPerChunk = 16;
   State state;
-  for (; reader.more(); reader.advance()) {
+  State chunk;
+  for (int round = 1; reader.more(); reader.advance(), ++round) {
     acc_t max = -math::infinity<acc_t>();
     reader.for_each_vector([&](int u) {
 #pragma unroll
@@ -187,6 +191,7 @@ __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader
       }
     });
     state.raise_max(max);
+    chunk.raise_max(max);
     State local = same_max(state);
     reader.for_each_vector([&](int u) {
 #pragma unroll
@@ -195,8 +200,13 @@ __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader
                       reader.first_class(u) + i);
       }
     });
-    state.add(local);
+    chunk.add(local);
+    if (round % kRoundsPerChunk == 0) {
+      state.add(chunk);
+      chunk = same_max(state);
+    }
   }
+  state.add(chunk);
   reader.for_each_single([&](int c) {
     const acc_t x[1] = {to_acc<acc_t>(reader.row[c])};
     fold(state, x, target, c);

@@ -115,7 +115,16 @@ LOSSOPS_HOST_DEVICE acc_t dense_row_loss(const DenseOnlineSoftmax<acc_t>& row) {
 // softmax(x)_c from what a row left behind; inverse_sum = 1 / sum.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t softmax_probability(acc_t x, acc_t max, acc_t inverse_sum) {
-  return math::exp(x - max) * inverse_sum;
+  const acc_t difference = x - max;
+  acc_t exponential = math::exp(difference);
+  // What rounding took from the difference (Knuth's exact sum) would cost the exponential
+  // |difference| / 2^24 of its value.
+  const acc_t shadow = difference - x;
+  const acc_t rounded_off = (x - (difference - shadow)) - (max + shadow);
+  if (exponential > acc_t(0)) {
+    exponential += exponential * rounded_off;
+  }
+  return exponential * inverse_sum;
 }
 
 // Label smoothing of one class probability.

@@ -247,7 +247,8 @@ def cross_entropy(
 
 
 def _is_autocast(input: Tensor) -> bool:
-    return torch.is_autocast_enabled(input.device.type)
+    device_type = input.device.type
+    return device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
 
 
 def _raise_first_invalid(input: Tensor, target: Tensor, ignore_index: int) -> None:

@@ -46,6 +46,15 @@ def _reject_forward_ad(name: str, *tensors: Tensor | None) -> None:
             )
 
 
+def _check_devices(name: str, input: Tensor, *others: Tensor | None) -> None:
+    """As the kernels do: fake kernels also meet a real tensor beside one without data."""
+    for tensor in others:
+        if tensor is not None and tensor.device != input.device:
+            raise RuntimeError(
+                f"{name}: a tensor is on {tensor.device} but input is on {input.device}"
+            )
+
+
 def _differentiable(tensor: Tensor | None) -> Tensor | None:
     """An alias of its own, so that a gradient with respect to it is a partial one."""
     return None if tensor is None else tensor.view_as(tensor)
@@ -191,6 +200,7 @@ class _Loss:
     def fake_backward(
         self, grad_output: Tensor, input: Tensor, target: Tensor, weight: Tensor | None, *args: Any
     ) -> list[Tensor]:
+        _check_devices(self.name, input, grad_output, target, weight)
         output_mask = args[self.mask_position - 4]
         operands = (input, target, weight)
         return [
@@ -326,6 +336,7 @@ class ElementwiseLoss(_Loss):
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, reduction, float32_result = args[:5]
+        _check_devices(self.name, input, target, weight)
         dtype = _widened(self.result_dtype(input, target, weight, reduction), float32_result)
         if reduction == "none":
             # TensorIterator's layout of a binary operator, which the kernel copies.
@@ -390,6 +401,7 @@ class CrossEntropyLoss(_Loss):
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, _ignore_index, reduction, label_smoothing, float32_result = args
+        _check_devices(self.name, input, target, weight)
         class_dim = 0 if input.dim() == 1 else 1
         rows = [size for dim, size in enumerate(input.shape) if dim != class_dim]
         is_probability = target.dim() == input.dim() and target.is_floating_point()
