@@ -19,18 +19,40 @@ constexpr int kVector = 32;  // two of the widest vectors of fp32
 
 LOSSOPS_HOST_DEVICE int padded(int count) { return (count + kVector - 1) / kVector * kVector; }
 
-// Where the elements of a block lie in one operand: element j at base + j * stride, or
-// at base + scattered[j].
+// Where the elements of a block lie in one operand: in runs along dimension 0, whose
+// elements are `stride` apart.
 struct BlockOffsets {
-  int64_t base = 0;
+  int64_t base = 0;  // of the first run
   int64_t stride = 0;
-  const int64_t* scattered = nullptr;
+  int first_length = kBlock;
+  int length = kBlock;                   // of the runs behind the first
+  const int64_t* run_offsets = nullptr;  // of those, from base
 
   int64_t operator[](int j) const {
-    return base + (scattered != nullptr ? scattered[j] : j * stride);
+    if (j < first_length) {
+      return base + j * stride;
+    }
+    const int behind = j - first_length;
+    return base + run_offsets[behind / length] + behind % length * stride;
   }
-  BlockOffsets shifted(int64_t offset) const { return {base + offset, stride, scattered}; }
-  bool contiguous() const { return scattered == nullptr && stride == 1; }
+
+  // A block of as many elements, all `offset` further on.
+  BlockOffsets shifted(int64_t offset) const {
+    BlockOffsets result = *this;
+    result.base += offset;
+    return result;
+  }
+
+  // body(j, length, offset): elements [j, j + length) are a run that begins at offset.
+  template <typename Body>
+  LOSSOPS_HOST_DEVICE void for_each_run(int count, const Body& body) const {
+    int run = std::min(first_length, count);
+    body(0, run, base);
+    for (int j = run, k = 0; j < count; j += run, ++k) {
+      run = std::min(length, count - j);
+      body(j, run, base + run_offsets[k]);
+    }
+  }
 };
 
 // Walks an iteration space block by block and says where each block lies in N operands.
@@ -58,28 +80,21 @@ class BlockWalker {
 
   // Moves on to the next count <= kBlock elements.
   __attribute__((noinline)) void next(int count) {
-    const int64_t run = space_.ndim > 0 ? space_.sizes[0] - coordinates_[0] : 1;
-    if (count <= run) {
-      for (int n = 0; n < N; ++n) {
-        block_[n] = {offsets_[n], stride(n), nullptr};
-      }
-      advance(count);
-      return;
-    }
-    int done = 0;
-    while (done < count) {
-      const int length =
-          static_cast<int>(std::min<int64_t>(count - done, space_.sizes[0] - coordinates_[0]));
-      for (int n = 0; n < N; ++n) {
-        for (int j = 0; j < length; ++j) {
-          scattered_[n][done + j] = offsets_[n] + j * stride(n);
-        }
-      }
-      done += length;
-      advance(length);
-    }
+    const int64_t size = space_.ndim > 0 ? space_.sizes[0] : 1;
+    const int64_t left = space_.ndim > 0 ? size - coordinates_[0] : 1;
     for (int n = 0; n < N; ++n) {
-      block_[n] = {0, 0, scattered_[n]};
+      block_[n].base = offsets_[n];
+      block_[n].stride = stride(n);
+      block_[n].first_length = static_cast<int>(std::min<int64_t>(left, kBlock));
+      block_[n].length = static_cast<int>(std::min<int64_t>(size, kBlock));
+      block_[n].run_offsets = run_offsets_[n];
+    }
+    advance(std::min<int64_t>(left, count));
+    for (int64_t done = left, run = 0; done < count; done += size, ++run) {
+      for (int n = 0; n < N; ++n) {
+        run_offsets_[n][run] = offsets_[n] - block_[n].base;
+      }
+      advance(std::min<int64_t>(size, count - done));
     }
   }
 
@@ -112,7 +127,7 @@ class BlockWalker {
   int64_t coordinates_[kMaxDims];
   int64_t offsets_[N];  // of the next element
   BlockOffsets block_[N];
-  int64_t scattered_[N][kBlock];
+  int64_t run_offsets_[N][kBlock];
 };
 
 namespace detail {
@@ -120,44 +135,44 @@ namespace detail {
 template <typename acc_t, typename scalar_t>
 LOSSOPS_HOST_DEVICE void load_typed(const scalar_t* data, const BlockOffsets& at, int count,
                                     acc_t* values) {
-  if (at.contiguous()) {
-    const scalar_t* run = data + at.base;
-    for (int j = 0; j < count; ++j) {
-      values[j] = to_acc<acc_t>(run[j]);
+  at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
+    const scalar_t* run = data + offset;
+    if (at.stride == 1) {
+      for (int i = 0; i < length; ++i) {
+        values[j + i] = to_acc<acc_t>(run[i]);
+      }
+    } else {
+      for (int i = 0; i < length; ++i) {
+        values[j + i] = to_acc<acc_t>(run[i * at.stride]);
+      }
     }
-  } else if (at.scattered == nullptr) {
-    for (int j = 0; j < count; ++j) {
-      values[j] = to_acc<acc_t>(data[at.base + j * at.stride]);
-    }
-  } else {
-    for (int j = 0; j < count; ++j) {
-      values[j] = to_acc<acc_t>(data[at.base + at.scattered[j]]);
-    }
-  }
+  });
 }
 
 template <typename acc_t, typename scalar_t>
 LOSSOPS_HOST_DEVICE void store_typed(scalar_t* data, const BlockOffsets& at, int count,
                                      const acc_t* values) {
-  if (at.contiguous()) {
-    scalar_t* run = data + at.base;
-    for (int j = 0; j < count; ++j) {
-      run[j] = from_acc<scalar_t>(values[j]);
+  at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
+    scalar_t* run = data + offset;
+    if (at.stride == 1) {
+      for (int i = 0; i < length; ++i) {
+        run[i] = from_acc<scalar_t>(values[j + i]);
+      }
+    } else {
+      for (int i = 0; i < length; ++i) {
+        run[i * at.stride] = from_acc<scalar_t>(values[j + i]);
+      }
     }
-  } else {
-    for (int j = 0; j < count; ++j) {
-      data[at[j]] = from_acc<scalar_t>(values[j]);
-    }
-  }
+  });
 }
 
 }  // namespace detail
 
-// Reads the count elements of a block; the padding becomes 1. Not inlined: one copy of
+// Reads the count elements of a block and sets what pads them. Not inlined: one copy of
 // these loops serves every loss.
 template <typename acc_t>
 __attribute__((noinline)) void load_block(const Operand& operand, const BlockOffsets& at, int count,
-                                          acc_t* values) {
+                                          acc_t* values, acc_t padding = acc_t(1)) {
   with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
     switch (operand.dtype) {
       case DType::kFloat64:
@@ -178,18 +193,24 @@ __attribute__((noinline)) void load_block(const Operand& operand, const BlockOff
         }
     }
   });
-  std::fill(values + count, values + padded(count), acc_t(1));
+  std::fill(values + count, values + padded(count), padding);
 }
 
 // The elements of a block, padded: in place where memory holds just that, else read into
 // buffer.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE const acc_t* view_block(const Operand& operand, const BlockOffsets& at,
-                                            int count, acc_t* buffer) {
-  if (operand.dtype == dtype_of<acc_t>::value && at.contiguous() && count % kVector == 0) {
-    return static_cast<const acc_t*>(operand.data) + at.base;
+                                            int count, acc_t* buffer, acc_t padding = acc_t(1)) {
+  if (operand.dtype != dtype_of<acc_t>::value || at.stride != 1 || count > at.first_length) {
+    load_block(operand, at, count, buffer, padding);
+    return buffer;
   }
-  load_block(operand, at, count, buffer);
+  const acc_t* run = static_cast<const acc_t*>(operand.data) + at.base;
+  if (count % kVector == 0) {
+    return run;
+  }
+  std::copy_n(run, count, buffer);
+  std::fill(buffer + count, buffer + padded(count), padding);
   return buffer;
 }
 
@@ -216,7 +237,7 @@ __attribute__((noinline)) void store_block(const Operand& operand, const BlockOf
 template <int kLanes, typename T, typename Combine>
 LOSSOPS_HOST_DEVICE T fold_lanes(T* lanes, const Combine& combine) {
   if constexpr (kLanes > 1) {
-#pragma GCC unroll 1
+#pragma GCC unroll 1  // unrolled early, gcc 12 would leave it to scalars
     for (int lane = 0; lane < kLanes / 2; ++lane) {
       lanes[lane] = combine(lanes[lane], lanes[lane + kLanes / 2]);
     }
@@ -228,27 +249,46 @@ LOSSOPS_HOST_DEVICE T fold_lanes(T* lanes, const Combine& combine) {
 // A sum in independent fp64 lanes: exact enough for any number of terms, and in an order
 // that vectors can keep.
 struct LaneSum {
-  double lanes[kVector] = {};
+  bool empty = true;
+  double lanes[kVector];
 
-  // Adds values[0..count); the padding is overwritten.
+  // Adds values[0..width), where width is padded and the padding 0.
   template <typename acc_t>
-  LOSSOPS_HOST_DEVICE void add(acc_t* values, int count) {
-    const int width = padded(count);
-    std::fill(values + count, values + width, acc_t(0));
-    for (int j = 0; j < width; j += kVector) {
+  LOSSOPS_HOST_DEVICE void add(const acc_t* values, int width) {
+    int j = 0;
+    if (empty) {
+      for (int lane = 0; lane < kVector; ++lane) {
+        lanes[lane] = static_cast<double>(values[lane]);
+      }
+      empty = false;
+      j = kVector;
+    }
+    for (; j < width; j += kVector) {
       for (int lane = 0; lane < kVector; ++lane) {
         lanes[lane] += static_cast<double>(values[j + lane]);
       }
     }
   }
 
+  // The same where the padding is yet to be overwritten.
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE void add_unpadded(acc_t* values, int count) {
+    std::fill(values + count, values + padded(count), acc_t(0));
+    add(values, padded(count));
+  }
+
   LOSSOPS_HOST_DEVICE void scale(double factor) {
-    for (double& lane : lanes) {
-      lane *= factor;
+    if (!empty) {
+      for (double& lane : lanes) {
+        lane *= factor;
+      }
     }
   }
 
   LOSSOPS_HOST_DEVICE double total() const {
+    if (empty) {
+      return 0;
+    }
     double sums[kVector];
     std::copy_n(lanes, kVector, sums);
     return fold_lanes<kVector>(sums,

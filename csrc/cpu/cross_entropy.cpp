@@ -16,6 +16,14 @@
 namespace lossops::cpu {
 namespace {
 
+// Where classes [first, ...) of a row lie.
+BlockOffsets classes_of_row(int64_t row_offset, int64_t class_stride, int64_t first) {
+  BlockOffsets result;
+  result.base = row_offset + first * class_stride;
+  result.stride = class_stride;
+  return result;
+}
+
 // ------------------------------------------------------------------ coefficients
 
 // The coefficients of a row are uniform ones, q_c = w_c p'_c with p'_c = eps / C for a
@@ -61,7 +69,7 @@ class Coefficients {
       return;
     }
     acc_t w[kBlock];
-    load_block(weight_, {first * args_.weight_stride, args_.weight_stride, nullptr}, count, w);
+    load_block(weight_, classes_of_row(0, args_.weight_stride, first), count, w);
     for (int j = 0; j < padded(count); ++j) {
       values[j] *= w[j];
     }
@@ -73,11 +81,6 @@ class Coefficients {
   acc_t smoothing_per_class_;
   Operand weight_;
 };
-
-// Where classes [first, ...) of a row lie.
-BlockOffsets classes_of_row(int64_t row_offset, int64_t class_stride, int64_t first) {
-  return {row_offset + first * class_stride, class_stride, nullptr};
-}
 
 // What a row that reads no logits has for its loss and its gradient.
 template <typename acc_t>
@@ -175,85 +178,97 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
   if (args.reduction == Reduction::kNone) {
     store_block(args.output, walker[2], count, loss);
   } else {
-    chunk.loss.add(loss, count);
-    chunk.weight.add(weight, count);
+    chunk.loss.add_unpadded(loss, count);
+    chunk.weight.add_unpadded(weight, count);
   }
 }
 
 // ------------------------------------------------------------ forward, row by row
 
-// The largest of values[0..count), a NaN left aside.
+// The largest of values[0..width), a NaN left aside.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t block_max(const acc_t* values, int count) {
+LOSSOPS_HOST_DEVICE acc_t block_max(const acc_t* values, int width) {
   acc_t lanes[kVector];
   std::fill_n(lanes, kVector, -math::infinity<acc_t>());
-  int j = 0;
-  for (; j + kVector <= count; j += kVector) {
+  for (int j = 0; j < width; j += kVector) {
     for (int lane = 0; lane < kVector; ++lane) {
       lanes[lane] = values[j + lane] > lanes[lane] ? values[j + lane] : lanes[lane];
     }
-  }
-  for (int lane = 0; j < count; ++j, ++lane) {
-    lanes[lane] = values[j] > lanes[lane] ? values[j] : lanes[lane];
   }
   return fold_lanes<kVector>(lanes,
                              [](acc_t a, acc_t b) LOSSOPS_ALWAYS_INLINE { return a > b ? a : b; });
 }
 
-// Row j of a block of rows, a block of classes at a time.
+// Rows that are read in lockstep: from its maximum to the sum of its exponentials, a short
+// row is one chain of dependent instructions. A long row is better off alone, as one
+// stream from memory.
+constexpr int kLockstep = 4;
+
+// Rows `numbers` of a block of rows, a block of classes at a time.
 template <bool kDense, typename acc_t>
-LOSSOPS_HOST_DEVICE void reduce_row(const CrossEntropyForwardArgs& args,
-                                    const Coefficients<acc_t>& coefficients,
-                                    const ForwardWalker& walker, int j, RowStates<acc_t>& states) {
-  acc_t x_buffer[kBlock];
+LOSSOPS_HOST_DEVICE void reduce_rows(const CrossEntropyForwardArgs& args,
+                                     const Coefficients<acc_t>& coefficients,
+                                     const ForwardWalker& walker, const int* numbers, int rows,
+                                     RowStates<acc_t>& states) {
+  acc_t x_buffer[kLockstep][kBlock];
   acc_t terms[kBlock];
   acc_t q[kBlock];
-  acc_t max = -math::infinity<acc_t>();
-  LaneSum sum;
-  LaneSum q_sum;
-  LaneSum dot;
-  double dot_moved = 0;
+  const acc_t* x[kLockstep];
+  acc_t max[kLockstep];
+  acc_t new_max[kLockstep];
+  LaneSum sum[kLockstep];
+  LaneSum q_sum[kLockstep];
+  LaneSum dot[kLockstep];
+  double dot_moved[kLockstep] = {};
+  std::fill_n(max, kLockstep, -math::infinity<acc_t>());
   for (int64_t c = 0; c < args.num_classes; c += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, args.num_classes - c));
     const int width = padded(count);
-    const acc_t* x = view_block(
-        args.input, classes_of_row(walker[0][j], args.input_class_stride, c), count, x_buffer);
-    const acc_t new_max = block_max(x, count);
-    if (new_max > max) {
-      // In fp64, so that a maximum that rises in every block costs no accuracy.
-      const double rise =
-          static_cast<double>(softmax_shift(new_max)) - static_cast<double>(softmax_shift(max));
-      if (max > -math::infinity<acc_t>()) {
-        sum.scale(std::exp(-rise));
-      }
-      if (kDense && c > 0) {
-        const double q_so_far = q_sum.total();
-        dot_moved += q_so_far == 0 ? 0 : q_so_far * rise;
-      }
-      max = new_max;
+    for (int r = 0; r < rows; ++r) {
+      x[r] =
+          view_block(args.input, classes_of_row(walker[0][numbers[r]], args.input_class_stride, c),
+                     count, x_buffer[r], -math::infinity<acc_t>());
+      new_max[r] = block_max(x[r], width);
     }
-    const acc_t shift = softmax_shift(max);
-    for (int i = 0; i < width; ++i) {
-      terms[i] = math::exp(x[i] - shift);
-    }
-    sum.add(terms, count);
-    if (kDense) {
-      coefficients.load_probabilities(classes_of_row(walker[1][j], args.target_class_stride, c),
-                                      count, q);
-      coefficients.multiply_by_weights(c, count, q);
+    for (int r = 0; r < rows; ++r) {
+      if (new_max[r] > max[r]) {
+        // In fp64, so that a maximum that rises in every block costs no accuracy.
+        const double rise = static_cast<double>(softmax_shift(new_max[r])) -
+                            static_cast<double>(softmax_shift(max[r]));
+        if (max[r] > -math::infinity<acc_t>()) {
+          sum[r].scale(std::exp(-rise));
+        }
+        if (kDense && c > 0) {
+          const double q_so_far = q_sum[r].total();
+          dot_moved[r] += q_so_far == 0 ? 0 : q_so_far * rise;
+        }
+        max[r] = new_max[r];
+      }
+      const acc_t shift = softmax_shift(max[r]);
       for (int i = 0; i < width; ++i) {
-        const acc_t term = q[i] * (shift - x[i]);
-        terms[i] = q[i] == acc_t(0) ? acc_t(0) : term;
+        terms[i] = math::exp(x[r][i] - shift);
       }
-      q_sum.add(q, count);
-      dot.add(terms, count);
+      sum[r].add(terms, width);  // exp(-inf) is 0
+      if (kDense) {
+        coefficients.load_probabilities(
+            classes_of_row(walker[1][numbers[r]], args.target_class_stride, c), count, q);
+        coefficients.multiply_by_weights(c, count, q);
+        for (int i = 0; i < width; ++i) {
+          const acc_t term = q[i] * (shift - x[r][i]);
+          terms[i] = q[i] == acc_t(0) ? acc_t(0) : term;
+        }
+        q_sum[r].add_unpadded(q, count);
+        dot[r].add_unpadded(terms, count);
+      }
     }
   }
-  states.max[j] = max;
-  states.sum[j] = sum.total();
-  if (kDense) {
-    states.q_sum[j] = q_sum.total();
-    states.dot[j] = dot.total() + dot_moved;
+  for (int r = 0; r < rows; ++r) {
+    states.max[numbers[r]] = max[r];
+    states.sum[numbers[r]] = sum[r].total();
+    if (kDense) {
+      states.q_sum[numbers[r]] = q_sum[r].total();
+      states.dot[numbers[r]] = dot[r].total() + dot_moved[r];
+    }
   }
 }
 
@@ -262,14 +277,21 @@ LOSSOPS_HOST_DEVICE void forward_row_by_row(const CrossEntropyForwardArgs& args,
                                             const Coefficients<acc_t>& coefficients, int64_t begin,
                                             int64_t end, ChunkSums& chunk) {
   ForwardWalker walker(args.rows, {&args.input, &args.target, &args.output}, begin);
+  const int lockstep = args.num_classes <= kBlock ? kLockstep : 1;
   RowStates<acc_t> states;
   for (int64_t first = begin; first < end; first += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - first));
     walker.next(count);
+    int numbers[kLockstep];
+    int rows = 0;
     for (int j = 0; j < count; ++j) {
       if (RowTarget<acc_t>(args, walker[1][j]).has_loss()) {
-        args.dense() ? reduce_row<true>(args, coefficients, walker, j, states)
-                     : reduce_row<false>(args, coefficients, walker, j, states);
+        numbers[rows++] = j;
+      }
+      if (rows == lockstep || (rows > 0 && j + 1 == count)) {
+        args.dense() ? reduce_rows<true>(args, coefficients, walker, numbers, rows, states)
+                     : reduce_rows<false>(args, coefficients, walker, numbers, rows, states);
+        rows = 0;
       }
     }
     finish_rows(args, coefficients, walker, first, count, states, chunk);

@@ -1,4 +1,8 @@
 // Elementwise losses on the CPU.
+#include <cmath>
+#include <cstdlib>
+#include <initializer_list>
+
 #include "cpu/block.h"
 #include "cpu/parallel.h"
 #include "strided.h"
@@ -16,6 +20,48 @@ void visit_types(const ElementwiseArgs& args, const Body& body) {
   visit_elementwise_loss(args.loss, args.params, [&](auto term) {
     args.acc_double ? body(double(), term) : body(float(), term);
   });
+}
+
+// Operands that disagree on which dimension is the fastest, such as a matrix and the
+// transpose of another, are walked in square tiles: all of every cache line is used while
+// it is there.
+void tile_mixed_layouts(ElementwiseArgs& args, std::initializer_list<Operand*> operands) {
+  constexpr int64_t kTile = 32;
+  constexpr int64_t kLine = 16;  // elements of a cache line
+  IterationSpace& space = args.space;
+  int other = 0;  // the fastest dimension of an operand for which it is not dimension 0
+  for (const Operand* operand : operands) {
+    for (int dim = 1; dim < space.ndim; ++dim) {
+      if (operand->data != nullptr && std::abs(operand->strides[0]) >= kLine &&
+          std::abs(operand->strides[dim]) == 1) {
+        other = dim;
+      }
+    }
+  }
+  if (other == 0 || space.sizes[0] % kTile != 0 || space.sizes[other] % kTile != 0 ||
+      space.ndim + 2 > kMaxDims) {
+    return;
+  }
+  // Dimensions (0, ..., other, ...) become (0 and other within a tile, 0 and other from tile to
+  // tile, ...).
+  const auto reorder = [&](int64_t* values, int64_t inner_factor, int64_t outer_factor) {
+    const int64_t first = values[0];
+    const int64_t second = values[other];
+    std::copy(values + other + 1, values + space.ndim, values + other);
+    std::copy_backward(values + 1, values + space.ndim - 1, values + space.ndim + 2);
+    const int64_t tiled[4] = {first * inner_factor, second * inner_factor, first * outer_factor,
+                              second * outer_factor};
+    std::copy_n(tiled, 4, values);
+  };
+  for (Operand* operand : operands) {
+    reorder(operand->strides, 1, kTile);
+  }
+  for (const int dim : {0, other}) {
+    space.sizes[dim] /= kTile;
+  }
+  reorder(space.sizes, 1, 1);
+  space.sizes[0] = space.sizes[1] = kTile;
+  space.ndim += 2;
 }
 
 int64_t num_chunks(const IterationSpace& space) { return divide_up(space.numel, kChunk); }
@@ -54,9 +100,9 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
       store_block(args.output, walker[3], count, loss);
       continue;
     }
-    loss_sum.add(loss, count);
+    loss_sum.add_unpadded(loss, count);
     if (has_weight) {
-      weight_sum.add(weight, count);
+      weight_sum.add_unpadded(weight, count);
     }
   }
   if (args.reduction != Reduction::kNone) {
@@ -198,19 +244,27 @@ struct ReducePlan {
   int64_t splits = 1;  // more than one: partials[split][element] are folded afterwards
 };
 
-// Along which dimensions memory is dense.
+// Whether memory is denser along the summed dimensions than along the kept ones. Operands
+// without the summed dimensions are read again and again, from a cache.
 bool reduced_dims_are_dense(const ElementwiseBackwardReduceArgs& args) {
-  int64_t least_stride[2] = {INT64_MAX, INT64_MAX};
-  for (int dim = 0; dim < args.space.ndim; ++dim) {
-    for (const Operand* operand : {&args.input, &args.target, &args.weight}) {
-      const int64_t stride = std::abs(operand->strides[dim]);
-      if (operand->data != nullptr && stride != 0 && args.space.sizes[dim] > 1) {
-        int64_t& least = least_stride[dim < args.num_kept ? 0 : 1];
-        least = std::min(least, stride);
+  int64_t least_kept = INT64_MAX;
+  int64_t least_reduced = INT64_MAX;
+  for (const Operand* operand : {&args.input, &args.target, &args.weight}) {
+    const auto least_stride = [&](int begin, int end) {
+      int64_t least = INT64_MAX;
+      for (int dim = begin; dim < end; ++dim) {
+        const int64_t stride = std::abs(operand->strides[dim]);
+        least = stride != 0 && args.space.sizes[dim] > 1 ? std::min(least, stride) : least;
       }
+      return least;
+    };
+    const int64_t reduced = least_stride(args.num_kept, args.space.ndim);
+    if (operand->data != nullptr && reduced != INT64_MAX) {
+      least_reduced = std::min(least_reduced, reduced);
+      least_kept = std::min(least_kept, least_stride(0, args.num_kept));
     }
   }
-  return least_stride[1] < least_stride[0];
+  return least_reduced < least_kept;
 }
 
 ReducePlan plan_reduce(const ElementwiseBackwardReduceArgs& args) {
@@ -231,7 +285,7 @@ ReducePlan plan_reduce(const ElementwiseBackwardReduceArgs& args) {
   return plan;
 }
 
-// Dimension first_dim of the result is dimension 0 of the argument.
+// Brings the summed dimensions first.
 void rotate_dims(ElementwiseBackwardReduceArgs& args) {
   const auto rotate = [&](int64_t* values) {
     std::rotate(values, values + args.num_kept, values + args.space.ndim);
@@ -262,7 +316,7 @@ LOSSOPS_HOST_DEVICE void reduce_along_terms(const ElementwiseBackwardReduceArgs&
       walker.next(count);
       block.load(walker[0], walker[1], walker[2], walker[3], count);
       block.gradient(wanted, term, padded(count), grad);
-      sum.add(grad, count);
+      sum.add_unpadded(grad, count);
     }
     sums[element - first] = sum.total();
   }
@@ -306,8 +360,10 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
   return args.reduction == Reduction::kNone ? 0 : 2 * num_chunks(args.space);
 }
 
-void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch,
+void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scratch,
                                 Context context) {
+  ElementwiseForwardArgs args = given;
+  tile_mixed_layouts(args, {&args.input, &args.target, &args.weight, &args.output});
   const bool none = args.reduction == Reduction::kNone;
   const int64_t chunks = num_chunks(args.space);
   visit_types(args, [&](auto acc, auto term) {
@@ -337,7 +393,10 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   store_operand(args.output, 0, result);
 }
 
-void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context context) {
+void launch_elementwise_backward(const ElementwiseBackwardArgs& given, Context context) {
+  ElementwiseBackwardArgs args = given;
+  tile_mixed_layouts(args, {&args.input, &args.target, &args.weight, &args.grad_output,
+                            &args.grad_input, &args.grad_target, &args.grad_weight});
   visit_types(args, [&](auto acc, auto term) {
     using acc_t = decltype(acc);
     if (args.space.numel == 0) {

@@ -2,8 +2,10 @@
 // host memory, and the argument structs that point to it or to a copy of it.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <random>
 #include <string>
 #include <vector>
@@ -262,8 +264,8 @@ struct ElementwiseCase {
   }
 };
 
-// A problem of random dtypes and values whose operands have the given layout. target is
-// broadcast along the dimensions from num_kept on, if there are any.
+// A problem of random dtypes and values. target may have another layout than the rest, and
+// is broadcast along the dimensions from num_kept on, if there are any.
 inline ElementwiseCase random_elementwise(Random& random, std::vector<int64_t> sizes, Layout layout,
                                           int num_kept) {
   ElementwiseCase result;
@@ -290,8 +292,10 @@ inline ElementwiseCase random_elementwise(Random& random, std::vector<int64_t> s
     broadcast[static_cast<size_t>(dim)] = true;
   }
 
+  const Layout target_layout =
+      ndim > 1 ? random.pick({layout, layout, Layout::kDense, Layout::kReversed}) : layout;
   result.input = TestTensor(dtype, sizes, layout);
-  result.target = TestTensor(target_dtype, sizes, layout, broadcast);
+  result.target = TestTensor(target_dtype, sizes, target_layout, broadcast);
   if (weighted) {
     result.weight = TestTensor(dtype, sizes, layout, broadcast);
   }

@@ -753,9 +753,10 @@ int main() {
   using namespace lossops;
   using test::ClassLayout;
   Random random(2024);
-  const std::vector<int64_t> shapes[] = {{},         {1},     {7},      {31, 5},   {511},
-                                         {512},      {513},   {3, 400}, {400, 3},  {16, 17, 5},
-                                         {2, 3, 45}, {40000}, {70001},  {1, 1, 33}};
+  const std::vector<int64_t> shapes[] = {
+      {},      {1},        {7},      {31, 5},     {511},         {512},
+      {513},   {3, 400},   {400, 3}, {16, 17, 5}, {2, 3, 45},    {40000},
+      {70001}, {1, 1, 33}, {64, 96}, {96, 3, 64}, {32, 2, 32, 2}};
   for (int trial = 0; trial < 4; ++trial) {
     for (const auto& shape : shapes) {
       test_elementwise(random, shape,

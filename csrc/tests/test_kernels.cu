@@ -270,9 +270,9 @@ int main() {
     return 77;
   }
   Random random(7);
-  const std::vector<int64_t> shapes[] = {{},     {0},      {1},      {7},
-                                         {255},  {1025},   {3, 400}, {16, 17, 5},
-                                         {4097}, {100003}, {31, 5},  {1000, 700}};
+  const std::vector<int64_t> shapes[] = {{},      {0},         {1},         {7},    {255},
+                                         {1025},  {3, 400},    {16, 17, 5}, {4097}, {100003},
+                                         {31, 5}, {1000, 700}, {64, 96}};
   for (int trial = 0; trial < 8; ++trial) {
     for (const auto& shape : shapes) {
       const Layout layout = random.pick({Layout::kDense, Layout::kReversed, Layout::kSparse});
