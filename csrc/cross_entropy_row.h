@@ -73,15 +73,15 @@ struct RowTarget {
   }
 };
 
-// The planes of row_stats, (2 or 3, rows): max, sum, and Q of dense rows.
+// The planes of row_stats, (2 or 3, rows): max, rest, and Q of dense rows.
 template <typename acc_t>
 struct RowStats {
   acc_t* max;
-  acc_t* sum;
+  acc_t* rest;
   acc_t* q_sum;
 
   LOSSOPS_HOST_DEVICE RowStats(void* data, int64_t rows)
-      : max(static_cast<acc_t*>(data)), sum(max + rows), q_sum(sum + rows) {}
+      : max(static_cast<acc_t*>(data)), rest(max + rows), q_sum(rest + rows) {}
 };
 
 // grad_output of one row, divided by what the mean divides by.

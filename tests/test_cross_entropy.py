@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from checks import assert_raises, check, words_of_dtype, words_of_shape
 from losses import BY_NAME, LossFunction, Result, Sample, evaluate
-from numerics import DTYPES, HALF_TYPES, assert_same, assert_within, same_bits, ulp
+from numerics import (
+    DTYPES,
+    HALF_TYPES,
+    assert_same,
+    assert_within,
+    layouts_of,
+    same_bits,
+    ulp,
+)
 from torch import Tensor
 
 import lossops
@@ -859,6 +867,31 @@ def test_gradient_accuracy(dtype: torch.dtype, device: str) -> None:
             assert mine <= (1.05 * ((theirs - exact) / spacing).square().mean().sqrt()).clamp(
                 min=0.5
             ), what
+
+
+@pytest.mark.parametrize("classes", [2, 7, 40, 1000, 9001])
+def test_confident_rows(classes: int, device: str) -> None:
+    """Rows whose target outweighs all else: the loss, and 1 - softmax, to the last places.
+
+    In float32, 1 + exp(-20) is 1: a sum that holds both would make loss and gradient 0, as torch's
+    does. The spread of the others is small, so that rounding x - max costs nothing.
+    """
+    t = torch.randint(0, classes, (40,))
+    x = -torch.randint(0, 3, (40, classes)).float()
+    x[torch.arange(40), t] = torch.linspace(0, 60, 40).round()
+    x, t = x.to(device), t.to(device)
+    for layout in layouts_of(x).values():
+        for target in (t, F.one_hot(t, classes).float()):
+            ours = run(layout(x), target, reduction="none")
+            rest = (x.double() - x.double().amax(1, keepdim=True)).exp()
+            rest[torch.arange(40), t] = 0
+            rest = rest.sum(1)
+            rows = x[torch.arange(40), t] > 5  # the target's logit is the maximum of these
+            exact = torch.log1p(rest)[rows]
+            assert_within(ours.value[rows], exact, 4 * ulp(exact, torch.float32), "loss")
+            at_target = ours.gradients["input"][torch.arange(40), t][rows]
+            exact = -(rest / (1 + rest))[rows]
+            assert_within(at_target, exact, 4 * ulp(exact, torch.float32), "gradient")
 
 
 # --- the other deviations -----------------------------------------------------------------------

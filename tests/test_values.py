@@ -223,13 +223,18 @@ def against_torch(loss: Loss, sample: Sample) -> dict[str, tuple[Tensor, Tensor,
 def test_half_types_against_float64(
     loss: Loss, variant: Variant, dtype: torch.dtype, device: str
 ) -> None:
-    """Not worse than torch, or within one unit in the last place; 99.9 % correctly rounded."""
+    """Not worse than torch, or within one unit in the last place; 99.9 % correctly rounded.
+
+    A result that is near 0 because terms cancel keeps the rounding of those terms in float32.
+    """
     for shape in ((64, 300), (40, 3000), (20_000, 7)):
         for reduction in loss.reductions:
             sample = variant.sample(shape, device=device, dtype=dtype, reduction=reduction)
             results = against_torch(loss, sample)
+            sizes = loss.magnitudes(sample.double(), torch.ones_like(results["value"][2]))
             for name, (mine, theirs, true) in results.items():
                 allowed = torch.maximum((theirs.double() - true).abs(), ulp(true, dtype))
+                allowed = torch.maximum(allowed, 4 * 2.0**-24 * sizes[name])
                 # where torch overflowed, any finite value is better
                 allowed = torch.nan_to_num(allowed, nan=torch.inf)
                 assert_within(mine, true, allowed, f"{sample.name}: {name}")

@@ -107,19 +107,47 @@ struct ChunkSums {
 
 using ForwardWalker = BlockWalker<3>;  // over input, target, output
 
+// Beside the 1 of the maximum, an fp64 sum of `terms` may lose terms / 2^53. A rest of less than
+// this would miss bits of an fp32, and is summed apart.
+template <typename acc_t>
+acc_t least_rest(int64_t terms) {
+  return sizeof(acc_t) < 8 ? static_cast<acc_t>(terms) * acc_t(0x1p-28) : acc_t(0);
+}
+
+// The sum of exp(x - max) of a row over the classes below its maximum.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int64_t row_offset,
+                                        acc_t max) {
+  acc_t buffer[kBlock];
+  acc_t terms[kBlock];
+  LaneSum sum;
+  for (int64_t c = 0; c < args.num_classes; c += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, args.num_classes - c));
+    const acc_t* x = view_block(args.input, classes_of_row(row_offset, args.input_class_stride, c),
+                                count, buffer, -math::infinity<acc_t>());
+    for (int i = 0; i < padded(count); ++i) {
+      const acc_t term = math::exp(x[i] - max);
+      terms[i] = x[i] == max ? acc_t(0) : term;
+    }
+    sum.add(terms, padded(count));
+  }
+  return static_cast<acc_t>(sum.total());
+}
+
 // Completes rows [first, first + count) by their class indices, and leaves behind their
-// statistics and losses.
+// statistics and losses. A sum of states has added up terms_per_sum terms one after the other.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
                                      const Coefficients<acc_t>& coefficients,
                                      const ForwardWalker& walker, int64_t first, int count,
-                                     RowStates<acc_t>& states, ChunkSums& chunk) {
+                                     int64_t terms_per_sum, RowStates<acc_t>& states,
+                                     ChunkSums& chunk) {
   const int width = padded(count);
   acc_t x[kBlock];  // the logit at the class index
   acc_t q[kBlock];
   acc_t weight[kBlock];
   acc_t without_loss[kBlock];
-  acc_t sum[kBlock];
+  acc_t rest[kBlock];
   acc_t q_sum[kBlock];
   acc_t loss[kBlock];
   bool all_have_loss = args.num_classes > 0;
@@ -143,22 +171,30 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
   std::fill(x + count, x + width, acc_t(0));
   std::fill(q + count, q + width, acc_t(0));
 
+  const acc_t least = least_rest<acc_t>(terms_per_sum);
+  bool enough_bits = true;
+  for (int j = 0; j < width; ++j) {
+    // The sum holds exp(0) = 1 for the maximum. An empty row has -1.
+    rest[j] = static_cast<acc_t>(states.sum[j] - 1);
+    enough_bits = enough_bits && !(std::fabs(rest[j]) < least);
+  }
+  if (!enough_bits) {
+    for (int j = 0; j < count; ++j) {
+      if (std::fabs(rest[j]) < least && RowTarget<acc_t>(args, walker[1][j]).has_loss()) {
+        rest[j] = sum_below_max(args, walker[0][j], states.max[j]);
+      }
+    }
+  }
   if (args.dense()) {
     for (int j = 0; j < width; ++j) {
       const double at_index = static_cast<double>(q[j] * (softmax_shift(states.max[j]) - x[j]));
-      DenseOnlineSoftmax<acc_t> row;
-      row.max = states.max[j];
-      row.sum = sum[j] = static_cast<acc_t>(states.sum[j]);
-      row.q_sum = q_sum[j] = static_cast<acc_t>(states.q_sum[j] + static_cast<double>(q[j]));
-      row.dot = static_cast<acc_t>(states.dot[j] + (q[j] == acc_t(0) ? 0.0 : at_index));
-      loss[j] = dense_row_loss(row);
+      q_sum[j] = static_cast<acc_t>(states.q_sum[j] + static_cast<double>(q[j]));
+      const double dot = states.dot[j] + (q[j] == acc_t(0) ? 0.0 : at_index);
+      loss[j] = dense_row_loss(rest[j], q_sum[j], static_cast<acc_t>(dot));
     }
   } else {
     for (int j = 0; j < width; ++j) {
-      OnlineSoftmax<acc_t> row;
-      row.max = states.max[j];
-      row.sum = sum[j] = static_cast<acc_t>(states.sum[j]);
-      loss[j] = sparse_row_loss(row, x[j], q[j]);
+      loss[j] = sparse_row_loss(states.max[j], rest[j], x[j], q[j]);
     }
   }
   if (!all_have_loss) {
@@ -171,7 +207,7 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
 
   const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
   std::copy_n(states.max, count, stats.max + first);
-  std::copy_n(sum, count, stats.sum + first);
+  std::copy_n(rest, count, stats.rest + first);
   if (args.dense()) {
     std::copy_n(q_sum, count, stats.q_sum + first);
   }
@@ -294,7 +330,8 @@ LOSSOPS_HOST_DEVICE void forward_row_by_row(const CrossEntropyForwardArgs& args,
         rows = 0;
       }
     }
-    finish_rows(args, coefficients, walker, first, count, states, chunk);
+    finish_rows(args, coefficients, walker, first, count, divide_up(args.num_classes, kVector),
+                states, chunk);
   }
 }
 
@@ -355,7 +392,7 @@ LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& a
         }
       }
     }
-    finish_rows(args, coefficients, walker, first, count, states, chunk);
+    finish_rows(args, coefficients, walker, first, count, args.num_classes, states, chunk);
   }
 }
 
@@ -366,7 +403,8 @@ template <typename acc_t>
 struct RowGradients {
   acc_t scale[kBlock];  // grad_output, divided by what the mean divides by
   acc_t max[kBlock] = {};
-  acc_t inverse_sum[kBlock] = {};
+  acc_t rest[kBlock] = {};
+  acc_t factor[kBlock] = {};
   acc_t log_sum[kBlock] = {};
   acc_t q_sum[kBlock] = {};
   acc_t q_at_index[kBlock] = {};
@@ -388,12 +426,7 @@ struct RowGradients {
       std::fill_n(scale, width, row_scale<acc_t>(args, 0));
     }
     std::copy_n(stats.max + first, count, max);
-    std::copy_n(stats.sum + first, count, log_sum);
-    std::fill(log_sum + count, log_sum + width, acc_t(1));
-    for (int j = 0; j < width; ++j) {
-      inverse_sum[j] = acc_t(1) / log_sum[j];
-      log_sum[j] = math::log(log_sum[j]);
-    }
+    std::copy_n(stats.rest + first, count, rest);
     all_have_loss = true;
     for (int j = 0; j < count; ++j) {
       const RowTarget<acc_t> target(args, target_at[j]);
@@ -404,6 +437,15 @@ struct RowGradients {
       all_have_loss = all_have_loss && target.has_loss();
     }
     std::copy_n(args.dense() ? stats.q_sum + first : q_at_index, count, q_sum);
+    for (int j = 0; j < width; ++j) {
+      const auto row = RowSoftmax<acc_t>::of(max[j], rest[j], scale[j], q_sum[j]);
+      factor[j] = row.factor;
+      log_sum[j] = row.log_sum;
+    }
+  }
+
+  LOSSOPS_HOST_DEVICE RowSoftmax<acc_t> softmax(int j) const {
+    return {max[j], rest[j], factor[j], log_sum[j]};
   }
 };
 
@@ -418,9 +460,7 @@ LOSSOPS_HOST_DEVICE void backward_row(const CrossEntropyBackwardArgs& args,
                                       const BackwardWalker& walker, const RowGradients<acc_t>& rows,
                                       int j) {
   const acc_t scale = rows.scale[j];
-  const acc_t max = rows.max[j];
-  const acc_t inverse_sum = rows.inverse_sum[j];
-  const acc_t log_sum = rows.log_sum[j];
+  const RowSoftmax<acc_t> softmax = rows.softmax(j);
   const acc_t q_sum = rows.q_sum[j];
   acc_t x_buffer[kBlock];
   acc_t q[kBlock];
@@ -440,12 +480,11 @@ LOSSOPS_HOST_DEVICE void backward_row(const CrossEntropyBackwardArgs& args,
     const int64_t index = rows.index[j] - c;
     const bool index_in_block = index >= 0 && index < count;
     if (args.grad_input.data != nullptr && !args.dense()) {
-      const acc_t factor = scale * q_sum;
       for (int i = 0; i < width; ++i) {
-        grad[i] = factor * softmax_probability(x[i], max, inverse_sum);
+        grad[i] = softmax.gradient(x[i]);
       }
       if (index_in_block) {
-        grad[index] = factor * (softmax_probability(x[index], max, inverse_sum) - acc_t(1));
+        grad[index] = softmax.gradient_at_index(x[index]);
       }
       store_block(args.grad_input, grad_input_at, count, grad);
     } else if (args.grad_input.data != nullptr) {
@@ -456,14 +495,14 @@ LOSSOPS_HOST_DEVICE void backward_row(const CrossEntropyBackwardArgs& args,
         q[index] += rows.q_at_index[j];
       }
       for (int i = 0; i < width; ++i) {
-        grad[i] = scale * (q_sum * softmax_probability(x[i], max, inverse_sum) - q[i]);
+        grad[i] = softmax.dense_gradient(x[i], scale, q_sum, q[i]);
       }
       store_block(args.grad_input, grad_input_at, count, grad);
     }
     if (args.grad_target.data != nullptr) {
       const acc_t factor = scale * coefficients.unsmoothed();
       for (int i = 0; i < width; ++i) {
-        grad[i] = factor * (log_sum + (max - x[i]));
+        grad[i] = factor * softmax.surprise(x[i]);
       }
       coefficients.multiply_by_weights(c, count, grad);
       store_block(args.grad_target, classes_of_row(walker[4][j], args.grad_target_class_stride, c),
@@ -518,9 +557,9 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
                                           q);
         }
         for (int j = 0; j < width; ++j) {
-          const acc_t softmax = softmax_probability(x[j], rows.max[j], rows.inverse_sum[j]);
           const acc_t at_index = rows.index[j] == c ? rows.q_at_index[j] : acc_t(0);
-          grad[j] = rows.scale[j] * (rows.q_sum[j] * softmax - (q[j] * w + at_index));
+          grad[j] = rows.softmax(j).dense_gradient(x[j], rows.scale[j], rows.q_sum[j],
+                                                   q[j] * w + at_index);
         }
         if (!rows.all_have_loss) {
           for (int j = 0; j < width; ++j) {
@@ -533,7 +572,7 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
       if (args.grad_target.data != nullptr) {
         const acc_t factor = coefficients.unsmoothed() * w;
         for (int j = 0; j < width; ++j) {
-          grad[j] = rows.scale[j] * factor * (rows.log_sum[j] + (rows.max[j] - x[j]));
+          grad[j] = rows.scale[j] * factor * rows.softmax(j).surprise(x[j]);
         }
         store_block(args.grad_target, walker[4].shifted(c * args.grad_target_class_stride), count,
                     grad);
@@ -586,7 +625,7 @@ LOSSOPS_HOST_DEVICE void sum_weight_gradient(const CrossEntropyBackwardArgs& arg
       coefficients.load_probabilities(
           classes_of_row(walker[1][row], args.target_class_stride, first_class), count, p);
       for (int j = 0; j < width; ++j) {
-        const acc_t term = rows.scale[row] * p[j] * (rows.log_sum[row] + (rows.max[row] - x[j]));
+        const acc_t term = rows.scale[row] * p[j] * rows.softmax(row).surprise(x[j]);
         lanes[j] += static_cast<double>(p[j] == acc_t(0) ? acc_t(0) : term);
       }
     }

@@ -35,6 +35,10 @@ constexpr int kRowUnroll = kDense ? 1 : 4;
 // Vectors of a row for each thread of a block, where the row is short enough: in two rounds, to
 // share the cost of the reduction and of the row's target among more classes.
 constexpr int kVectorsPerThread = 8;
+// Vectors of a row that a thread holds in registers, and the bytes of the longest row that the
+// threads of a block then hold.
+constexpr int kRegisterVectors = 8;
+constexpr int64_t kRegisterRowBytes = int64_t{kMaxRowThreads} * kRegisterVectors * kVectorBytes;
 // Classes of a strided row that a thread has in flight.
 constexpr int kClassUnroll = 8;
 // Blocks of a reduction: several waves on any GPU, and partials that one block folds in
@@ -48,22 +52,31 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Blocks of kMaxRowThreads that shall fit a multiprocessor: while one row is reduced, the
 // others load.
 template <typename scalar_t>
-constexpr int kMinRowBlocks = sizeof(scalar_t) <= 4 ? 5 : 1;
+constexpr int kMinRowBlocks = sizeof(scalar_t) <= 4 ? 4 : 1;
+
+// The same for rows in registers, whose loads are all in flight at once.
+template <typename scalar_t>
+constexpr int kMinRegisterBlocks = sizeof(scalar_t) == 4 ? 4 : 3;
 
 template <typename acc_t, bool kDense>
 using RowState = std::conditional_t<kDense, DenseOnlineSoftmax<acc_t>, OnlineSoftmax<acc_t>>;
 
-template <typename acc_t>
-__device__ __forceinline__ void add_below_max(OnlineSoftmax<acc_t>& state, acc_t x,
+template <bool kExact, typename acc_t>
+__device__ __forceinline__ void add_below_max(OnlineSoftmax<acc_t>& state, acc_t x, acc_t shift,
                                               const RowTarget<acc_t>& /*target*/, int64_t /*c*/) {
-  state.add_below_max(x);
+  state.template add_below_max<kExact>(x, shift);
 }
 
-template <typename acc_t>
+template <bool kExact, typename acc_t>
 __device__ __forceinline__ void add_below_max(DenseOnlineSoftmax<acc_t>& state, acc_t x,
-                                              const RowTarget<acc_t>& target, int64_t c) {
-  state.add_below_max(x, target.coefficient(c));
+                                              acc_t shift, const RowTarget<acc_t>& target,
+                                              int64_t c) {
+  state.template add_below_max<kExact>(x, shift, target.coefficient(c));
 }
+
+// Half types: exact in fp32, and so are the differences of any two that are near each other.
+template <typename scalar_t>
+constexpr bool kExactExponentials = sizeof(scalar_t) >= 4;
 
 // An empty state to sum a few terms in, before they join a sum of many: that keeps the rounding of
 // long rows small.
@@ -74,23 +87,45 @@ __device__ __forceinline__ State same_max(const State& state) {
   return local;
 }
 
-// Folds kCount logits into the state, with one rescaling for all of them. Their classes are
+// A thread's share of a row as it grows, and what rounding took from its sums.
+template <typename State>
+struct RowSum {
+  State sums;
+  State lost;
+
+  template <typename acc_t>
+  __device__ __forceinline__ void raise_max(acc_t max) {
+    sums.raise_max(max);
+    lost.raise_max(max);
+  }
+
+  __device__ __forceinline__ void add(const State& local) { sums.add(local, lost); }
+
+  __device__ __forceinline__ State total() const {
+    State result = sums;
+    result.add(lost);
+    return result;
+  }
+};
+
+// Folds kCount logits into a row, with one rescaling for all of them. Their classes are
 // first_class, first_class + 1, ...
-template <int kCount, typename State, typename acc_t>
-__device__ __forceinline__ void fold(State& state, const acc_t (&x)[kCount],
+template <bool kExact, int kCount, typename State, typename acc_t>
+__device__ __forceinline__ void fold(RowSum<State>& row, const acc_t (&x)[kCount],
                                      const RowTarget<acc_t>& target, int64_t first_class) {
   acc_t max = x[0];
 #pragma unroll
   for (int i = 1; i < kCount; ++i) {
     max = math::max_number(x[i], max);
   }
-  state.raise_max(max);
-  State local = same_max(state);
+  row.raise_max(max);
+  const acc_t shift = softmax_shift(row.sums.max);
+  State local = same_max(row.sums);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    add_below_max(local, x[i], target, first_class + i);
+    add_below_max<kExact>(local, x[i], shift, target, first_class + i);
   }
-  state.add(local);
+  row.add(local);
 }
 
 // One thread's share of a row of contiguous classes. row: (C,). The threads of a team take
@@ -173,16 +208,69 @@ struct RowReader {
   }
 };
 
+// A thread's share of a row of contiguous classes that a block holds whole. The threads take
+// vectors in turn, the last of which may be a part of one. What is not there is -inf.
+template <typename scalar_t>
+struct RegisterRow {
+  static constexpr int kSize = kVectorSize<scalar_t>;
+  Vector<scalar_t> vectors[kRegisterVectors];
+
+  __device__ __forceinline__ RegisterRow(const scalar_t* row, int num_classes) {
+    const int width = access_width(row);
+    const int whole = num_classes / kSize;
+    const int part = num_classes % kSize;
+    Vector<scalar_t> nothing;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      nothing.values[i] = from_acc<scalar_t>(-math::infinity<acc_type_t<scalar_t>>());
+    }
+    if (width == kVectorBytes) {
+      load<kVectorBytes>(row, whole, nothing);
+    } else if (width == 8) {
+      load<8>(row, whole, nothing);
+    } else if (width == 4) {
+      load<4>(row, whole, nothing);
+    } else {
+      load<2>(row, whole, nothing);
+    }
+    if (part > 0 && whole % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x)) {
+      Vector<scalar_t> last = nothing;
+#pragma unroll
+      for (int i = 0; i < kSize - 1; ++i) {
+        if (i < part) {
+          last.values[i] = row[whole * kSize + i];
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kRegisterVectors; ++u) {
+        if (vector(u) == whole) {
+          vectors[u] = last;
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int vector(int u) const {
+    return static_cast<int>(threadIdx.x) + u * static_cast<int>(blockDim.x);
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void load(const scalar_t* row, int whole,
+                                       const Vector<scalar_t>& nothing) {
+#pragma unroll
+    for (int u = 0; u < kRegisterVectors; ++u) {
+      vectors[u] = vector(u) < whole ? load_vector_at(row + vector(u) * kSize, kWidth) : nothing;
+    }
+  }
+};
+
 template <typename State, typename scalar_t, int kUnroll, typename acc_t = acc_type_t<scalar_t>>
 __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader,
                                             const RowTarget<acc_t>& target) {
   constexpr int kSize = kVectorSize<scalar_t>;
-  // Sums of sums: a thread's share of a long row is thousands of terms, and equal coefficients
-  // would round the same way every time.
-  constexpr int kRoundsPerChunk = 16;
-  State state;
-  State chunk;
-  for (int round = 1; reader.more(); reader.advance(), ++round) {
+  RowSum<State> row;
+  for (; reader.more(); reader.advance()) {
     acc_t max = -math::infinity<acc_t>();
     reader.for_each_vector([&](int u) {
 #pragma unroll
@@ -190,28 +278,24 @@ __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader
         max = math::max_number(to_acc<acc_t>(reader.loaded[u].values[i]), max);
       }
     });
-    state.raise_max(max);
-    chunk.raise_max(max);
-    State local = same_max(state);
+    row.raise_max(max);
+    const acc_t shift = softmax_shift(row.sums.max);
+    State local = same_max(row.sums);
     reader.for_each_vector([&](int u) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        add_below_max(local, to_acc<acc_t>(reader.loaded[u].values[i]), target,
-                      reader.first_class(u) + i);
+        add_below_max<kExactExponentials<scalar_t>>(local,
+                                                    to_acc<acc_t>(reader.loaded[u].values[i]),
+                                                    shift, target, reader.first_class(u) + i);
       }
     });
-    chunk.add(local);
-    if (round % kRoundsPerChunk == 0) {
-      state.add(chunk);
-      chunk = same_max(state);
-    }
+    row.add(local);
   }
-  state.add(chunk);
   reader.for_each_single([&](int c) {
     const acc_t x[1] = {to_acc<acc_t>(reader.row[c])};
-    fold(state, x, target, c);
+    fold<kExactExponentials<scalar_t>>(row, x, target, c);
   });
-  return state;
+  return row.total();
 }
 
 // What one row leaves behind, once its state is complete. x_at_index is the logit of the
@@ -232,13 +316,13 @@ __device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
     weight = args.target_is_probability ? acc_t(1) : target.index_weight();
     if constexpr (kDense) {
       // Without classes there is nothing to lose.
-      loss = args.num_classes > 0 ? dense_row_loss(state) : acc_t(0);
+      loss = args.num_classes > 0 ? dense_row_loss(state.rest(), state.q_sum, state.dot) : acc_t(0);
     } else {
-      loss = sparse_row_loss(state, x_at_index, weight);
+      loss = sparse_row_loss(state.max, state.rest(), x_at_index, weight);
     }
   }
   stats.max[row] = state.max;
-  stats.sum[row] = state.sum;
+  stats.rest[row] = state.rest();
   if constexpr (kDense) {
     stats.q_sum[row] = state.q_sum;
   }
@@ -306,30 +390,80 @@ __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kThreads,
   }
 }
 
-// Everything of a row that its gradients need.
-template <typename acc_t, bool kDense>
+// Rows short enough for the registers of a block: all of a row is in flight at once, and its
+// maximum is known before the first exponential. One row a block at a time.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks<scalar_t>)
+    cross_entropy_forward_register_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                          Partial* partials, Finalize finalize) {
+  using acc_t = acc_type_t<scalar_t>;
+  constexpr int kSize = kVectorSize<scalar_t>;
+  const Operand* const operands[3] = {&args.input, &args.target, &args.output};
+  const bool first = threadIdx.x == 0;
+  Partial partial;
+  for (int64_t row = blockIdx.x; row < args.rows.numel; row += gridDim.x) {
+    int64_t offsets[3];
+    row_offsets(args.rows, operands, row, offsets);
+    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
+    RegisterRow<scalar_t> loaded(logits, static_cast<int>(args.num_classes));
+    const RowTarget<acc_t> target(args, offsets[1]);
+    acc_t x_at_index = 0;
+    if (first && target.has_loss()) {
+      x_at_index = to_acc<acc_t>(logits[target.index]);
+    }
+    OnlineSoftmax<acc_t> state;
+#pragma unroll
+    for (int u = 0; u < kRegisterVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        state.max = math::max_number(to_acc<acc_t>(loaded.vectors[u].values[i]), state.max);
+      }
+    }
+    const acc_t shift = softmax_shift(state.max);
+#pragma unroll
+    for (int u = 0; u < kRegisterVectors; ++u) {
+      OnlineSoftmax<acc_t> local = same_max(state);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        local.template add_below_max<kExactExponentials<scalar_t>>(
+            to_acc<acc_t>(loaded.vectors[u].values[i]), shift);
+      }
+      state.add(local);
+    }
+    state = block_reduce(state);
+    if (first) {
+      finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+    }
+  }
+  if (args.reduction != Reduction::kNone) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
+// Everything of a row that its gradients need. offsets: of the row in input, target, grad_output.
+template <typename acc_t, bool kDense, bool kExact>
 struct RowGradient {
   const CrossEntropyBackwardArgs& args;
   RowTarget<acc_t> target;
   acc_t scale;
-  acc_t max;
-  acc_t sum;
   acc_t q_sum;
-  acc_t inverse_sum;
+  acc_t at_index = 0;  // the gradient at the class index
+  RowSoftmax<acc_t> softmax;
 
   __device__ __forceinline__ RowGradient(const CrossEntropyBackwardArgs& args_, int64_t row,
-                                         int64_t target_offset, int64_t grad_output_offset)
-      : args(args_), target(args_, target_offset) {
+                                         const int64_t* offsets)
+      : args(args_), target(args_, offsets[1]), scale(row_scale<acc_t>(args_, offsets[2])) {
     const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
-    scale = row_scale<acc_t>(args, grad_output_offset);
-    max = stats.max[row];
-    sum = stats.sum[row];
     if constexpr (kDense) {
       q_sum = stats.q_sum[row];
     } else {
       q_sum = target.has_loss() ? target.index_weight() : acc_t(0);
     }
-    inverse_sum = acc_t(1) / sum;
+    softmax = RowSoftmax<acc_t>::of(stats.max[row], stats.rest[row], scale, q_sum);
+    if (!kDense && target.has_loss()) {
+      at_index = softmax.gradient_at_index(
+          load_operand<acc_t>(args.input, offsets[0] + target.index * args.input_class_stride));
+    }
   }
 
   __device__ __forceinline__ acc_t of_logit(acc_t x, int64_t c) const {
@@ -339,20 +473,16 @@ struct RowGradient {
     if (!target.valid) {
       return math::quiet_nan<acc_t>();
     }
-    const acc_t probability = softmax_probability(x, max, inverse_sum);
     if constexpr (kDense) {
-      return scale * (probability * q_sum - target.coefficient(c));
+      return softmax.dense_gradient(x, scale, q_sum, target.coefficient(c));
     } else {
-      return scale * q_sum * (c == target.index ? probability - acc_t(1) : probability);
+      return c == target.index ? at_index : softmax.template gradient<kExact>(x);
     }
   }
 
-  // lse - x_c
-  __device__ __forceinline__ acc_t surprise(acc_t x) const { return math::log(sum) + (max - x); }
-
   __device__ __forceinline__ acc_t of_target(acc_t x, int64_t c) const {
     const acc_t kept = acc_t(1) - static_cast<acc_t>(args.label_smoothing);
-    return scale * kept * class_weight<acc_t>(args, c) * surprise(x);
+    return scale * kept * class_weight<acc_t>(args, c) * softmax.surprise(x);
   }
 };
 
@@ -372,7 +502,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
     RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
                                                    team);
-    const RowGradient<acc_t, kDense> gradient(args, row, offsets[1], offsets[2]);
+    const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(args, row, offsets);
 
     const auto of_one = [&](int64_t c) {
       const acc_t x = to_acc<acc_t>(logits[c]);
@@ -411,6 +541,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 template <typename scalar_t>
 struct TypedLoader {
   using acc_t = acc_type_t<scalar_t>;
+  static constexpr bool kExact = kExactExponentials<scalar_t>;
   static __device__ __forceinline__ acc_t load(const Operand& operand, int64_t offset) {
     return to_acc<acc_t>(static_cast<const scalar_t*>(operand.data)[offset]);
   }
@@ -423,6 +554,7 @@ struct TypedLoader {
 // Logits of a narrower type than the result.
 struct WideningLoader {
   using acc_t = double;
+  static constexpr bool kExact = true;
   static __device__ __forceinline__ double load(const Operand& operand, int64_t offset) {
     return load_operand<double>(operand, offset);
   }
@@ -444,7 +576,7 @@ __global__ void __launch_bounds__(kThreads)
     int64_t offsets[3];
     row_offsets(args.rows, operands, row, offsets);
     const RowTarget<acc_t> target(args, offsets[1]);
-    RowState<acc_t, kDense> state;
+    RowSum<RowState<acc_t, kDense>> sum;
     acc_t x_at_index = 0;
     if (target.has_loss()) {
       const auto logit = [&](int64_t c) {
@@ -457,17 +589,17 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kClassUnroll; ++i) {
           x[i] = logit(c + i);
         }
-        fold(state, x, target, c);
+        fold<Loader::kExact>(sum, x, target, c);
       }
       for (; c < args.num_classes; ++c) {
         const acc_t x[1] = {logit(c)};
-        fold(state, x, target, c);
+        fold<Loader::kExact>(sum, x, target, c);
       }
       if constexpr (!kDense) {
         x_at_index = logit(target.index);
       }
     }
-    finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+    finish_row(args, target, sum.total(), x_at_index, row, offsets[2], partial);
   }
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid(partial, partials, finalize);
@@ -484,7 +616,7 @@ __global__ void __launch_bounds__(kThreads)
        row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kThreads) {
     int64_t offsets[5];
     row_offsets(args.rows, operands, row, offsets);
-    const RowGradient<acc_t, kDense> gradient(args, row, offsets[1], offsets[2]);
+    const RowGradient<acc_t, kDense, Loader::kExact> gradient(args, row, offsets);
     const bool read = !gradient.target.ignored;
     const auto of_class = [&](acc_t x, int64_t c) {
       if (args.grad_input.data != nullptr) {
@@ -528,10 +660,11 @@ struct WeightGradientSource {
     const Operand* const operands[3] = {&args.input, &args.target, &args.grad_output};
     int64_t offsets[3];
     row_offsets(args.rows, operands, row, offsets);
-    const RowGradient<acc_t, true> gradient(args, row, offsets[1], offsets[2]);
+    const RowGradient<acc_t, true, true> gradient(args, row, offsets);
     const acc_t x = load_operand<acc_t>(args.input, offsets[0] + c * args.input_class_stride);
     const acc_t p = gradient.target.probability(c);
-    return p == acc_t(0) ? 0.0 : static_cast<double>(gradient.scale * p * gradient.surprise(x));
+    return p == acc_t(0) ? 0.0
+                         : static_cast<double>(gradient.scale * p * gradient.softmax.surprise(x));
   }
 };
 
@@ -624,6 +757,15 @@ void forward_rows(const CrossEntropyForwardArgs& args, Partial* partials, const 
                   unsigned blocks, cudaStream_t stream) {
   const int team = team_size(args);
   const int threads = block_size(team);
+  if constexpr (!kDense && sizeof(scalar_t) <= 4) {
+    const int64_t bytes = args.num_classes * static_cast<int64_t>(sizeof(scalar_t));
+    if (bytes > kWarpRowBytes && bytes <= kRegisterRowBytes) {
+      cross_entropy_forward_register_kernel<scalar_t>
+          <<<blocks, team, 0, stream>>>(args, partials, finalize);
+      check_launch("cross_entropy_forward_register_kernel");
+      return;
+    }
+  }
   if (team > kWarpSize) {
     cross_entropy_forward_kernel<scalar_t, kDense, true>
         <<<blocks, threads, 0, stream>>>(args, team, partials, finalize);

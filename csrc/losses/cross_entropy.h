@@ -9,9 +9,10 @@
 //   class index t, smoothing eps: q_c = (1 - eps) w_t [c = t] + eps / C w_c
 //   probabilities p:              q_c = w_c p'_c,  p'_c = (1 - eps) p_c + eps / C
 //
-// lse is never formed: lse - x_c = log(sum) + (max - x_c), so that large logits
-// cost no accuracy. The running pair {max, sum} is the online softmax of
-// Milakov and Gimelshein (arXiv:1805.02867).
+// Neither lse nor the sum of exponentials is ever formed. With rest = sum_c exp(x_c - max) - 1,
+// lse - x_c = log1p(rest) + (max - x_c): large logits cost no accuracy, and neither does a row
+// whose maximum outweighs all else, where the loss and 1 - softmax(x)_c are about rest. The
+// running maximum and sum are the online softmax of Milakov and Gimelshein (arXiv:1805.02867).
 #pragma once
 
 #include "losses/math.h"
@@ -25,33 +26,48 @@ LOSSOPS_HOST_DEVICE acc_t softmax_shift(acc_t max) {
   return max == -math::infinity<acc_t>() ? acc_t(0) : max;
 }
 
-// A NaN logit does not raise max, but makes sum NaN.
+// A NaN logit does not raise max, but makes the sum NaN. sum of exp(x - max) = ones + below.
 template <typename acc_t>
 struct OnlineSoftmax {
   acc_t max = -math::infinity<acc_t>();
-  acc_t sum = 0;  // of exp(x - max)
+  acc_t ones = 0;   // terms that are exactly 1: those of the maximum
+  acc_t below = 0;  // all others
 
   LOSSOPS_HOST_DEVICE void raise_max(acc_t new_max) {
     if (new_max > max) {
-      sum *= math::exp(max - new_max);
+      below = (ones + below) * math::exp(max - new_max);
+      ones = 0;
       max = new_max;
     }
   }
 
-  // Folds in a logit that is not above max.
-  LOSSOPS_HOST_DEVICE void add_below_max(acc_t x) {
-    sum += math::exp_in_sum(x - softmax_shift(max));
+  // Folds in a logit that is not above max; shift is softmax_shift(max). Logits that are exact in
+  // an acc_t of twice their bits need no exact exponentials.
+  template <bool kExact = true>
+  LOSSOPS_HOST_DEVICE void add_below_max(acc_t x, acc_t shift) {
+    const acc_t term = math::exp_in_sum<kExact>(x - shift);
+    if (term == acc_t(1)) {
+      ones += term;
+    } else {
+      below += term;
+    }
   }
 
   // Folds in a state of the same max.
-  LOSSOPS_HOST_DEVICE void add(const OnlineSoftmax& other) { sum += other.sum; }
-
-  LOSSOPS_HOST_DEVICE void combine(const OnlineSoftmax& other) {
-    const acc_t new_max = math::max_number(other.max, max);
-    const acc_t shift = softmax_shift(new_max);
-    sum = sum * math::exp(max - shift) + other.sum * math::exp(other.max - shift);
-    max = new_max;
+  LOSSOPS_HOST_DEVICE void add(const OnlineSoftmax& other) {
+    ones += other.ones;
+    below += other.below;
   }
+
+  // The same, and what rounding took from the sums goes to lost: the equal terms of a long row
+  // would round the same way every time.
+  LOSSOPS_HOST_DEVICE void add(const OnlineSoftmax& other, OnlineSoftmax& lost) {
+    ones += other.ones;
+    math::add_exactly(below, other.below, lost.below);
+  }
+
+  // -1 where there is no finite logit.
+  LOSSOPS_HOST_DEVICE acc_t rest() const { return (ones - acc_t(1)) + below; }
 };
 
 // Adds to the online softmax what a row of dense coefficients needs. Every part of
@@ -69,11 +85,12 @@ struct DenseOnlineSoftmax : OnlineSoftmax<acc_t> {
     }
   }
 
-  LOSSOPS_HOST_DEVICE void add_below_max(acc_t x, acc_t q) {
-    Base::add_below_max(x);
+  template <bool kExact = true>
+  LOSSOPS_HOST_DEVICE void add_below_max(acc_t x, acc_t shift, acc_t q) {
+    Base::template add_below_max<kExact>(x, shift);
     q_sum += q;
     // A zero coefficient counts as 0 also against an infinite logit.
-    dot += q == acc_t(0) ? acc_t(0) : q * (softmax_shift(this->max) - x);
+    dot += q == acc_t(0) ? acc_t(0) : q * (shift - x);
   }
 
   LOSSOPS_HOST_DEVICE void add(const DenseOnlineSoftmax& other) {
@@ -82,12 +99,10 @@ struct DenseOnlineSoftmax : OnlineSoftmax<acc_t> {
     dot += other.dot;
   }
 
-  LOSSOPS_HOST_DEVICE void combine(const DenseOnlineSoftmax& other) {
-    const acc_t new_max = math::max_number(other.max, this->max);
-    dot =
-        dot + moved(q_sum, this->max, new_max) + other.dot + moved(other.q_sum, other.max, new_max);
-    q_sum += other.q_sum;
-    Base::combine(other);
+  LOSSOPS_HOST_DEVICE void add(const DenseOnlineSoftmax& other, DenseOnlineSoftmax& lost) {
+    Base::add(other, lost);
+    math::add_exactly(q_sum, other.q_sum, lost.q_sum);
+    math::add_exactly(dot, other.dot, lost.dot);
   }
 
  private:
@@ -101,31 +116,64 @@ struct DenseOnlineSoftmax : OnlineSoftmax<acc_t> {
 
 // Loss of a row with one coefficient q at logit x.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t sparse_row_loss(const OnlineSoftmax<acc_t>& row, acc_t x, acc_t q) {
-  return q * (math::log(row.sum) + (row.max - x));
+LOSSOPS_HOST_DEVICE acc_t sparse_row_loss(acc_t max, acc_t rest, acc_t x, acc_t q) {
+  return q * (math::log1p(rest) + (max - x));
 }
 
+// Loss of a row with coefficients of sum q_sum; dot = sum_c q_c (max - x_c).
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t dense_row_loss(const DenseOnlineSoftmax<acc_t>& row) {
-  // A row of -inf only (or of NaN) has no softmax: sum is 0 or NaN, the loss NaN.
-  const acc_t empty_row = row.sum > acc_t(0) ? acc_t(0) : math::quiet_nan<acc_t>();
-  return row.q_sum * math::log(row.sum) + row.dot + empty_row;
+LOSSOPS_HOST_DEVICE acc_t dense_row_loss(acc_t rest, acc_t q_sum, acc_t dot) {
+  // A row of -inf only (or of NaN) has no softmax, and its loss is NaN.
+  const acc_t empty_row = rest > acc_t(-1) ? acc_t(0) : math::quiet_nan<acc_t>();
+  return q_sum * math::log1p(rest) + dot + empty_row;
 }
 
-// softmax(x)_c from what a row left behind; inverse_sum = 1 / sum.
+// The softmax of a row from what its forward left behind, and the gradient of its loss with
+// respect to a logit, times a scale.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t softmax_probability(acc_t x, acc_t max, acc_t inverse_sum) {
-  const acc_t difference = x - max;
-  acc_t exponential = math::exp(difference);
-  // What rounding took from the difference (Knuth's exact sum) would cost the exponential
-  // |difference| / 2^24 of its value.
-  const acc_t shadow = difference - x;
-  const acc_t rounded_off = (x - (difference - shadow)) - (max + shadow);
-  if (exponential > acc_t(0)) {
-    exponential += exponential * rounded_off;
+struct RowSoftmax {
+  acc_t max;
+  acc_t rest;
+  acc_t factor;   // scale Q / sum
+  acc_t log_sum;  // log1p(rest)
+
+  static LOSSOPS_HOST_DEVICE RowSoftmax of(acc_t max, acc_t rest, acc_t scale, acc_t q_sum) {
+    return {max, rest, math::divide_by_one_plus(scale * q_sum, rest), math::log1p(rest)};
   }
-  return exponential * inverse_sum;
-}
+
+  // a exp(x - max)
+  LOSSOPS_HOST_DEVICE acc_t times_exp(acc_t a, acc_t x) const {
+    const acc_t difference = x - max;
+    // What rounding took from the difference (Knuth's exact sum) would cost the exponential
+    // |difference| / 2^24 of its value.
+    const acc_t shadow = difference - x;
+    const acc_t lost = (x - (difference - shadow)) - (max + shadow);
+    return math::exp_times(a, difference, lost);
+  }
+
+  // scale Q softmax(x). Logits that are exact in an acc_t of twice their bits need no exact
+  // exponentials.
+  template <bool kExact = true>
+  LOSSOPS_HOST_DEVICE acc_t gradient(acc_t x) const {
+    return kExact ? times_exp(factor, x) : factor * math::exp_in_sum<false>(x - max);
+  }
+
+  // scale Q (softmax(x) - 1)
+  LOSSOPS_HOST_DEVICE acc_t gradient_at_index(acc_t x) const {
+    return -factor * (rest + (acc_t(1) - times_exp(acc_t(1), x)));
+  }
+
+  // scale (Q softmax(x) - q)
+  LOSSOPS_HOST_DEVICE acc_t dense_gradient(acc_t x, acc_t scale, acc_t q_sum, acc_t q) const {
+    const acc_t e = times_exp(acc_t(1), x);
+    // For the class that outweighs all others, from the others: q is then about Q.
+    const acc_t others = acc_t(1) - e + rest;
+    return e > others ? scale * (q_sum - q) - factor * others : factor * e - scale * q;
+  }
+
+  // lse - x
+  LOSSOPS_HOST_DEVICE acc_t surprise(acc_t x) const { return log_sum + (max - x); }
+};
 
 // Label smoothing of one class probability.
 template <typename acc_t>

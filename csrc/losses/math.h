@@ -30,41 +30,6 @@ LOSSOPS_HOST_DEVICE bool is_nan(acc_t x) {
   return x != x;
 }
 
-#if defined(__CUDA_ARCH__)
-
-__device__ __forceinline__ float log(float x) { return ::logf(x); }
-__device__ __forceinline__ double log(double x) { return ::log(x); }
-__device__ __forceinline__ float exp(float x) { return ::expf(x); }
-__device__ __forceinline__ double exp(double x) { return ::exp(x); }
-
-// The larger of two; of a NaN and a number, the number.
-__device__ __forceinline__ float max_number(float a, float b) { return ::fmaxf(a, b); }
-__device__ __forceinline__ double max_number(double a, double b) { return ::fmax(a, b); }
-
-// exp of a term x <= 0 of a sum of exponentials. Rounding the argument of the hardware's exp2
-// costs the term |x| / 2^24, and its share of the sum is exp(x): less than a unit in the last
-// place of the sum. A third of the instructions of expf.
-__device__ __forceinline__ float exp_in_sum(float x) { return ::__expf(x); }
-__device__ __forceinline__ double exp_in_sum(double x) { return ::exp(x); }
-
-// Within 2 units in the last place, for a divisor up to 2^126; 0 beyond it. exactly 1 for equals.
-__device__ __forceinline__ float divide(float a, float b) {
-  return a == b ? 1.0f : ::__fdividef(a, b);
-}
-__device__ __forceinline__ double divide(double a, double b) { return a / b; }
-
-// log(a / b). One logarithm instead of two: two are bound by arithmetic, not by memory. The
-// error of the quotient, 2^-23 of it, is one of 2^-23 in the logarithm, except where the quotient
-// leaves the normal range.
-template <typename acc_t>
-__device__ __forceinline__ acc_t log_quotient(acc_t a, acc_t b) {
-  const acc_t quotient = divide(a, b);
-  const bool normal = a > acc_t(0) && quotient > acc_t(1.2e-38) && quotient < acc_t(3.4e38);
-  return normal ? log(quotient) : log(a) - log(b);
-}
-
-#else
-
 namespace detail {
 
 LOSSOPS_HOST_DEVICE float float_from_bits(uint32_t bits) {
@@ -80,6 +45,69 @@ LOSSOPS_HOST_DEVICE uint32_t bits_of_float(float value) {
 }
 
 }  // namespace detail
+
+#if defined(__CUDA_ARCH__)
+
+__device__ __forceinline__ float log(float x) { return ::logf(x); }
+__device__ __forceinline__ double log(double x) { return ::log(x); }
+__device__ __forceinline__ float exp(float x) { return ::expf(x); }
+__device__ __forceinline__ double exp(double x) { return ::exp(x); }
+__device__ __forceinline__ float log1p(float x) { return ::log1pf(x); }
+__device__ __forceinline__ double log1p(double x) { return ::log1p(x); }
+
+// The larger of two; of a NaN and a number, the number.
+__device__ __forceinline__ float max_number(float a, float b) { return ::fmaxf(a, b); }
+__device__ __forceinline__ double max_number(double a, double b) { return ::fmax(a, b); }
+
+// exp of a term x <= 0 of a sum of exponentials; exactly 1 at 0, 0 for what is subnormal. kExact:
+// within 3 units in the last place, in half the instructions of expf. Else off by another |x| /
+// 2^24 of its value, which is nothing beside a logit of 11 bits.
+template <bool kExact>
+__device__ __forceinline__ float exp_in_sum(float x) {
+  const float t = x * 0x1.715476p+0f;
+  float power;  // 2^t
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
+  if constexpr (kExact) {
+    // What rounding took from t. For x = -inf there is no such thing.
+    const float lost = ::fmaf(t, -0x1.62e430p-1f, x);
+    power = power > 0.0f ? ::fmaf(power, lost, power) : power;
+  }
+  return power;
+}
+template <bool kExact>
+__device__ __forceinline__ double exp_in_sum(double x) {
+  return ::exp(x);
+}
+
+// Within 2 units in the last place, for a divisor up to 2^126; 0 beyond it. exactly 1 for equals.
+__device__ __forceinline__ float divide(float a, float b) {
+  return a == b ? 1.0f : ::__fdividef(a, b);
+}
+__device__ __forceinline__ double divide(double a, double b) { return a / b; }
+
+// a / (1 + b), b >= 0, rounded once: a quotient and what the roundings of 1 + b and of itself took
+// from it. fp64 would do, but not every GPU is fast at it.
+__device__ __forceinline__ float divide_by_one_plus(float a, float b) {
+  const float sum = 1.0f + b;
+  const float lost_by_sum = b < 1.0f ? b - (sum - 1.0f) : 1.0f - (sum - b);
+  const float quotient = a / sum;
+  const float lost = ::fmaf(-quotient, sum, a) - quotient * lost_by_sum;
+  const float corrected = quotient + lost / sum;
+  return is_nan(corrected) ? quotient : corrected;  // an infinity has no remainder
+}
+__device__ __forceinline__ double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
+
+// log(a / b). One logarithm instead of two: two are bound by arithmetic, not by memory. The
+// error of the quotient, 2^-23 of it, is one of 2^-23 in the logarithm, except where the quotient
+// leaves the normal range.
+template <typename acc_t>
+__device__ __forceinline__ acc_t log_quotient(acc_t a, acc_t b) {
+  const acc_t quotient = divide(a, b);
+  const bool normal = a > acc_t(0) && quotient > acc_t(1.2e-38) && quotient < acc_t(3.4e38);
+  return normal ? log(quotient) : log(a) - log(b);
+}
+
+#else
 
 // Branch-free, so that loops over them vectorise; less than 1 ulp from the exact value
 // over all of fp32. Polynomials by the Remez algorithm.
@@ -133,18 +161,32 @@ LOSSOPS_HOST_DEVICE float exp(float x) {
   return x < -104.0f ? 0.0f : not_over;
 }
 
+// log(u) of the rounded u = 1 + x, and what rounding took from it.
+LOSSOPS_HOST_DEVICE float log1p(float x) {
+  const float u = 1.0f + x;
+  const float lost = (x - (u - 1.0f)) / u;
+  const float result = log(u);
+  return u > 0.0f && u < infinity<float>() ? result + lost : result;
+}
+
 LOSSOPS_HOST_DEVICE double log(double x) { return std::log(x); }
 LOSSOPS_HOST_DEVICE double exp(double x) { return std::exp(x); }
+LOSSOPS_HOST_DEVICE double log1p(double x) { return std::log1p(x); }
 
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t max_number(acc_t a, acc_t b) {
   return a > b || b != b ? a : b;
 }
 
-template <typename acc_t>
+template <bool kExact, typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t exp_in_sum(acc_t x) {
   return exp(x);
 }
+
+LOSSOPS_HOST_DEVICE float divide_by_one_plus(float a, float b) {
+  return static_cast<float>(static_cast<double>(a) / (1.0 + static_cast<double>(b)));
+}
+LOSSOPS_HOST_DEVICE double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
 
 // Vectors of logarithms take no branch, so the two stay two.
 template <typename acc_t>
@@ -153,5 +195,43 @@ LOSSOPS_HOST_DEVICE acc_t log_quotient(acc_t a, acc_t b) {
 }
 
 #endif
+
+// sum += x, and lost += what rounding took from it (Knuth's exact sum). Of infinities, nothing.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void add_exactly(acc_t& sum, acc_t x, acc_t& lost) {
+  const acc_t before = sum;
+  sum = before + x;
+  const acc_t added = sum - before;
+  const acc_t error = (before - (sum - added)) + (x - added);
+  lost += is_nan(error) ? acc_t(0) : error;
+}
+
+// factor exp(x + lost) for x <= 0 and a lost that is nothing beside x. Within 1.5 units in the
+// last place: one rounding less than the product with an exponential, which has its own.
+LOSSOPS_HOST_DEVICE float exp_times(float factor, float x, float lost) {
+  // x = n ln 2 + r with |r| <= ln 2 / 2; exp x = 2^n (1 + r + r^2 P(r)). Adding 1.5 2^23 rounds to
+  // an integer; the other addend makes its low bits a biased exponent, of a power that is in
+  // range: where 2^n might not be, 2^(n + 64).
+  const bool deep = x < -45.0f;
+  const float round = 0x1.8p23f + (deep ? 127.0f + 64.0f : 127.0f);
+  const float biased = x * 0x1.715476p+0f + round;
+  const float power = detail::float_from_bits(detail::bits_of_float(biased) << 23);
+  const float n = biased - round;
+  // ln 2 in two parts: the product with the first is exact.
+  const float r = (x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f) + lost;
+  float p = 0x1.6a244ep-10f;
+  p = p * r + 0x1.1239d4p-7f;
+  p = p * r + 0x1.5558f2p-5f;
+  p = p * r + 0x1.555492p-3f;
+  p = p * r + 0x1.fffffcp-2f;
+  const float scaled = factor * power;
+  const float result = ((p * (r * r) + r) * scaled + scaled) * (deep ? 0x1p-64f : 1.0f);
+  return x < -131.0f ? factor * 0.0f : result;  // there the power wraps around; -inf
+}
+
+LOSSOPS_HOST_DEVICE double exp_times(double factor, double x, double lost) {
+  const double exponential = exp(x);
+  return factor * (exponential > 0 ? exponential + exponential * lost : exponential);
+}
 
 }  // namespace lossops::math

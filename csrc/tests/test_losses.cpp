@@ -16,6 +16,7 @@ namespace lossops {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr float kInfFloat = std::numeric_limits<float>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 float float_of(uint32_t bits) { return detail::bit_cast<float>(bits); }
@@ -36,23 +37,38 @@ double ulp_distance(float got, double want) {
 
 void test_exp_and_log() {
   double worst_exp = 0;
+  double worst_exp_times = 0;
   double worst_log = 0;
+  double worst_log1p = 0;
   constexpr uint64_t kStep = 1531;  // a prime: no bit stands still
   for (uint64_t bits = 0; bits < (uint64_t{1} << 32); bits += kStep) {
     const float x = float_of(static_cast<uint32_t>(bits));
     worst_exp = std::max(worst_exp, ulp_distance(math::exp(x), std::exp(static_cast<double>(x))));
     worst_log = std::max(worst_log, ulp_distance(math::log(x), std::log(static_cast<double>(x))));
+    worst_log1p =
+        std::max(worst_log1p, ulp_distance(math::log1p(x), std::log1p(static_cast<double>(x))));
   }
   // The range that losses use, closer.
   for (int i = 0; i < 2000000; ++i) {
     const float x = -104.5f + static_cast<float>(i) * 1e-4f;
     worst_exp = std::max(worst_exp, ulp_distance(math::exp(x), std::exp(static_cast<double>(x))));
+    if (x <= 0) {
+      const float factor = 0.3f + static_cast<float>(i % 1000) * 1e-3f;
+      const double exact = static_cast<double>(factor) * std::exp(static_cast<double>(x));
+      worst_exp_times =
+          std::max(worst_exp_times, ulp_distance(math::exp_times(factor, x, 0), exact));
+    }
     const float y = static_cast<float>(i) * 1e-6f;
     worst_log = std::max(worst_log, ulp_distance(math::log(y), std::log(static_cast<double>(y))));
+    worst_log1p =
+        std::max(worst_log1p, ulp_distance(math::log1p(y), std::log1p(static_cast<double>(y))));
   }
-  std::printf("exp within %.3f ulp, log within %.3f ulp\n", worst_exp, worst_log);
+  std::printf("ulp: exp %.3f, exp_times %.3f, log %.3f, log1p %.3f\n", worst_exp, worst_exp_times,
+              worst_log, worst_log1p);
   CHECK(worst_exp < 1.0);
+  CHECK(worst_exp_times < 1.5);
   CHECK(worst_log < 1.0);
+  CHECK(worst_log1p < 1.5);
 
   const float inf = std::numeric_limits<float>::infinity();
   CHECK_CLOSE(math::exp(-inf), 0, 0);
@@ -62,6 +78,22 @@ void test_exp_and_log() {
   CHECK_CLOSE(math::exp(std::numeric_limits<float>::quiet_NaN()), kNan, 0);
   CHECK_CLOSE(math::exp(88.8f), kInf, 0);
   CHECK_CLOSE(math::exp(-FLT_MAX), 0, 0);
+  CHECK_CLOSE(math::exp_times(3.0f, 0.0f, 0.0f), 3, 0);
+  CHECK_CLOSE(math::exp_times(3.0f, -inf, std::numeric_limits<float>::quiet_NaN()), 0, 0);
+  CHECK_CLOSE(math::exp_times(3.0f, -FLT_MAX, 0.0f), 0, 0);
+  CHECK_CLOSE(math::exp_times(3.0f, std::numeric_limits<float>::quiet_NaN(), 0.0f), kNan, 0);
+  CHECK_CLOSE(math::exp_times(0x1p60f, -130.0f, 0.0f), 0x1p60 * std::exp(-130.0), 1e-45);
+  CHECK_CLOSE(math::exp_times(FLT_MAX, -45.5f, 0.0f), FLT_MAX * std::exp(-45.5), 1e13);
+  CHECK_CLOSE(math::exp_times(1.0f, -2.0f, 0x1p-23f), std::exp(-2.0 + 0x1p-23), 2e-8);
+  float sum = 1;
+  float lost = 0;
+  for (int i = 0; i < 1000; ++i) {
+    math::add_exactly(sum, 0x1p-30f, lost);
+  }
+  CHECK_CLOSE(static_cast<double>(sum) + lost, 1 + 1000 * 0x1p-30, 0);
+  math::add_exactly(sum, inf, lost);
+  CHECK_CLOSE(sum, kInf, 0);
+  CHECK(!math::is_nan(lost));
   CHECK_CLOSE(math::log(0.0f), -kInf, 0);
   CHECK_CLOSE(math::log(-0.0f), -kInf, 0);
   CHECK_CLOSE(math::log(inf), kInf, 0);
@@ -70,6 +102,11 @@ void test_exp_and_log() {
   CHECK_CLOSE(math::log(-inf), kNan, 0);
   CHECK_CLOSE(math::log(-1e-45f), kNan, 0);
   CHECK_CLOSE(math::log(std::numeric_limits<float>::quiet_NaN()), kNan, 0);
+  CHECK_CLOSE(math::log1p(0.0f), 0, 0);
+  CHECK_CLOSE(math::log1p(-1.0f), -kInf, 0);
+  CHECK_CLOSE(math::log1p(inf), kInf, 0);
+  CHECK_CLOSE(math::log1p(-2.0f), kNan, 0);
+  CHECK_CLOSE(math::log1p(std::numeric_limits<float>::quiet_NaN()), kNan, 0);
 }
 
 // -------------------------------------------------------------------- conversions
@@ -267,7 +304,7 @@ DenseOnlineSoftmax<double> state_of(const Row& row, size_t begin, size_t end) {
   DenseOnlineSoftmax<double> state;
   for (size_t c = begin; c < end; ++c) {
     state.raise_max(row.x[c]);
-    state.add_below_max(row.x[c], row.q[c]);
+    state.add_below_max(row.x[c], softmax_shift(state.max), row.q[c]);
   }
   return state;
 }
@@ -289,9 +326,20 @@ double row_loss(const Row& row) {
   return loss;
 }
 
+DenseOnlineSoftmax<double> combined(DenseOnlineSoftmax<double> a, DenseOnlineSoftmax<double> b) {
+  a.raise_max(b.max);
+  b.raise_max(a.max);
+  a.add(b);
+  return a;
+}
+
+double row_loss(const DenseOnlineSoftmax<double>& row) {
+  return dense_row_loss(row.rest(), row.q_sum, row.dot);
+}
+
 void check_same(const DenseOnlineSoftmax<double>& a, const DenseOnlineSoftmax<double>& b) {
   CHECK_CLOSE(a.max, b.max, 0);
-  CHECK_CLOSE(a.sum, b.sum, 1e-13 * std::fabs(b.sum));
+  CHECK_CLOSE(a.rest(), b.rest(), 1e-13 * std::fabs(b.rest()));
   CHECK_CLOSE(a.q_sum, b.q_sum, 1e-13 * std::fabs(b.q_sum));
   CHECK_CLOSE(a.dot, b.dot, 1e-12 * (1 + std::fabs(b.dot)));
 }
@@ -313,45 +361,58 @@ void test_online_softmax() {
     const auto a = state_of(row, 0, first);
     const auto b = state_of(row, first, second);
     const auto c = state_of(row, second, length);
-    auto left = a;
-    left.combine(b);
-    left.combine(c);
-    auto right = b;
-    right.combine(c);
-    auto nested = a;
-    nested.combine(right);
+    const auto left = combined(combined(a, b), c);
+    const auto nested = combined(a, combined(b, c));
     check_same(left, nested);
     const auto whole = state_of(row, 0, length);
     check_same(left, whole);
-    CHECK_CLOSE(dense_row_loss(whole), row_loss(row), 1e-12 * (1 + row_loss(row)));
-    CHECK_CLOSE(dense_row_loss(left), row_loss(row), 1e-12 * (1 + row_loss(row)));
-
-    auto with_identity = whole;
-    with_identity.combine(DenseOnlineSoftmax<double>());
-    check_same(with_identity, whole);
-    DenseOnlineSoftmax<double> from_identity;
-    from_identity.combine(whole);
-    check_same(from_identity, whole);
+    CHECK_CLOSE(row_loss(whole), row_loss(row), 1e-12 * (1 + row_loss(row)));
+    CHECK_CLOSE(row_loss(left), row_loss(row), 1e-12 * (1 + row_loss(row)));
+    check_same(combined(whole, DenseOnlineSoftmax<double>()), whole);
+    check_same(combined(DenseOnlineSoftmax<double>(), whole), whole);
   }
 
-  DenseOnlineSoftmax<double> identity;
-  identity.combine(DenseOnlineSoftmax<double>());
-  check_same(identity, DenseOnlineSoftmax<double>());
+  const DenseOnlineSoftmax<double> identity;
+  check_same(combined(identity, identity), identity);
 
-  CHECK_CLOSE(dense_row_loss(state_of({{-kInf, -kInf}, {0.5, 0.5}}, 0, 2)), kNan, 0);
-  CHECK_CLOSE(dense_row_loss(state_of({{1, kNan}, {1, 0}}, 0, 2)), kNan, 0);
-  CHECK_CLOSE(dense_row_loss(state_of({{1, kInf}, {1, 0}}, 0, 2)), kNan, 0);
-  CHECK_CLOSE(dense_row_loss(state_of({{1, -kInf}, {0.5, 0.5}}, 0, 2)), kInf, 0);
-  CHECK_CLOSE(dense_row_loss(state_of({{-kInf, 1}, {0.5, 0.5}}, 0, 2)), kInf, 0);
+  CHECK_CLOSE(row_loss(state_of({{-kInf, -kInf}, {0.5, 0.5}}, 0, 2)), kNan, 0);
+  CHECK_CLOSE(row_loss(state_of({{1, kNan}, {1, 0}}, 0, 2)), kNan, 0);
+  CHECK_CLOSE(row_loss(state_of({{1, kInf}, {1, 0}}, 0, 2)), kNan, 0);
+  CHECK_CLOSE(row_loss(state_of({{1, -kInf}, {0.5, 0.5}}, 0, 2)), kInf, 0);
+  CHECK_CLOSE(row_loss(state_of({{-kInf, 1}, {0.5, 0.5}}, 0, 2)), kInf, 0);
+}
 
+void test_row_softmax() {
+  test::subject() = "softmax of a row";
+  const double e = std::exp(-1.0);
   OnlineSoftmax<float> row;
   for (const float x : {1.0f, 1000.0f, 999.0f}) {
     row.raise_max(x);
-    row.add_below_max(x);
+    row.add_below_max(x, softmax_shift(row.max));
   }
-  CHECK_CLOSE(sparse_row_loss(row, 999.0f, 1.0f), 1 + std::log(1 + std::exp(-1.0)), 1e-6);
-  CHECK_CLOSE(sparse_row_loss(row, -std::numeric_limits<float>::infinity(), 1.0f), kInf, 0);
-  CHECK_CLOSE(softmax_probability(999.0f, row.max, 1 / row.sum), 1 / (1 + std::exp(1.0)), 1e-7);
+  CHECK_CLOSE(sparse_row_loss(row.max, row.rest(), 999.0f, 1.0f), 1 + std::log1p(e), 1e-6);
+  CHECK_CLOSE(sparse_row_loss(row.max, row.rest(), -kInfFloat, 1.0f), kInf, 0);
+  const auto softmax = RowSoftmax<float>::of(row.max, row.rest(), 2.0f, 0.5f);
+  CHECK_CLOSE(softmax.gradient(999.0f), e / (1 + e), 1e-7);
+  CHECK_CLOSE(softmax.gradient_at_index(999.0f), -1 / (1 + e), 1e-7);
+  CHECK_CLOSE(softmax.surprise(999.0f), 1 + std::log1p(e), 1e-6);
+  CHECK_CLOSE(softmax.gradient(-kInfFloat), 0, 0);
+
+  // A maximum beside which the others would be rounded away.
+  OnlineSoftmax<float> confident;
+  double rest = 0;
+  for (const float x : {0.0f, -19.0f, -18.0f, -30.0f}) {
+    confident.raise_max(x);
+    confident.add_below_max(x, softmax_shift(confident.max));
+    rest += x < 0 ? std::exp(static_cast<double>(x)) : 0;
+  }
+  CHECK_CLOSE(confident.rest(), rest, 4e-7 * rest);
+  CHECK_CLOSE(sparse_row_loss(0.0f, confident.rest(), 0.0f, 1.0f), std::log1p(rest), 4e-7 * rest);
+  const auto peaked = RowSoftmax<float>::of(0.0f, confident.rest(), 1.0f, 1.0f);
+  CHECK_CLOSE(peaked.gradient_at_index(0.0f), -rest / (1 + rest), 4e-7 * rest);
+  CHECK_CLOSE(peaked.dense_gradient(0.0f, 1.0f, 1.0f, 1.0f), -rest / (1 + rest), 4e-7 * rest);
+  CHECK_CLOSE(peaked.dense_gradient(-18.0f, 1.0f, 1.0f, 0.0f), std::exp(-18.0) / (1 + rest),
+              4e-7 * rest);
 
   CHECK_CLOSE(smoothed(1.0, 0.1, 0.1 / 4), 0.925, 1e-15);
   CHECK_CLOSE(smoothed(0.0, 0.1, 0.1 / 4), 0.025, 1e-15);
@@ -378,5 +439,6 @@ int main() {
   test_kl_div_term<true, true>();
   test_registry();
   test_online_softmax();
+  test_row_softmax();
   return test::exit_status();
 }
