@@ -361,6 +361,8 @@ struct ElementwiseProblem {
     check_device(op, "target", target, input);
     LOSSOPS_CHECK(op, broadcast_shapes(input.sizes, target.sizes, shape), "input of shape ",
                   input.sizes, " and target of shape ", target.sizes, " do not broadcast");
+    LOSSOPS_CHECK(op, shape.has_numel(), "input of shape ", input.sizes, " and target of shape ",
+                  target.sizes, " broadcast to more than 2^63 elements");
     result_dtype = traits.expands_first ? promote(input.dtype, target.dtype)
                                         : result_type({input.dtype, input.sizes.size},
                                                       {target.dtype, target.sizes.size});

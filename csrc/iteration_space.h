@@ -28,6 +28,18 @@ struct Dims {
     return product;
   }
 
+  // Whether numel() fits its type.
+  bool has_numel() const {
+    int64_t product = 1;
+    bool overflow = false;
+    bool empty = false;
+    for (int i = 0; i < size; ++i) {
+      empty = empty || values[i] == 0;
+      overflow = __builtin_mul_overflow(product, values[i], &product) || overflow;
+    }
+    return empty || !overflow;
+  }
+
   bool operator==(const Dims& other) const {
     if (size != other.size) {
       return false;

@@ -410,6 +410,11 @@ def test_vmap(loss: Loss, device: str) -> None:
             def call(x: Tensor, t: Tensor) -> Tensor:
                 return loss.function(x, t, **options)  # noqa: B023
 
+            none = torch.func.vmap(call)(x[:0], t[:0])
+            assert none.shape == (0, *call(x[0], t[0]).shape) and none.dtype == x.dtype
+            if reduction != "none":
+                assert torch.func.vmap(torch.func.grad(call))(x[:0], t[:0]).shape == (0, 3, 5)
+
             expected = torch.stack([s.call(loss.function) for s in samples])
             found = torch.func.vmap(call)(x, t)
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

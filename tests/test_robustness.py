@@ -217,3 +217,13 @@ def test_saved_tensors_of_wrong_size_are_refused(loss: Loss, device: str) -> Non
                     continue
                 shapes = {k: getattr(v, "shape", v) for k, v in change.items()}
                 pytest.fail(f"{sample.name}: took {shapes}")
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("loss", [x for x in LOSSES if x.elementwise], ids=lambda loss: loss.name)
+def test_more_elements_than_can_be_counted(loss: Loss, device: str) -> None:
+    column = torch.zeros(1, device=device).expand(2**32).unsqueeze(1)
+    row = torch.zeros(1, device=device).expand(2**32)
+    for function in (loss.function, loss.op):
+        with pytest.raises(RuntimeError, match=r"4294967296, 1.*more than 2\^63 elements"):
+            function(column, row, reduction="sum")

@@ -64,15 +64,20 @@ def _call_for_each(op: Any, info: Any, in_dims: Any, *args: Any, **kwargs: Any) 
     """vmap by one call for each sample: right for every layout and reduction, not fused."""
 
     def sample(arg: Any, dim: int | None, index: int) -> Any:
-        return arg.select(dim, index) if isinstance(dim, int) else arg
+        if not isinstance(dim, int):
+            return arg
+        if info.batch_size == 0:
+            return arg.new_zeros(arg.shape[:dim] + arg.shape[dim + 1 :])
+        return arg.select(dim, index)
 
+    # A batch of none still needs one call, to learn what its results look like.
     results = [
         op(*(sample(arg, dim, i) for arg, dim in zip(args, in_dims, strict=True)), **kwargs)
-        for i in range(info.batch_size)
+        for i in range(max(info.batch_size, 1))
     ]
     if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]
+        return torch.stack(results)[: info.batch_size], 0
+    stacked = [torch.stack(parts)[: info.batch_size] for parts in zip(*results, strict=True)]
     return type(results[0])(stacked), type(results[0])([0] * len(stacked))
 
 
@@ -381,7 +386,7 @@ class ElementwiseLoss(_Loss):
 
 class CrossEntropyLoss(_Loss):
     """`lossops::cross_entropy_forward(input, target, weight, ignore_index, reduction,
-    label_smoothing, float32_result)` returns the loss, {max, sum of exp(x - max)[, sum of
+    label_smoothing, float32_result)` returns the loss, {max, sum of exp(x - max) less 1[, sum of
     coefficients]} of every row, and for a mean its denominator and its value before rounding."""
 
     mask_position = 9
