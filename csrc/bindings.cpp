@@ -453,11 +453,26 @@ bool is_contiguous(const IterationSpace& space, std::initializer_list<const Oper
   return floating && space.ndim <= 1;
 }
 
-std::tuple<Tensor, Tensor> elementwise_forward(const char* op, ElementwiseLoss loss,
-                                               const Tensor& input, const Tensor& target,
-                                               const OptionalTensor& weight,
-                                               const LossParams& params,
-                                               const std::string& reduction, bool float32_result) {
+// A gradient of input that forward returned.
+const Tensor& check_kept(const char* op, const Tensor& tensor, const View& input) {
+  const View view(tensor);
+  LOSSOPS_CHECK(op, view.sizes == input.sizes && view.dtype == input.dtype,
+                "grad_input must be the ", input.sizes, " ", name_of(input.dtype),
+                " tensor that forward returned, but is ", view.sizes, " ", name_of(view.dtype));
+  check_device(op, "grad_input", view, input);
+  return tensor;
+}
+
+struct ElementwiseResult {
+  Tensor loss;
+  Tensor mean_terms;
+  OptionalTensor grad_input;  // for a grad_output of 1
+};
+
+ElementwiseResult elementwise_forward(const char* op, ElementwiseLoss loss, const Tensor& input,
+                                      const Tensor& target, const OptionalTensor& weight,
+                                      const LossParams& params, const std::string& reduction,
+                                      bool float32_result, bool with_gradient) {
   ElementwiseForwardArgs args;
   const ElementwiseProblem problem(op, input, target, weight, params, loss, reduction, args);
   const ScalarType dtype = widen_if(float32_result, problem.result_dtype);
@@ -479,17 +494,29 @@ std::tuple<Tensor, Tensor> elementwise_forward(const char* op, ElementwiseLoss l
   if (!reduce) {
     builder.add(args.output, to_dims(output.strides()));
   }
+  OptionalTensor grad_input;
+  if (with_gradient) {
+    LOSSOPS_CHECK(
+        op,
+        reduce && !problem.weighted_mean(args) && is_floating(problem.input.dtype) &&
+            problem.input.sizes == problem.shape,
+        "there is no gradient in forward without a reduction, for a weighted mean, or for "
+        "an input that is broadcast or integral");
+    grad_input = like_of(problem.input);
+    set_result(args.grad_input, *grad_input);
+    builder.add(args.grad_input, to_dims(grad_input->strides()));
+  }
   check_ndim(op, builder.finish(problem.order, args.space));
-  args.contiguous =
-      reduce ? is_contiguous(args.space, {&args.input, &args.target, &args.weight})
-             : is_contiguous(args.space, {&args.input, &args.target, &args.weight, &args.output});
+  const Operand absent;
+  args.contiguous = is_contiguous(args.space, {&args.input, &args.target, &args.weight,
+                                               &args.grad_input, reduce ? &absent : &args.output});
   LOSSOPS_LAUNCH_WITH_SCRATCH(input, elementwise_forward, args);
-  return {output, mean_terms};
+  return {output, mean_terms, grad_input};
 }
 
 // Gradient of an operand that was broadcast: summed over the added dimensions.
 void launch_broadcast_gradient(const ElementwiseProblem& problem, ElementwiseBackwardArgs base,
-                               Operand ElementwiseBackwardArgs::* which, const View& operand,
+                               Operand ElementwiseBackwardArgs::*which, const View& operand,
                                const View& grad_output, const Tensor& gradient) {
   ElementwiseBackwardReduceArgs args;
   static_cast<ElementwiseBackwardArgs&>(args) = base;
@@ -531,8 +558,10 @@ std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
                                          const Tensor& target, const OptionalTensor& weight,
                                          const OptionalTensor& mean_terms, const LossParams& params,
                                          const std::string& reduction,
-                                         const std::vector<bool>& output_mask) {
+                                         const std::vector<bool>& output_mask,
+                                         const OptionalTensor& kept = std::nullopt) {
   ElementwiseBackwardArgs args;
+  args.kept = kept.has_value();
   const ElementwiseProblem problem(op, input, target, weight, params, loss, reduction, args);
   const View grad_output(grad_output_);
   const bool reduce = args.reduction != Reduction::kNone;
@@ -552,9 +581,9 @@ std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
   const View* operands[3] = {&problem.input, &problem.target,
                              problem.weight ? &*problem.weight : nullptr};
   const char* names[3] = {"input", "target", "weight"};
-  Operand ElementwiseBackwardArgs::* const gradients[3] = {&ElementwiseBackwardArgs::grad_input,
-                                                           &ElementwiseBackwardArgs::grad_target,
-                                                           &ElementwiseBackwardArgs::grad_weight};
+  Operand ElementwiseBackwardArgs::*const gradients[3] = {&ElementwiseBackwardArgs::grad_input,
+                                                          &ElementwiseBackwardArgs::grad_target,
+                                                          &ElementwiseBackwardArgs::grad_weight};
   std::vector<Tensor> results;
   bool any_direct = false;
   SpaceBuilder builder(problem.shape);
@@ -564,7 +593,7 @@ std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
     }
     LOSSOPS_CHECK(op, operands[i] != nullptr && is_floating(operands[i]->dtype),
                   "there is no gradient for ", names[i]);
-    results.push_back(like_of(*operands[i]));
+    results.push_back(kept ? check_kept(op, *kept, *operands[i]) : like_of(*operands[i]));
     // An operand of no elements where the loss has none has nothing to sum either.
     if (operands[i]->sizes.numel() == problem.shape.numel()) {
       set_result(args.*gradients[i], results.back());
@@ -611,9 +640,29 @@ struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
   static std::tuple<Tensor, Tensor> forward(Tensor input, Tensor target, OptionalTensor weight,
                                             std::string reduction, bool float32_result,
                                             Params... params) {
-    return elementwise_forward(name_of(kLoss), kLoss, input, target, weight,
-                               LossParams{{static_cast<double>(params)...}}, reduction,
-                               float32_result);
+    const ElementwiseResult result = elementwise_forward(
+        name_of(kLoss), kLoss, input, target, weight, LossParams{{static_cast<double>(params)...}},
+        reduction, float32_result, false);
+    return {result.loss, result.mean_terms};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> forward_gradient(Tensor input, Tensor target,
+                                                             OptionalTensor weight,
+                                                             std::string reduction,
+                                                             bool float32_result,
+                                                             Params... params) {
+    const ElementwiseResult result = elementwise_forward(
+        name_of(kLoss), kLoss, input, target, weight, LossParams{{static_cast<double>(params)...}},
+        reduction, float32_result, true);
+    return {result.loss, result.mean_terms, *result.grad_input};
+  }
+
+  static void backward_kept(Tensor grad_input, Tensor grad_output, Tensor input, Tensor target,
+                            OptionalTensor weight, OptionalTensor mean_terms, std::string reduction,
+                            Params... params) {
+    elementwise_backward(name_of(kLoss), kLoss, grad_output, input, target, weight, mean_terms,
+                         LossParams{{static_cast<double>(params)...}}, reduction,
+                         {true, false, false}, grad_input);
   }
 
   static std::vector<Tensor> backward(Tensor grad_output, Tensor input, Tensor target,
@@ -638,6 +687,16 @@ struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
            params + ") -> (Tensor loss, Tensor mean_terms)")
               .c_str());
     m.def((name +
+           "_forward_gradient(Tensor input, Tensor target, Tensor? weight, str reduction, "
+           "bool float32_result" +
+           params + ") -> (Tensor loss, Tensor mean_terms, Tensor grad_input)")
+              .c_str());
+    m.def((name +
+           "_backward_kept(Tensor(a!) grad_input, Tensor grad_output, Tensor input, Tensor target, "
+           "Tensor? weight, Tensor? mean_terms, str reduction" +
+           params + ") -> ()")
+              .c_str());
+    m.def((name +
            "_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
            "Tensor? mean_terms, str reduction, bool[] output_mask" +
            params + ") -> Tensor[]")
@@ -649,7 +708,9 @@ struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
     m.impl(name.c_str(), Loss::kTraits.has_weight ? TORCH_BOX(&ElementwiseOps::weighted_loss)
                                                   : TORCH_BOX(&ElementwiseOps::loss));
     m.impl((name + "_forward").c_str(), TORCH_BOX(&ElementwiseOps::forward));
+    m.impl((name + "_forward_gradient").c_str(), TORCH_BOX(&ElementwiseOps::forward_gradient));
     m.impl((name + "_backward").c_str(), TORCH_BOX(&ElementwiseOps::backward));
+    m.impl((name + "_backward_kept").c_str(), TORCH_BOX(&ElementwiseOps::backward_kept));
   }
 };
 
@@ -807,9 +868,17 @@ ScalarType acc_dtype(const CrossEntropyArgs& args) {
   throw std::out_of_range(message.str());
 }
 
-std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(
-    Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index, std::string reduction,
-    double label_smoothing, bool float32_result) {
+struct CrossEntropyResult {
+  Tensor loss;
+  Tensor row_stats;
+  Tensor mean_terms;
+  OptionalTensor grad_input;  // for a grad_output of 1
+};
+
+CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor& target,
+                                              const OptionalTensor& weight, int64_t ignore_index,
+                                              const std::string& reduction, double label_smoothing,
+                                              bool float32_result, bool with_gradient) {
   CrossEntropyForwardArgs args;
   const CrossEntropyProblem problem(input, target, weight, ignore_index, reduction, label_smoothing,
                                     float32_result, args);
@@ -832,6 +901,15 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(
   if (!reduce) {
     builder.add(args.output, dense_strides(problem.rows, row_major_order(problem.rows.size)));
   }
+  OptionalTensor grad_input;
+  if (with_gradient) {
+    LOSSOPS_CHECK(kCrossEntropy, reduce, "there is no gradient in forward without a reduction");
+    grad_input = like_of(problem.input);
+    const Dims strides = to_dims(grad_input->strides());
+    set_result(args.grad_input, *grad_input);
+    args.grad_input_class_stride = class_entry(strides);
+    builder.add(args.grad_input, without_class_dim(strides));
+  }
   problem.finish(builder, args);
   int64_t first_invalid_row = -1;
   args.first_invalid_row = &first_invalid_row;
@@ -839,15 +917,32 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(
   if (first_invalid_row >= 0) {
     fail_invalid_target(problem, args, first_invalid_row);
   }
-  return {output, row_stats, mean_terms};
+  return {output, row_stats, mean_terms, grad_input};
 }
 
-std::vector<Tensor> cross_entropy_backward(Tensor grad_output_, Tensor input, Tensor target,
-                                           OptionalTensor weight, Tensor row_stats,
-                                           OptionalTensor mean_terms, int64_t ignore_index,
-                                           std::string reduction, double label_smoothing,
-                                           std::vector<bool> output_mask) {
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(
+    Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index, std::string reduction,
+    double label_smoothing, bool float32_result) {
+  const CrossEntropyResult result = cross_entropy_forward_pass(
+      input, target, weight, ignore_index, reduction, label_smoothing, float32_result, false);
+  return {result.loss, result.row_stats, result.mean_terms};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward_gradient(
+    Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index, std::string reduction,
+    double label_smoothing, bool float32_result) {
+  const CrossEntropyResult result = cross_entropy_forward_pass(
+      input, target, weight, ignore_index, reduction, label_smoothing, float32_result, true);
+  return {result.loss, result.row_stats, result.mean_terms, *result.grad_input};
+}
+
+std::vector<Tensor> cross_entropy_backward_pass(
+    const Tensor& grad_output_, const Tensor& input, const Tensor& target,
+    const OptionalTensor& weight, const Tensor& row_stats, const OptionalTensor& mean_terms,
+    int64_t ignore_index, const std::string& reduction, double label_smoothing,
+    const std::vector<bool>& output_mask, const OptionalTensor& kept) {
   CrossEntropyBackwardArgs args;
+  args.kept = kept.has_value();
   // The weight's dtype was checked in forward.
   const CrossEntropyProblem problem(input, target, weight, ignore_index, reduction, label_smoothing,
                                     true, args);
@@ -886,7 +981,7 @@ std::vector<Tensor> cross_entropy_backward(Tensor grad_output_, Tensor input, Te
   SpaceBuilder builder(problem.rows);
   problem.add_inputs(builder, args);
   const auto add_gradient = [&](const View& operand, Operand& gradient, int64_t& class_stride) {
-    results.push_back(like_of(operand));
+    results.push_back(kept ? check_kept(kCrossEntropy, *kept, operand) : like_of(operand));
     const Dims strides = to_dims(results.back().strides());
     set_result(gradient, results.back());
     class_stride = class_entry(strides);
@@ -908,6 +1003,25 @@ std::vector<Tensor> cross_entropy_backward(Tensor grad_output_, Tensor input, Te
   problem.finish(builder, args);
   LOSSOPS_LAUNCH_WITH_SCRATCH(input, cross_entropy_backward, args);
   return results;
+}
+
+std::vector<Tensor> cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target,
+                                           OptionalTensor weight, Tensor row_stats,
+                                           OptionalTensor mean_terms, int64_t ignore_index,
+                                           std::string reduction, double label_smoothing,
+                                           std::vector<bool> output_mask) {
+  return cross_entropy_backward_pass(grad_output, input, target, weight, row_stats, mean_terms,
+                                     ignore_index, reduction, label_smoothing, output_mask,
+                                     std::nullopt);
+}
+
+void cross_entropy_backward_kept(Tensor grad_input, Tensor grad_output, Tensor input, Tensor target,
+                                 OptionalTensor weight, Tensor row_stats, OptionalTensor mean_terms,
+                                 int64_t ignore_index, std::string reduction,
+                                 double label_smoothing) {
+  cross_entropy_backward_pass(grad_output, input, target, weight, row_stats, mean_terms,
+                              ignore_index, reduction, label_smoothing, {true, false, false},
+                              grad_input);
 }
 
 // The public op: the loss alone.
@@ -966,6 +1080,14 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "str reduction, float label_smoothing, bool float32_result) "
       "-> (Tensor loss, Tensor row_stats, Tensor mean_terms)");
   m.def(
+      "cross_entropy_forward_gradient(Tensor input, Tensor target, Tensor? weight, "
+      "int ignore_index, str reduction, float label_smoothing, bool float32_result) "
+      "-> (Tensor loss, Tensor row_stats, Tensor mean_terms, Tensor grad_input)");
+  m.def(
+      "cross_entropy_backward_kept(Tensor(a!) grad_input, Tensor grad_output, Tensor input, "
+      "Tensor target, Tensor? weight, Tensor row_stats, Tensor? mean_terms, int ignore_index, "
+      "str reduction, float label_smoothing) -> ()");
+  m.def(
       "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
       "Tensor row_stats, Tensor? mean_terms, int ignore_index, str reduction, "
       "float label_smoothing, bool[] output_mask) -> Tensor[]");
@@ -980,7 +1102,9 @@ void implement_ops(torch::stable::detail::StableLibrary& m) {
 #undef LOSSOPS_ROW
   m.impl("cross_entropy", TORCH_BOX(&cross_entropy));
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_forward_gradient", TORCH_BOX(&cross_entropy_forward_gradient));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("cross_entropy_backward_kept", TORCH_BOX(&cross_entropy_backward_kept));
   m.impl("first_invalid_target", TORCH_BOX(&first_invalid_target));
 }
 

@@ -84,10 +84,21 @@ struct RowStats {
       : max(static_cast<acc_t*>(data)), rest(max + rows), q_sum(rest + rows) {}
 };
 
+// The backward pass of a forward that is to leave a gradient, for a grad_output of 1.
+inline CrossEntropyBackwardArgs unit_backward(const CrossEntropyForwardArgs& args) {
+  CrossEntropyBackwardArgs backward;
+  static_cast<CrossEntropyArgs&>(backward) = args;
+  backward.row_stats = args.row_stats;
+  backward.mean_terms = args.mean_terms;
+  backward.grad_input = args.grad_input;
+  backward.grad_input_class_stride = args.grad_input_class_stride;
+  return backward;
+}
+
 // grad_output of one row, divided by what the mean divides by.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t row_scale(const CrossEntropyBackwardArgs& args, int64_t offset) {
-  const acc_t grad_output = load_operand<acc_t>(args.grad_output, offset);
+  const acc_t grad_output = load_grad_output<acc_t>(args.grad_output, offset);
   return args.reduction == Reduction::kMean ? grad_output / static_cast<acc_t>(args.mean_terms[0])
                                             : grad_output;
 }

@@ -56,10 +56,14 @@ struct ElementwiseArgs {
 struct ElementwiseForwardArgs : ElementwiseArgs {
   Operand output;                // none: the shape of space; else one element
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; weighted mean only
+  // The gradient for a grad_output of 1; null: not wanted. Reductions only, no weighted mean.
+  Operand grad_input;
 };
 
 struct ElementwiseBackwardArgs : ElementwiseArgs {
-  Operand grad_output;                 // strides 0 for a reduction
+  Operand grad_output;  // strides 0 for a reduction; null: 1
+  // grad_input holds the gradient for a grad_output of 1: nothing to do where it is 1.
+  bool kept = false;
   const double* mean_terms = nullptr;  // (2,), from forward; weighted mean only
   // Null where not wanted. A gradient whose operand is broadcast has its own launcher.
   Operand grad_input;
@@ -102,12 +106,17 @@ struct CrossEntropyForwardArgs : CrossEntropyArgs {
   Operand output;                // none: strides over rows; else one element
   void* row_stats = nullptr;     // out, (2 or 3, rows) of acc_t: max, sum, Q
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; mean only
+  // The gradient for a grad_output of 1; null: not wanted. Reductions only.
+  Operand grad_input;
+  int64_t grad_input_class_stride = 1;
   // Out, CPU only: the first row whose class index is out of range, or -1.
   int64_t* first_invalid_row = nullptr;
 };
 
 struct CrossEntropyBackwardArgs : CrossEntropyArgs {
-  Operand grad_output;  // none: strides over rows; else strides 0
+  Operand grad_output;  // none: strides over rows; else strides 0; null: 1
+  // grad_input holds the gradient for a grad_output of 1: nothing to do where it is 1.
+  bool kept = false;
   const void* row_stats = nullptr;
   const double* mean_terms = nullptr;  // (2,), from forward; mean only
   Operand grad_input;                  // strides over rows; null: not wanted

@@ -45,10 +45,15 @@ LOSSOPS_HOST_DEVICE void store_operand(const Operand& operand, int64_t offset, a
   store_as<acc_t>(operand.data, operand.dtype, offset, value);
 }
 
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t load_grad_output(const Operand& grad_output, int64_t offset) {
+  return grad_output.data == nullptr ? acc_t(1) : load_operand<acc_t>(grad_output, offset);
+}
+
 // grad_output of a reduction, divided by what the mean divides by.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t reduction_scale(const ElementwiseBackwardArgs& args) {
-  const acc_t grad_output = load_operand<acc_t>(args.grad_output, 0);
+  const acc_t grad_output = load_grad_output<acc_t>(args.grad_output, 0);
   if (args.reduction != Reduction::kMean) {
     return grad_output;
   }
@@ -56,18 +61,24 @@ LOSSOPS_HOST_DEVICE acc_t reduction_scale(const ElementwiseBackwardArgs& args) {
          static_cast<acc_t>(args.weight.data != nullptr ? args.mean_terms[0] : args.denominator);
 }
 
-// Loss of one element; weight becomes its weight (1 without one).
+// The same for a grad_output of 1, in forward.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t unit_scale(const ElementwiseForwardArgs& args) {
+  return args.reduction == Reduction::kMean ? acc_t(1) / static_cast<acc_t>(args.denominator)
+                                            : acc_t(1);
+}
+
+// Whether a kept gradient is the one that is wanted.
+template <typename BackwardArgs>
+LOSSOPS_HOST_DEVICE bool kept_is_right(const BackwardArgs& args) {
+  return args.kept && load_operand<double>(args.grad_output, 0) == 1;
+}
+
+// scale: of the reduction, or the element's own grad_output.
 template <typename acc_t, typename Term>
-LOSSOPS_HOST_DEVICE acc_t strided_forward(const ElementwiseArgs& args, const Term& term,
-                                          const int64_t (&offsets)[4], acc_t& weight) {
-  const acc_t value = term.forward(load_operand<acc_t>(args.input, offsets[0]),
-                                   load_operand<acc_t>(args.target, offsets[1]));
-  if (args.weight.data == nullptr) {
-    weight = acc_t(1);
-    return value;
-  }
-  weight = load_operand<acc_t>(args.weight, offsets[2]);
-  return value * weight;
+LOSSOPS_HOST_DEVICE acc_t input_gradient(const Term& term, acc_t x, acc_t t, acc_t weight,
+                                         acc_t scale) {
+  return scale * weight * term.backward_input(x, t);
 }
 
 enum class Wanted : int8_t { kInput, kTarget, kWeight };
@@ -79,7 +90,7 @@ LOSSOPS_HOST_DEVICE acc_t elementwise_gradient(Wanted wanted, const ElementwiseB
                                                const Term& term, acc_t x, acc_t t, acc_t weight,
                                                acc_t scale) {
   if (wanted == Wanted::kInput) {
-    return scale * weight * term.backward_input(x, t);
+    return input_gradient(term, x, t, weight, scale);
   }
   if (wanted == Wanted::kTarget) {
     return scale * weight * term.backward_target(x, t);

@@ -727,6 +727,9 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
   if (args.first_invalid_row != nullptr) {
     launch_first_invalid_target(args, args.first_invalid_row, context);
   }
+  if (args.grad_input.data != nullptr) {
+    launch_cross_entropy_backward(unit_backward(args), nullptr, context);
+  }
 }
 
 int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args) {
@@ -735,6 +738,9 @@ int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args) {
 
 void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double* scratch,
                                    Context context) {
+  if (kept_is_right(args)) {
+    return;
+  }
   const Walk walk = choose_walk(args);
   const int64_t chunk_rows = rows_per_chunk(args);
   visit_acc_type(args, [&](auto acc) {

@@ -119,6 +119,7 @@ struct BackwardScalars {
   acc_t scale = 0;       // of the whole launch; none: each element has its own
   acc_t mean_share = 0;  // what the mean takes off the gradient of a weight
 
+  BackwardScalars() = default;
   explicit BackwardScalars(const ElementwiseBackwardArgs& args) {
     if (args.reduction != Reduction::kNone) {
       scale = reduction_scale<acc_t>(args);
@@ -363,17 +364,29 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
 void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scratch,
                                 Context context) {
   ElementwiseForwardArgs args = given;
-  tile_mixed_layouts(args, {&args.input, &args.target, &args.weight, &args.output});
+  tile_mixed_layouts(args,
+                     {&args.input, &args.target, &args.weight, &args.output, &args.grad_input});
+  const bool with_gradient = args.grad_input.data != nullptr;
+  ElementwiseBackwardArgs backward;
+  static_cast<ElementwiseArgs&>(backward) = args;
+  backward.grad_input = args.grad_input;
   const bool none = args.reduction == Reduction::kNone;
   const int64_t chunks = num_chunks(args.space);
   visit_types(args, [&](auto acc, auto term) {
     using acc_t = decltype(acc);
+    const auto scalars =
+        with_gradient ? BackwardScalars<acc_t>(backward) : BackwardScalars<acc_t>();
     parallel_for_each(context, chunks, [&](int64_t chunk) {
       const int64_t begin = chunk * kChunk;
       const int64_t end = std::min(begin + kChunk, args.space.numel);
       double* partial = none ? nullptr : scratch + 2 * chunk;
       with_widest_vectors(
           [&]() LOSSOPS_ALWAYS_INLINE { forward_chunk<acc_t>(args, term, begin, end, partial); });
+      if (with_gradient) {  // while the chunk is in a cache
+        with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+          backward_chunk<acc_t>(backward, scalars, term, begin, end);
+        });
+      }
     });
   });
   if (none) {
@@ -394,6 +407,9 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
 }
 
 void launch_elementwise_backward(const ElementwiseBackwardArgs& given, Context context) {
+  if (kept_is_right(given)) {
+    return;
+  }
   ElementwiseBackwardArgs args = given;
   tile_mixed_layouts(args, {&args.input, &args.target, &args.weight, &args.grad_output,
                             &args.grad_input, &args.grad_target, &args.grad_weight});

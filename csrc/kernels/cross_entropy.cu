@@ -39,6 +39,10 @@ constexpr int kVectorsPerThread = 8;
 // threads of a block then hold.
 constexpr int kRegisterVectors = 8;
 constexpr int64_t kRegisterRowBytes = int64_t{kMaxRowThreads} * kRegisterVectors * kVectorBytes;
+// What a kernel has of shared memory beside a row, at most.
+constexpr int kStaticSharedBytes = 4096;
+// A row of more than this is alone on its multiprocessor, of the largest there are.
+constexpr int64_t kMaxSharedRowBytes = 112 << 10;
 // Classes of a strided row that a thread has in flight.
 constexpr int kClassUnroll = 8;
 // Blocks of a reduction: several waves on any GPU, and partials that one block folds in
@@ -208,6 +212,20 @@ struct RowReader {
   }
 };
 
+// The gradient of one vector of a row.
+template <typename scalar_t, typename Gradient>
+__device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient,
+                                                        const Vector<scalar_t>& x,
+                                                        int first_class) {
+  Vector<scalar_t> results;
+#pragma unroll
+  for (int i = 0; i < kVectorSize<scalar_t>; ++i) {
+    results.set(i, from_acc<scalar_t>(
+                       gradient.of_logit(to_acc<acc_type_t<scalar_t>>(x.get(i)), first_class + i)));
+  }
+  return results;
+}
+
 // A thread's share of a row of contiguous classes that a block holds whole. The threads take
 // vectors in turn, the last of which may be a part of one. What is not there is -inf.
 template <typename scalar_t>
@@ -222,7 +240,7 @@ struct RegisterRow {
     Vector<scalar_t> nothing;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      nothing.values[i] = from_acc<scalar_t>(-math::infinity<acc_type_t<scalar_t>>());
+      nothing.set(i, from_acc<scalar_t>(-math::infinity<acc_type_t<scalar_t>>()));
     }
     if (width == kVectorBytes) {
       load<kVectorBytes>(row, whole, nothing);
@@ -238,13 +256,37 @@ struct RegisterRow {
 #pragma unroll
       for (int i = 0; i < kSize - 1; ++i) {
         if (i < part) {
-          last.values[i] = row[whole * kSize + i];
+          last.set(i, row[whole * kSize + i]);
         }
       }
 #pragma unroll
       for (int u = 0; u < kRegisterVectors; ++u) {
         if (vector(u) == whole) {
           vectors[u] = last;
+        }
+      }
+    }
+  }
+
+  // Writes the row's gradient.
+  template <typename Gradient>
+  __device__ __forceinline__ void write_gradient(const Gradient& gradient, scalar_t* grad_input,
+                                                 int num_classes) {
+    const int width = access_width(grad_input);
+    const int whole = num_classes / kSize;
+#pragma unroll
+    for (int u = 0; u < kRegisterVectors; ++u) {
+      const int first_class = vector(u) * kSize;
+      forget_conversions(vectors[u]);
+      const Vector<scalar_t> results = gradient_of(gradient, vectors[u], first_class);
+      if (vector(u) < whole) {
+        store_vector_at(grad_input + first_class, width, results);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSize - 1; ++i) {
+          if (first_class + i < num_classes) {
+            grad_input[first_class + i] = results.get(i);
+          }
         }
       }
     }
@@ -265,9 +307,10 @@ struct RegisterRow {
   }
 };
 
+// cache: leaves the row's whole vectors there, for the thread that reads them here; may be null.
 template <typename State, typename scalar_t, int kUnroll, typename acc_t = acc_type_t<scalar_t>>
 __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader,
-                                            const RowTarget<acc_t>& target) {
+                                            const RowTarget<acc_t>& target, scalar_t* cache) {
   constexpr int kSize = kVectorSize<scalar_t>;
   RowSum<State> row;
   for (; reader.more(); reader.advance()) {
@@ -275,17 +318,20 @@ __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader
     reader.for_each_vector([&](int u) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        max = math::max_number(to_acc<acc_t>(reader.loaded[u].values[i]), max);
+        max = math::max_number(to_acc<acc_t>(reader.loaded[u].get(i)), max);
       }
     });
     row.raise_max(max);
     const acc_t shift = softmax_shift(row.sums.max);
     State local = same_max(row.sums);
     reader.for_each_vector([&](int u) {
+      if (cache != nullptr) {
+        store_vector(cache, reader.vector(u), reader.loaded[u]);
+      }
+      forget_conversions(reader.loaded[u]);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        add_below_max<kExactExponentials<scalar_t>>(local,
-                                                    to_acc<acc_t>(reader.loaded[u].values[i]),
+        add_below_max<kExactExponentials<scalar_t>>(local, to_acc<acc_t>(reader.loaded[u].get(i)),
                                                     shift, target, reader.first_class(u) + i);
       }
     });
@@ -298,6 +344,18 @@ __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader
   return row.total();
 }
 
+// What a row adds to the mean's denominator.
+template <typename acc_t, typename Target>
+__device__ __forceinline__ acc_t row_weight(const CrossEntropyArgs& args, const Target& target) {
+  if (args.target_is_probability) {
+    return acc_t(1);
+  }
+  if (!target.valid) {
+    return args.weight == nullptr ? acc_t(1) : acc_t(0);
+  }
+  return target.ignored ? acc_t(0) : class_weight<acc_t>(args, target.index);
+}
+
 // What one row leaves behind, once its state is complete. x_at_index is the logit of the
 // class index, unused by dense rows.
 template <typename acc_t, typename State>
@@ -308,12 +366,10 @@ __device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
   constexpr bool kDense = std::is_same_v<State, DenseOnlineSoftmax<acc_t>>;
   const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
   acc_t loss = 0;
-  acc_t weight = 0;
+  const acc_t weight = row_weight<acc_t>(args, target);
   if (!target.valid) {
     loss = math::quiet_nan<acc_t>();
-    weight = args.weight == nullptr ? acc_t(1) : acc_t(0);
   } else if (!target.ignored) {
-    weight = args.target_is_probability ? acc_t(1) : target.index_weight();
     if constexpr (kDense) {
       // Without classes there is nothing to lose.
       loss = args.num_classes > 0 ? dense_row_loss(state.rest(), state.q_sum, state.dot) : acc_t(0);
@@ -333,146 +389,47 @@ __device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
   partial.weight += static_cast<double>(weight);
 }
 
-// A row's offsets into input, target and output (or gradient).
-template <int N>
-__device__ __forceinline__ void row_offsets(const IterationSpace& rows,
-                                            const Operand* const (&operands)[N], int64_t row,
-                                            int64_t (&offsets)[N]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    offsets[n] = 0;
-  }
-  strided_offsets(rows, operands, row, offsets);
-}
+// What a row's softmax leaves to its gradients.
+template <typename acc_t>
+struct RowSummary {
+  acc_t max;
+  acc_t rest;
+  acc_t q_sum;       // dense rows
+  acc_t x_at_index;  // others
+};
 
-// ---------------------------------------------------- rows of contiguous classes
-
-// kTeamIsBlock: one row a block at a time; else `team` lanes, a power of two, a row.
-template <typename scalar_t, bool kDense, bool kTeamIsBlock>
-__global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kThreads,
-                                  kTeamIsBlock && !kDense ? kMinRowBlocks<scalar_t> : 1)
-    cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int team,
-                                 Partial* partials, Finalize finalize) {
-  using acc_t = acc_type_t<scalar_t>;
-  using State = RowState<acc_t, kDense>;
-  const int lane =
-      kTeamIsBlock ? static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x) & (team - 1);
-  const int rows_per_block = kTeamIsBlock ? 1 : kThreads / team;
-  const int first = kTeamIsBlock ? 0 : static_cast<int>(threadIdx.x) / team;
-  const Operand* const operands[3] = {&args.input, &args.target, &args.output};
-  Partial partial;
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * rows_per_block; base < args.rows.numel;
-       base += static_cast<int64_t>(gridDim.x) * rows_per_block) {
-    const bool exists = base + first < args.rows.numel;
-    // A team past the end takes part in the shuffles with the last row.
-    const int64_t row = exists ? base + first : args.rows.numel - 1;
-    int64_t offsets[3];
-    row_offsets(args.rows, operands, row, offsets);
-    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
-                                                   team);
-    const RowTarget<acc_t> target(args, offsets[1]);
-    acc_t x_at_index = 0;
-    if (!kDense && lane == 0 && target.has_loss()) {
-      x_at_index = to_acc<acc_t>(logits[target.index]);
-    }
-    State state;
-    if (target.has_loss()) {
-      state = reduce_row<State>(reader, target);
-    }
-    state = kTeamIsBlock ? block_reduce(state) : warp_reduce(state, team);
-    if (lane == 0 && exists) {
-      finish_row(args, target, state, x_at_index, row, offsets[2], partial);
-    }
-  }
-  if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(partial, partials, finalize);
-  }
-}
-
-// Rows short enough for the registers of a block: all of a row is in flight at once, and its
-// maximum is known before the first exponential. One row a block at a time.
-template <typename scalar_t>
-__global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks<scalar_t>)
-    cross_entropy_forward_register_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                          Partial* partials, Finalize finalize) {
-  using acc_t = acc_type_t<scalar_t>;
-  constexpr int kSize = kVectorSize<scalar_t>;
-  const Operand* const operands[3] = {&args.input, &args.target, &args.output};
-  const bool first = threadIdx.x == 0;
-  Partial partial;
-  for (int64_t row = blockIdx.x; row < args.rows.numel; row += gridDim.x) {
-    int64_t offsets[3];
-    row_offsets(args.rows, operands, row, offsets);
-    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-    RegisterRow<scalar_t> loaded(logits, static_cast<int>(args.num_classes));
-    const RowTarget<acc_t> target(args, offsets[1]);
-    acc_t x_at_index = 0;
-    if (first && target.has_loss()) {
-      x_at_index = to_acc<acc_t>(logits[target.index]);
-    }
-    OnlineSoftmax<acc_t> state;
-#pragma unroll
-    for (int u = 0; u < kRegisterVectors; ++u) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        state.max = math::max_number(to_acc<acc_t>(loaded.vectors[u].values[i]), state.max);
-      }
-    }
-    const acc_t shift = softmax_shift(state.max);
-#pragma unroll
-    for (int u = 0; u < kRegisterVectors; ++u) {
-      OnlineSoftmax<acc_t> local = same_max(state);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        local.template add_below_max<kExactExponentials<scalar_t>>(
-            to_acc<acc_t>(loaded.vectors[u].values[i]), shift);
-      }
-      state.add(local);
-    }
-    state = block_reduce(state);
-    if (first) {
-      finish_row(args, target, state, x_at_index, row, offsets[2], partial);
-    }
-  }
-  if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(partial, partials, finalize);
-  }
-}
-
-// Everything of a row that its gradients need. offsets: of the row in input, target, grad_output.
+// Everything of a row that its gradients need.
 template <typename acc_t, bool kDense, bool kExact>
 struct RowGradient {
-  const CrossEntropyBackwardArgs& args;
-  RowTarget<acc_t> target;
-  acc_t scale;
+  const CrossEntropyArgs& args;
+  const RowTarget<acc_t>& target;
+  acc_t scale;  // the row's grad_output, divided by what the mean divides by
   acc_t q_sum;
   acc_t at_index = 0;  // the gradient at the class index
   RowSoftmax<acc_t> softmax;
 
-  __device__ __forceinline__ RowGradient(const CrossEntropyBackwardArgs& args_, int64_t row,
-                                         const int64_t* offsets)
-      : args(args_), target(args_, offsets[1]), scale(row_scale<acc_t>(args_, offsets[2])) {
-    const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
+  __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args_,
+                                         const RowTarget<acc_t>& target_,
+                                         const RowSummary<acc_t>& row, acc_t scale_)
+      : args(args_), target(target_), scale(scale_) {
     if constexpr (kDense) {
-      q_sum = stats.q_sum[row];
+      q_sum = row.q_sum;
     } else {
       q_sum = target.has_loss() ? target.index_weight() : acc_t(0);
     }
-    softmax = RowSoftmax<acc_t>::of(stats.max[row], stats.rest[row], scale, q_sum);
-    if (!kDense && target.has_loss()) {
-      at_index = softmax.gradient_at_index(
-          load_operand<acc_t>(args.input, offsets[0] + target.index * args.input_class_stride));
+    softmax = RowSoftmax<acc_t>::of(row.max, row.rest, scale, q_sum);
+    if constexpr (!kDense) {
+      at_index = softmax.gradient_at_index(row.x_at_index);
     }
   }
 
+  // Of a row that has no loss.
+  __device__ __forceinline__ acc_t without_loss() const {
+    return target.ignored ? acc_t(0) : math::quiet_nan<acc_t>();
+  }
+
+  // Of a row that has one.
   __device__ __forceinline__ acc_t of_logit(acc_t x, int64_t c) const {
-    if (target.ignored) {
-      return acc_t(0);
-    }
-    if (!target.valid) {
-      return math::quiet_nan<acc_t>();
-    }
     if constexpr (kDense) {
       return softmax.dense_gradient(x, scale, q_sum, target.coefficient(c));
     } else {
@@ -486,10 +443,243 @@ struct RowGradient {
   }
 };
 
+// The row as forward left it. input_offset: of the row.
+template <bool kDense, typename acc_t>
+__device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBackwardArgs& args,
+                                                          const RowTarget<acc_t>& target,
+                                                          int64_t row, int64_t input_offset) {
+  const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
+  RowSummary<acc_t> summary{stats.max[row], stats.rest[row], 0, 0};
+  if constexpr (kDense) {
+    summary.q_sum = stats.q_sum[row];
+  } else if (target.has_loss()) {
+    summary.x_at_index =
+        load_operand<acc_t>(args.input, input_offset + target.index * args.input_class_stride);
+  }
+  return summary;
+}
+
+// 1, divided by what the mean divides by.
+template <typename acc_t>
+__device__ __forceinline__ acc_t unit_scale(const CrossEntropyForwardArgs& args) {
+  return args.reduction == Reduction::kMean ? acc_t(1) / static_cast<acc_t>(args.mean_terms[0])
+                                            : acc_t(1);
+}
+
+// The summary of a row from the team's first thread to all of them.
+template <bool kTeamIsBlock, typename acc_t>
+__device__ __forceinline__ RowSummary<acc_t> share_summary(const RowSummary<acc_t>& summary,
+                                                           int team) {
+  if constexpr (kTeamIsBlock) {
+    __shared__ RowSummary<acc_t> shared;
+    if (threadIdx.x == 0) {
+      shared = summary;
+    }
+    __syncthreads();
+    const RowSummary<acc_t> result = shared;
+    __syncthreads();  // it may be used again
+    return result;
+  } else {
+    return {__shfl_sync(kAllLanes, summary.max, 0, team),
+            __shfl_sync(kAllLanes, summary.rest, 0, team),
+            __shfl_sync(kAllLanes, summary.q_sum, 0, team),
+            __shfl_sync(kAllLanes, summary.x_at_index, 0, team)};
+  }
+}
+
+template <typename acc_t, typename State>
+__device__ __forceinline__ RowSummary<acc_t> summarize(const State& state, acc_t x_at_index) {
+  RowSummary<acc_t> summary{state.max, state.rest(), 0, x_at_index};
+  if constexpr (std::is_same_v<State, DenseOnlineSoftmax<acc_t>>) {
+    summary.q_sum = state.q_sum;
+  }
+  return summary;
+}
+
+// A row's offsets into input, target and output (or gradient).
+template <int N>
+__device__ __forceinline__ void row_offsets(const IterationSpace& rows,
+                                            const Operand* const (&operands)[N], int64_t row,
+                                            int64_t (&offsets)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    offsets[n] = 0;
+  }
+  strided_offsets(rows, operands, row, offsets);
+}
+
+// Writes the gradient of the team's row.
+template <typename scalar_t, int kUnroll, typename Gradient>
+__device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_classes, int lane,
+                                                   int team, const Gradient& gradient,
+                                                   scalar_t* grad_input, const scalar_t* cache) {
+  using acc_t = acc_type_t<scalar_t>;
+  constexpr int kSize = kVectorSize<scalar_t>;
+  if (!gradient.target.has_loss()) {
+    const auto value = from_acc<scalar_t>(gradient.without_loss());
+    for (int c = lane; c < num_classes; c += team) {
+      grad_input[c] = value;
+    }
+    return;
+  }
+  const int width = access_width(grad_input);
+  const auto write = [&](int vector, const Vector<scalar_t>& x) {
+    store_vector_at(grad_input + vector * kSize, width, gradient_of(gradient, x, vector * kSize));
+  };
+  if (cache != nullptr) {
+#pragma unroll 2
+    for (int vector = lane; vector < num_classes / kSize; vector += team) {
+      write(vector, load_vector(cache, vector));
+    }
+  } else {
+    RowReader<scalar_t, kUnroll> reader(row, num_classes, lane, team);
+    for (; reader.more(); reader.advance()) {
+      reader.for_each_vector([&](int u) { write(reader.vector(u), reader.loaded[u]); });
+    }
+  }
+  for (int c = num_classes / kSize * kSize + lane; c < num_classes; c += team) {
+    grad_input[c] = from_acc<scalar_t>(gradient.of_logit(to_acc<acc_t>(row[c]), c));
+  }
+}
+
+// ---------------------------------------------------- rows of contiguous classes
+
+// Threads of a block with one row that leaves a gradient: registers for three blocks of
+// kMaxRowThreads, or for one of twice as many whose row fills the shared memory.
+constexpr int kMaxGradientThreads = 3 * kMaxRowThreads;
+
+// kTeamIsBlock: one row a block at a time; else `team` lanes, a power of two, a row. kGradient:
+// writes the row's gradient too, and keeps the row for that in shared memory where use_cache says
+// so; else it is read again.
+template <typename scalar_t, bool kDense, bool kTeamIsBlock, bool kGradient>
+__global__ void __launch_bounds__(kTeamIsBlock ? (kGradient ? kMaxGradientThreads : kMaxRowThreads)
+                                               : kThreads,
+                                  kTeamIsBlock && !kDense && !kGradient ? kMinRowBlocks<scalar_t>
+                                                                        : 1)
+    cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int team,
+                                 bool use_cache, Partial* partials, Finalize finalize) {
+  extern __shared__ uint4 row_cache[];
+  using acc_t = acc_type_t<scalar_t>;
+  using State = RowState<acc_t, kDense>;
+  const int lane =
+      kTeamIsBlock ? static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x) & (team - 1);
+  const int rows_per_block = kTeamIsBlock ? 1 : kThreads / team;
+  const int first = kTeamIsBlock ? 0 : static_cast<int>(threadIdx.x) / team;
+  const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
+  auto* const cache =
+      kTeamIsBlock && kGradient && use_cache ? reinterpret_cast<scalar_t*>(row_cache) : nullptr;
+  Partial partial;
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * rows_per_block; base < args.rows.numel;
+       base += static_cast<int64_t>(gridDim.x) * rows_per_block) {
+    const bool exists = base + first < args.rows.numel;
+    // A team past the end takes part in the shuffles with the last row.
+    const int64_t row = exists ? base + first : args.rows.numel - 1;
+    int64_t offsets[4];
+    row_offsets(args.rows, operands, row, offsets);
+    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
+    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
+                                                   team);
+    const RowTarget<acc_t> target(args, offsets[1]);
+    acc_t x_at_index = 0;
+    if (!kDense && lane == 0 && target.has_loss()) {
+      x_at_index = to_acc<acc_t>(logits[target.index]);
+    }
+    State state;
+    if (target.has_loss()) {
+      state = reduce_row<State>(reader, target, cache);
+    }
+    state = kTeamIsBlock ? block_reduce(state) : warp_reduce(state, team);
+    if (lane == 0 && exists) {
+      finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+    }
+    if constexpr (kGradient) {
+      const auto summary = share_summary<kTeamIsBlock>(summarize(state, x_at_index), team);
+      if (exists) {
+        const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(
+            args, target, summary, unit_scale<acc_t>(args));
+        write_row_gradient<scalar_t, kRowUnroll<kDense>>(
+            logits, static_cast<int>(args.num_classes), lane, team, gradient,
+            static_cast<scalar_t*>(args.grad_input.data) + offsets[3], cache);
+      }
+    }
+  }
+  if (args.reduction != Reduction::kNone) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
+// Rows short enough for the registers of a block: all of a row is in flight at once, and its
+// maximum is known before the first exponential. One row a block at a time.
+template <typename scalar_t, bool kGradient>
+__global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks<scalar_t>)
+    cross_entropy_forward_register_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                          Partial* partials, Finalize finalize) {
+  using acc_t = acc_type_t<scalar_t>;
+  constexpr int kSize = kVectorSize<scalar_t>;
+  const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
+  const bool first = threadIdx.x == 0;
+  Partial partial;
+  for (int64_t row = blockIdx.x; row < args.rows.numel; row += gridDim.x) {
+    int64_t offsets[4];
+    row_offsets(args.rows, operands, row, offsets);
+    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
+    RegisterRow<scalar_t> loaded(logits, static_cast<int>(args.num_classes));
+    const RowTarget<acc_t> target(args, offsets[1]);
+    acc_t x_at_index = 0;
+    if (first && target.has_loss()) {
+      x_at_index = to_acc<acc_t>(logits[target.index]);
+    }
+    OnlineSoftmax<acc_t> state;
+#pragma unroll
+    for (int u = 0; u < kRegisterVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        state.max = math::max_number(to_acc<acc_t>(loaded.vectors[u].get(i)), state.max);
+      }
+    }
+    const acc_t shift = softmax_shift(state.max);
+#pragma unroll
+    for (int u = 0; u < kRegisterVectors; ++u) {
+      OnlineSoftmax<acc_t> local = same_max(state);
+      forget_conversions(loaded.vectors[u]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        local.template add_below_max<kExactExponentials<scalar_t>>(
+            to_acc<acc_t>(loaded.vectors[u].get(i)), shift);
+      }
+      state.add(local);
+    }
+    state = block_reduce(state);
+    if (first) {
+      finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+    }
+    if constexpr (kGradient) {
+      const auto summary = share_summary<true>(summarize(state, x_at_index), 0);
+      const RowGradient<acc_t, false, kExactExponentials<scalar_t>> gradient(
+          args, target, summary, unit_scale<acc_t>(args));
+      auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
+      if (target.has_loss()) {
+        loaded.write_gradient(gradient, grad_input, static_cast<int>(args.num_classes));
+      } else {
+        const auto value = from_acc<scalar_t>(gradient.without_loss());
+        for (int c = static_cast<int>(threadIdx.x); c < args.num_classes; c += blockDim.x) {
+          grad_input[c] = value;
+        }
+      }
+    }
+  }
+  if (args.reduction != Reduction::kNone) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
 template <typename scalar_t, bool kDense>
 __global__ void __launch_bounds__(kMaxRowThreads)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyBackwardArgs args, int team) {
   using acc_t = acc_type_t<scalar_t>;
+  if (kept_is_right(args)) {
+    return;
+  }
   const int lane = static_cast<int>(threadIdx.x) % team;
   const int rows_per_block = static_cast<int>(blockDim.x) / team;
   const Operand* const operands[5] = {&args.input, &args.target, &args.grad_output,
@@ -500,39 +690,25 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     row_offsets(args.rows, operands, row, offsets);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
     auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
-    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
-                                                   team);
-    const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(args, row, offsets);
-
-    const auto of_one = [&](int64_t c) {
+    const RowTarget<acc_t> target(args, offsets[1]);
+    const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(
+        args, target, load_summary<kDense>(args, target, row, offsets[0]),
+        row_scale<acc_t>(args, offsets[2]));
+    if (args.grad_target.data == nullptr) {
+      write_row_gradient<scalar_t, kRowUnroll<kDense>>(logits, static_cast<int>(args.num_classes),
+                                                       lane, team, gradient, grad_input, nullptr);
+      continue;
+    }
+    for (int c = lane; c < args.num_classes; c += team) {
       const acc_t x = to_acc<acc_t>(logits[c]);
       if (args.grad_input.data != nullptr) {
         grad_input[c] = from_acc<scalar_t>(gradient.of_logit(x, c));
       }
-      if (kDense && args.grad_target.data != nullptr) {
+      if constexpr (kDense) {
         store_operand<acc_t>(args.grad_target, offsets[4] + c * args.grad_target_class_stride,
                              gradient.of_target(x, c));
       }
-    };
-    if (args.grad_target.data != nullptr) {
-      for (int c = lane; c < args.num_classes; c += team) {
-        of_one(c);
-      }
-      continue;
     }
-    const int width = access_width(grad_input);
-    for (; reader.more(); reader.advance()) {
-      reader.for_each_vector([&](int u) {
-        Vector<scalar_t> results;
-#pragma unroll
-        for (int i = 0; i < kVectorSize<scalar_t>; ++i) {
-          results.values[i] = from_acc<scalar_t>(gradient.of_logit(
-              to_acc<acc_t>(reader.loaded[u].values[i]), reader.first_class(u) + i));
-        }
-        store_vector_at(grad_input + reader.first_class(u), width, results);
-      });
-    }
-    reader.for_each_single(of_one);
   }
 }
 
@@ -610,18 +786,24 @@ template <typename Loader, bool kDense>
 __global__ void __launch_bounds__(kThreads)
     cross_entropy_backward_strided_kernel(const __grid_constant__ CrossEntropyBackwardArgs args) {
   using acc_t = typename Loader::acc_t;
+  if (kept_is_right(args)) {
+    return;
+  }
   const Operand* const operands[5] = {&args.input, &args.target, &args.grad_output,
                                       &args.grad_input, &args.grad_target};
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
        row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kThreads) {
     int64_t offsets[5];
     row_offsets(args.rows, operands, row, offsets);
-    const RowGradient<acc_t, kDense, Loader::kExact> gradient(args, row, offsets);
-    const bool read = !gradient.target.ignored;
+    const RowTarget<acc_t> target(args, offsets[1]);
+    const RowGradient<acc_t, kDense, Loader::kExact> gradient(
+        args, target, load_summary<kDense>(args, target, row, offsets[0]),
+        row_scale<acc_t>(args, offsets[2]));
+    const bool read = !target.ignored;
     const auto of_class = [&](acc_t x, int64_t c) {
       if (args.grad_input.data != nullptr) {
         Loader::store(args.grad_input, offsets[3] + c * args.grad_input_class_stride,
-                      gradient.of_logit(x, c));
+                      target.has_loss() ? gradient.of_logit(x, c) : gradient.without_loss());
       }
       if (kDense && args.grad_target.data != nullptr) {
         store_operand<acc_t>(args.grad_target, offsets[4] + c * args.grad_target_class_stride,
@@ -660,9 +842,12 @@ struct WeightGradientSource {
     const Operand* const operands[3] = {&args.input, &args.target, &args.grad_output};
     int64_t offsets[3];
     row_offsets(args.rows, operands, row, offsets);
-    const RowGradient<acc_t, true, true> gradient(args, row, offsets);
+    const RowTarget<acc_t> target(args, offsets[1]);
+    const RowGradient<acc_t, true, true> gradient(args, target,
+                                                  load_summary<true>(args, target, row, offsets[0]),
+                                                  row_scale<acc_t>(args, offsets[2]));
     const acc_t x = load_operand<acc_t>(args.input, offsets[0] + c * args.input_class_stride);
-    const acc_t p = gradient.target.probability(c);
+    const acc_t p = target.probability(c);
     return p == acc_t(0) ? 0.0
                          : static_cast<double>(gradient.scale * p * gradient.softmax.surprise(x));
   }
@@ -676,6 +861,27 @@ struct WeightGradientSink {
     store_as<double>(data, dtype, c, sum);
   }
 };
+
+// ------------------------------------------------------- the mean's denominator
+
+constexpr int kDenominatorThreads = 1024;
+
+// What the mean divides by, for gradients that forward leaves: before any row is done.
+static __global__ void __launch_bounds__(kDenominatorThreads)
+    cross_entropy_denominator_kernel(const __grid_constant__ CrossEntropyForwardArgs args) {
+  const Operand* const operands[1] = {&args.target};
+  Partial total;
+  for (int64_t row = threadIdx.x; row < args.rows.numel; row += kDenominatorThreads) {
+    int64_t offsets[1];
+    row_offsets(args.rows, operands, row, offsets);
+    const RowTarget<float> target(args, offsets[0]);
+    total.weight += row_weight<double>(args, target);
+  }
+  total = block_reduce(total);
+  if (threadIdx.x == 0) {
+    args.mean_terms[0] = total.weight;
+  }
+}
 
 // ------------------------------------------------------------- invalid targets
 
@@ -752,28 +958,57 @@ void visit_loader(const CrossEntropyArgs& args, Body&& body) {
                  [&](auto type) { body(TypedLoader<typename decltype(type)::type>{}); });
 }
 
-template <typename scalar_t, bool kDense>
+// Shared memory for a row, or 0 where this device has too little.
+template <typename Kernel>
+int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
+  const int64_t row = args.num_classes * bytes_of(args.input.dtype);
+  const int64_t bytes = ceil_div(row, kVectorBytes) * kVectorBytes;
+  int device = 0;
+  int limit = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess ||
+      bytes > limit - kStaticSharedBytes ||
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(bytes)) != cudaSuccess) {
+    return 0;
+  }
+  return bytes;
+}
+
+template <typename scalar_t, bool kDense, bool kGradient>
 void forward_rows(const CrossEntropyForwardArgs& args, Partial* partials, const Finalize& finalize,
                   unsigned blocks, cudaStream_t stream) {
-  const int team = team_size(args);
+  int team = team_size(args);
   const int threads = block_size(team);
   if constexpr (!kDense && sizeof(scalar_t) <= 4) {
     const int64_t bytes = args.num_classes * static_cast<int64_t>(sizeof(scalar_t));
     if (bytes > kWarpRowBytes && bytes <= kRegisterRowBytes) {
-      cross_entropy_forward_register_kernel<scalar_t>
+      cross_entropy_forward_register_kernel<scalar_t, kGradient>
           <<<blocks, team, 0, stream>>>(args, partials, finalize);
       check_launch("cross_entropy_forward_register_kernel");
       return;
     }
   }
   if (team > kWarpSize) {
-    cross_entropy_forward_kernel<scalar_t, kDense, true>
-        <<<blocks, threads, 0, stream>>>(args, team, partials, finalize);
+    const auto kernel = cross_entropy_forward_kernel<scalar_t, kDense, true, kGradient>;
+    const int64_t cache = kGradient ? row_cache_bytes(args, kernel) : 0;
+    if (cache > kMaxSharedRowBytes) {
+      team = 2 * kMaxRowThreads;
+    }
+    kernel<<<blocks, team, static_cast<size_t>(cache), stream>>>(args, team, cache > 0, partials,
+                                                                 finalize);
   } else {
-    cross_entropy_forward_kernel<scalar_t, kDense, false>
-        <<<blocks, threads, 0, stream>>>(args, team, partials, finalize);
+    cross_entropy_forward_kernel<scalar_t, kDense, false, kGradient>
+        <<<blocks, threads, 0, stream>>>(args, team, false, partials, finalize);
   }
   check_launch("cross_entropy_forward_kernel");
+}
+
+// Whether one kernel computes losses and gradients. fp64 is not worth the code.
+bool one_pass_gradient(const CrossEntropyForwardArgs& args) {
+  return args.grad_input.data != nullptr && rows_are_contiguous(args) &&
+         args.grad_input_class_stride == 1 && !args.acc_double && args.num_classes > 0;
 }
 
 }  // namespace
@@ -796,12 +1031,23 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
   finalize.mean = args.reduction == Reduction::kMean;
   finalize.denominator_is_weight = true;
   finalize.mean_terms = args.mean_terms;
+  const bool one_pass = one_pass_gradient(args);
+  if (one_pass && finalize.mean) {
+    cross_entropy_denominator_kernel<<<1, kDenominatorThreads, 0, stream>>>(args);
+    check_launch("cross_entropy_denominator_kernel");
+  }
   visit_dense(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
     if (rows_are_contiguous(args)) {
       visit_floating(args.input.dtype, [&](auto type) {
-        forward_rows<typename decltype(type)::type, kDense>(args, partials, finalize, blocks,
-                                                            stream);
+        using scalar_t = typename decltype(type)::type;
+        if constexpr (sizeof(scalar_t) <= 4) {
+          if (one_pass) {
+            forward_rows<scalar_t, kDense, true>(args, partials, finalize, blocks, stream);
+            return;
+          }
+        }
+        forward_rows<scalar_t, kDense, false>(args, partials, finalize, blocks, stream);
       });
       return;
     }
@@ -813,6 +1059,9 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
   });
   if (args.reduction != Reduction::kNone) {
     launch_grid_reduce(partials, blocks, finalize, stream);
+  }
+  if (args.grad_input.data != nullptr && !one_pass) {
+    launch_cross_entropy_backward(unit_backward(args), nullptr, context);
   }
 }
 
@@ -835,6 +1084,8 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
                     scratch, stream);
     }
   }
+  // A kernel that mostly finds nothing to do has several waves of blocks, which end at once.
+  const int64_t max_blocks = args.kept ? kMaxBlocks : kMaxGrid;
   const bool elementwise = args.grad_input.data != nullptr || args.grad_target.data != nullptr;
   if (!elementwise || args.rows.numel == 0 || args.num_classes == 0) {
     return;
@@ -845,7 +1096,7 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
       visit_floating(args.input.dtype, [&](auto type) {
         const int team = team_size(args);
         cross_entropy_backward_kernel<typename decltype(type)::type, kDense>
-            <<<static_cast<unsigned>(row_blocks(args, team, kMaxGrid)), block_size(team), 0,
+            <<<static_cast<unsigned>(row_blocks(args, team, max_blocks)), block_size(team), 0,
                stream>>>(args, team);
         check_launch("cross_entropy_backward_kernel");
       });

@@ -24,20 +24,65 @@ constexpr int kVectors = sizeof(scalar_t) == 2 ? 2 : 4;
 // Blocks of a reduction: several waves on any GPU, and partials that one block folds in
 // microseconds.
 constexpr int64_t kMaxReduceBlocks = 16384;
+// With a gradient to write, a tile a block is faster than a stride, and partials are few beside it.
+constexpr int64_t kMaxGradientBlocks = 65536;
+// Of a backward kernel that mostly finds nothing to do: several waves, which end in microseconds.
+constexpr int64_t kMaxKeptBlocks = 4096;
+constexpr int64_t kMaxGrid = 1 << 30;
 
 template <typename scalar_t>
-constexpr int64_t kTile = int64_t{kThreads} * kVectors<scalar_t> * kVectorSize<scalar_t>;
+constexpr int64_t kTile = int64_t{kThreads} * kVectors<scalar_t>* kVectorSize<scalar_t>;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---------------------------------------------------------------- contiguous
 
-// input, target, weight, output: (numel,). weight may be null. Blocks stride over tiles.
-template <typename scalar_t, typename Term, bool kReduce>
+// A tile of an operand: a thread's vectors, all in flight at once.
+template <typename scalar_t>
+struct Tile {
+  using acc_t = acc_type_t<scalar_t>;
+  Vector<scalar_t> vectors[kVectors<scalar_t>];
+
+  // first: of this thread, in vectors.
+  __device__ __forceinline__ void load(const scalar_t* data, int64_t first) {
+#pragma unroll
+    for (int v = 0; v < kVectors<scalar_t>; ++v) {
+      vectors[v] = load_vector(data, first + v * kThreads);
+    }
+  }
+
+  __device__ __forceinline__ acc_t at(int v, int i) const {
+    return to_acc<acc_t>(vectors[v].get(i));
+  }
+};
+
+// What a forward kernel writes beside its partial sum.
+enum class Stores : int8_t { kNothing, kLosses, kGradients };
+
+template <typename Term, typename = void>
+struct HasForwardInSum : std::false_type {};
+template <typename Term>
+struct HasForwardInSum<Term, std::void_t<decltype(std::declval<Term>().forward_in_sum(0.0f, 0.0f))>>
+    : std::true_type {};
+
+// The loss of an element, by the term's faster way if it has one and the result allows it.
+template <typename scalar_t, Stores kStores, typename Term, typename acc_t>
+__device__ __forceinline__ acc_t forward_of(const Term& term, acc_t x, acc_t t) {
+  if constexpr (HasForwardInSum<Term>::value && sizeof(scalar_t) == 2 &&
+                kStores != Stores::kLosses) {
+    return term.forward_in_sum(x, t);
+  } else {
+    return term.forward(x, t);
+  }
+}
+
+// input, target, weight, output: (numel,). weight may be null. output: the losses, or the input's
+// gradients, times scale. Blocks stride over tiles.
+template <typename scalar_t, typename Term, Stores kStores>
 __global__ void __launch_bounds__(kThreads)
     elementwise_forward_kernel(const scalar_t* input, const scalar_t* target,
                                const scalar_t* weight, scalar_t* output, int64_t numel, Term term,
-                               Partial* partials, Finalize finalize) {
+                               acc_type_t<scalar_t> scale, Partial* partials, Finalize finalize) {
   using acc_t = acc_type_t<scalar_t>;
   constexpr int kCount = kVectors<scalar_t>;
   constexpr int kSize = kVectorSize<scalar_t>;
@@ -46,63 +91,59 @@ __global__ void __launch_bounds__(kThreads)
        base += gridDim.x * kTile<scalar_t>) {
     acc_t sum = 0;
     acc_t weight_sum = 0;
+    // Adds up one element, and returns what is to be stored.
+    const auto visit = [&](acc_t x, acc_t t, acc_t w) {
+      acc_t value = forward_of<scalar_t, kStores>(term, x, t);
+      if (weight != nullptr) {
+        value *= w;
+        weight_sum += w;
+      }
+      sum += value;
+      if constexpr (kStores == Stores::kGradients) {
+        return from_acc<scalar_t>(input_gradient(term, x, t, w, scale));
+      } else {
+        return from_acc<scalar_t>(value);
+      }
+    };
     if (base + kTile<scalar_t> <= numel) {
       const int64_t first = base / kSize + threadIdx.x;
-      Vector<scalar_t> x[kCount];
-      Vector<scalar_t> t[kCount];
-      Vector<scalar_t> w[kCount];
-#pragma unroll
-      for (int v = 0; v < kCount; ++v) {
-        x[v] = load_vector(input, first + v * kThreads);
-        t[v] = load_vector(target, first + v * kThreads);
-      }
+      Tile<scalar_t> x;
+      Tile<scalar_t> t;
+      Tile<scalar_t> w;
+      x.load(input, first);
+      t.load(target, first);
       if (weight != nullptr) {
-#pragma unroll
-        for (int v = 0; v < kCount; ++v) {
-          w[v] = load_vector(weight, first + v * kThreads);
-        }
+        w.load(weight, first);
       }
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {
         Vector<scalar_t> results;
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
-          acc_t value = term.forward(to_acc<acc_t>(x[v].values[i]), to_acc<acc_t>(t[v].values[i]));
-          if (weight != nullptr) {
-            const acc_t own = to_acc<acc_t>(w[v].values[i]);
-            value *= own;
-            weight_sum += own;
-          }
-          sum += value;
-          results.values[i] = from_acc<scalar_t>(value);
+          results.set(i, visit(x.at(v, i), t.at(v, i), weight != nullptr ? w.at(v, i) : acc_t(1)));
         }
-        if constexpr (!kReduce) {
+        if constexpr (kStores != Stores::kNothing) {
           store_vector(output, first + v * kThreads, results);
         }
       }
     } else {
       for (int64_t i = base + threadIdx.x; i < numel; i += kThreads) {
-        acc_t value = term.forward(to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]));
-        if (weight != nullptr) {
-          const acc_t own = to_acc<acc_t>(weight[i]);
-          value *= own;
-          weight_sum += own;
-        }
-        sum += value;
-        if constexpr (!kReduce) {
-          output[i] = from_acc<scalar_t>(value);
+        const scalar_t result = visit(to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]),
+                                      weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1));
+        if constexpr (kStores != Stores::kNothing) {
+          output[i] = result;
         }
       }
     }
     partial.sum += static_cast<double>(sum);
     partial.weight += static_cast<double>(weight_sum);
   }
-  if constexpr (kReduce) {
+  if constexpr (kStores != Stores::kLosses) {
     reduce_to_grid(partial, partials, finalize);
   }
 }
 
-// One tile a block. Operands that args leaves null are not touched.
+// Blocks stride over tiles. Operands that args leaves null are not touched.
 template <typename scalar_t, typename Term>
 __global__ void __launch_bounds__(kThreads)
     elementwise_backward_kernel(const __grid_constant__ ElementwiseBackwardArgs args, Term term) {
@@ -113,87 +154,93 @@ __global__ void __launch_bounds__(kThreads)
   const auto* const target = static_cast<const scalar_t*>(args.target.data);
   const auto* const weight = static_cast<const scalar_t*>(args.weight.data);
   const auto* const grad_output = static_cast<const scalar_t*>(args.grad_output.data);
+  if (kept_is_right(args)) {
+    return;
+  }
   const bool full_grad_output = args.reduction == Reduction::kNone;
   const acc_t scale = full_grad_output ? acc_t(1) : reduction_scale<acc_t>(args);
   const int64_t numel = args.space.numel;
-  const int64_t base = blockIdx.x * kTile<scalar_t>;
-
-  if (base + kTile<scalar_t> <= numel) {
-    const int64_t first = base / kSize + threadIdx.x;
-    Vector<scalar_t> x[kCount];
-    Vector<scalar_t> t[kCount];
-    Vector<scalar_t> w[kCount];
-    Vector<scalar_t> g[kCount];
-#pragma unroll
-    for (int v = 0; v < kCount; ++v) {
-      x[v] = load_vector(input, first + v * kThreads);
-      t[v] = load_vector(target, first + v * kThreads);
-    }
-    if (weight != nullptr) {
-#pragma unroll
-      for (int v = 0; v < kCount; ++v) {
-        w[v] = load_vector(weight, first + v * kThreads);
+  for (int64_t base = blockIdx.x * kTile<scalar_t>; base < numel;
+       base += gridDim.x * kTile<scalar_t>) {
+    if (base + kTile<scalar_t> <= numel) {
+      const int64_t first = base / kSize + threadIdx.x;
+      Tile<scalar_t> x;
+      Tile<scalar_t> t;
+      Tile<scalar_t> w;
+      Tile<scalar_t> g;
+      x.load(input, first);
+      t.load(target, first);
+      if (weight != nullptr) {
+        w.load(weight, first);
       }
-    }
-    if (full_grad_output) {
-#pragma unroll
-      for (int v = 0; v < kCount; ++v) {
-        g[v] = load_vector(grad_output, first + v * kThreads);
+      if (full_grad_output) {
+        g.load(grad_output, first);
       }
-    }
-    const auto store_gradient = [&](Wanted wanted, const Operand& gradient) {
-      if (gradient.data == nullptr) {
-        return;
-      }
-#pragma unroll
-      for (int v = 0; v < kCount; ++v) {
-        Vector<scalar_t> results;
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          results.values[i] = from_acc<scalar_t>(elementwise_gradient(
-              wanted, args, term, to_acc<acc_t>(x[v].values[i]), to_acc<acc_t>(t[v].values[i]),
-              weight != nullptr ? to_acc<acc_t>(w[v].values[i]) : acc_t(1),
-              full_grad_output ? to_acc<acc_t>(g[v].values[i]) : scale));
+      const auto store_gradient = [&](Wanted wanted, const Operand& gradient) {
+        if (gradient.data == nullptr) {
+          return;
         }
-        store_vector(static_cast<scalar_t*>(gradient.data), first + v * kThreads, results);
-      }
-    };
-    store_gradient(Wanted::kInput, args.grad_input);
-    store_gradient(Wanted::kTarget, args.grad_target);
-    store_gradient(Wanted::kWeight, args.grad_weight);
-    return;
-  }
-
-  for (int64_t i = base + threadIdx.x; i < numel; i += kThreads) {
-    const auto store_gradient = [&](Wanted wanted, const Operand& gradient) {
-      if (gradient.data != nullptr) {
-        static_cast<scalar_t*>(gradient.data)[i] = from_acc<scalar_t>(elementwise_gradient(
-            wanted, args, term, to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]),
-            weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1),
-            full_grad_output ? to_acc<acc_t>(grad_output[i]) : scale));
-      }
-    };
-    store_gradient(Wanted::kInput, args.grad_input);
-    store_gradient(Wanted::kTarget, args.grad_target);
-    store_gradient(Wanted::kWeight, args.grad_weight);
+#pragma unroll
+        for (int v = 0; v < kCount; ++v) {
+          Vector<scalar_t> results;
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            results.set(i, from_acc<scalar_t>(
+                               elementwise_gradient(wanted, args, term, x.at(v, i), t.at(v, i),
+                                                    weight != nullptr ? w.at(v, i) : acc_t(1),
+                                                    full_grad_output ? g.at(v, i) : scale)));
+          }
+          store_vector(static_cast<scalar_t*>(gradient.data), first + v * kThreads, results);
+        }
+      };
+      store_gradient(Wanted::kInput, args.grad_input);
+      store_gradient(Wanted::kTarget, args.grad_target);
+      store_gradient(Wanted::kWeight, args.grad_weight);
+      continue;
+    }
+    for (int64_t i = base + threadIdx.x; i < numel; i += kThreads) {
+      const auto store_gradient = [&](Wanted wanted, const Operand& gradient) {
+        if (gradient.data != nullptr) {
+          static_cast<scalar_t*>(gradient.data)[i] = from_acc<scalar_t>(elementwise_gradient(
+              wanted, args, term, to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]),
+              weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1),
+              full_grad_output ? to_acc<acc_t>(grad_output[i]) : scale));
+        }
+      };
+      store_gradient(Wanted::kInput, args.grad_input);
+      store_gradient(Wanted::kTarget, args.grad_target);
+      store_gradient(Wanted::kWeight, args.grad_weight);
+    }
   }
 }
 
 // ------------------------------------------------- any layout, mixed dtypes
+
+template <typename acc_t>
+__device__ __forceinline__ acc_t element_weight(const ElementwiseArgs& args, int64_t offset) {
+  return args.weight.data == nullptr ? acc_t(1) : load_operand<acc_t>(args.weight, offset);
+}
 
 template <typename acc_t, typename Term>
 __global__ void __launch_bounds__(kThreads)
     elementwise_forward_strided_kernel(const __grid_constant__ ElementwiseForwardArgs args,
                                        Term term, Partial* partials, Finalize finalize) {
   const bool reduce = args.reduction != Reduction::kNone;
-  const Operand* const operands[4] = {&args.input, &args.target, &args.weight, &args.output};
+  const Operand* const operands[5] = {&args.input, &args.target, &args.weight, &args.output,
+                                      &args.grad_input};
   Partial partial;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < args.space.numel;
        i += gridDim.x * int64_t{kThreads}) {
-    int64_t offsets[4] = {};
+    int64_t offsets[5] = {};
     strided_offsets(args.space, operands, i, offsets);
-    acc_t weight;
-    const acc_t value = strided_forward<acc_t>(args, term, offsets, weight);
+    const acc_t x = load_operand<acc_t>(args.input, offsets[0]);
+    const acc_t t = load_operand<acc_t>(args.target, offsets[1]);
+    const acc_t weight = element_weight<acc_t>(args, offsets[2]);
+    const acc_t value = term.forward(x, t) * weight;
+    if (args.grad_input.data != nullptr) {
+      store_operand<acc_t>(args.grad_input, offsets[4],
+                           input_gradient(term, x, t, weight, unit_scale<acc_t>(args)));
+    }
     if (reduce) {
       partial.sum += static_cast<double>(value);
       partial.weight += static_cast<double>(weight);
@@ -214,12 +261,6 @@ __device__ __forceinline__ acc_t element_scale(const ElementwiseBackwardArgs& ar
                                             : reduction_scale<acc_t>(args);
 }
 
-template <typename acc_t>
-__device__ __forceinline__ acc_t element_weight(const ElementwiseBackwardArgs& args,
-                                                int64_t offset) {
-  return args.weight.data == nullptr ? acc_t(1) : load_operand<acc_t>(args.weight, offset);
-}
-
 template <typename acc_t, typename Term>
 __global__ void __launch_bounds__(kThreads)
     elementwise_backward_strided_kernel(const __grid_constant__ ElementwiseBackwardArgs args,
@@ -227,6 +268,9 @@ __global__ void __launch_bounds__(kThreads)
   const Operand* const operands[7] = {&args.input,       &args.target,     &args.weight,
                                       &args.grad_output, &args.grad_input, &args.grad_target,
                                       &args.grad_weight};
+  if (kept_is_right(args)) {
+    return;
+  }
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < args.space.numel;
        i += gridDim.x * int64_t{kThreads}) {
     int64_t offsets[7] = {};
@@ -311,6 +355,10 @@ int64_t strided_blocks(int64_t numel) {
   return std::clamp<int64_t>(ceil_div(numel, kThreads), 1, kMaxReduceBlocks);
 }
 
+int64_t max_reduce_blocks(const ElementwiseForwardArgs& args) {
+  return args.grad_input.data != nullptr ? kMaxGradientBlocks : kMaxReduceBlocks;
+}
+
 Finalize make_finalize(const ElementwiseForwardArgs& args) {
   Finalize finalize;
   finalize.output = args.output.data;
@@ -330,20 +378,27 @@ void forward_contiguous(const ElementwiseForwardArgs& args, const Term& term, Pa
   const auto* target = static_cast<const scalar_t*>(args.target.data);
   const auto* weight = static_cast<const scalar_t*>(args.weight.data);
   const int64_t tiles = std::max<int64_t>(ceil_div(args.space.numel, kTile<scalar_t>), 1);
-  if (args.reduction == Reduction::kNone) {
-    elementwise_forward_kernel<scalar_t, Term, false>
-        <<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(
-            input, target, weight, static_cast<scalar_t*>(args.output.data), args.space.numel, term,
-            nullptr, Finalize{});
+  const auto launch = [&](auto stores, scalar_t* output, int64_t blocks, const Finalize& finalize) {
+    using acc_t = acc_type_t<scalar_t>;
+    elementwise_forward_kernel<scalar_t, Term, decltype(stores)::value>
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+            input, target, weight, output, args.space.numel, term, unit_scale<acc_t>(args),
+            partials, finalize);
     check_launch("elementwise_forward_kernel");
+  };
+  if (args.reduction == Reduction::kNone) {
+    launch(std::integral_constant<Stores, Stores::kLosses>{},
+           static_cast<scalar_t*>(args.output.data), tiles, Finalize{});
     return;
   }
-  const int64_t blocks = std::min(tiles, kMaxReduceBlocks);
   const Finalize finalize = make_finalize(args);
-  elementwise_forward_kernel<scalar_t, Term, true>
-      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-          input, target, weight, nullptr, args.space.numel, term, partials, finalize);
-  check_launch("elementwise_forward_kernel");
+  const int64_t blocks = std::min(tiles, max_reduce_blocks(args));
+  if (args.grad_input.data != nullptr) {
+    launch(std::integral_constant<Stores, Stores::kGradients>{},
+           static_cast<scalar_t*>(args.grad_input.data), blocks, finalize);
+  } else {
+    launch(std::integral_constant<Stores, Stores::kNothing>{}, nullptr, blocks, finalize);
+  }
   launch_grid_reduce(partials, blocks, finalize, stream);
 }
 
@@ -366,7 +421,8 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
   if (args.reduction == Reduction::kNone) {
     return 0;
   }
-  return strided_blocks(args.space.numel) * kPartialDoubles;
+  return std::clamp<int64_t>(ceil_div(args.space.numel, kThreads), 1, max_reduce_blocks(args)) *
+         kPartialDoubles;
 }
 
 void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch,
@@ -377,7 +433,7 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   const auto stream = static_cast<cudaStream_t>(context);
   auto* const partials = reinterpret_cast<Partial*>(scratch);
   visit_elementwise_loss(args.loss, args.params, [&](auto term) {
-    const Operand* output = args.reduction == Reduction::kNone ? &args.output : &args.input;
+    const Operand* output = args.reduction == Reduction::kNone ? &args.output : &args.grad_input;
     if (vectorizable(args, {output})) {
       visit_floating(args.input.dtype, [&](auto type) {
         forward_contiguous<typename decltype(type)::type>(args, term, partials, stream);
@@ -402,9 +458,10 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
     if (vectorizable(args, {grad_output, &args.grad_input, &args.grad_target, &args.grad_weight})) {
       visit_floating(args.input.dtype, [&](auto type) {
         using scalar_t = typename decltype(type)::type;
-        const int64_t tiles = ceil_div(args.space.numel, kTile<scalar_t>);
+        const int64_t blocks = std::min(ceil_div(args.space.numel, kTile<scalar_t>),
+                                        args.kept ? kMaxKeptBlocks : kMaxGrid);
         elementwise_backward_kernel<scalar_t, Term>
-            <<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(args, term);
+            <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, term);
         check_launch("elementwise_backward_kernel");
       });
       return;

@@ -10,9 +10,27 @@ constexpr int kVectorBytes = 16;
 template <typename scalar_t>
 constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(scalar_t));
 
-template <typename scalar_t>
+template <typename scalar_t, int kBytes = sizeof(scalar_t)>
 struct alignas(kVectorBytes) Vector {
   scalar_t values[kVectorSize<scalar_t>];
+
+  __device__ __forceinline__ scalar_t get(int i) const { return values[i]; }
+  __device__ __forceinline__ void set(int i, scalar_t value) { values[i] = value; }
+};
+
+// Half types stay in pairs: the compiler gives each 16-bit value a register of its own.
+template <typename scalar_t>
+struct alignas(kVectorBytes) Vector<scalar_t, 2> {
+  uint32_t words[kVectorBytes / 4];
+
+  __device__ __forceinline__ scalar_t get(int i) const {
+    return scalar_t{static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)))};
+  }
+  __device__ __forceinline__ void set(int i, scalar_t value) {
+    const uint32_t bits = value.bits;
+    words[i / 2] =
+        i % 2 == 0 ? (words[i / 2] & 0xffff0000u) | bits : (words[i / 2] & 0xffffu) | bits << 16;
+  }
 };
 
 __host__ __device__ inline bool is_vector_aligned(const void* pointer) {
@@ -81,6 +99,18 @@ template <typename scalar_t>
 __device__ __forceinline__ void store_vector_at(scalar_t* pointer, int width,
                                                 const Vector<scalar_t>& vector) {
   detail::copy_vector<scalar_t>(pointer, &vector, width);
+}
+
+// What is computed from the vector after this is not what was computed from it before: spares the
+// registers of conversions that the compiler would keep from one pass over it to the next.
+template <typename scalar_t>
+__device__ __forceinline__ void forget_conversions(Vector<scalar_t>& vector) {
+  if constexpr (sizeof(scalar_t) == 2) {
+#pragma unroll
+    for (uint32_t& word : vector.words) {
+      asm volatile("" : "+r"(word));
+    }
+  }
 }
 
 }  // namespace lossops::cuda

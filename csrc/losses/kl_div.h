@@ -23,21 +23,13 @@ template <bool kLogTarget, bool kLogInput>
 struct KlDivTerm {
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t forward(acc_t input, acc_t target) const {
-    if constexpr (kLogTarget) {
-      const acc_t x = log_probability(input);
-      const acc_t t = math::exp(target);
-      return t == acc_t(0) ? zero_unless_nan(x) : t * (target - x);
-    } else if constexpr (kLogInput) {
-      const acc_t zero_weight = input == -math::infinity<acc_t>() ? acc_t(0) : acc_t(0) * input;
-      const acc_t term = target * (math::log(target) - input);
-      return target == acc_t(0) ? zero_weight : term;
-    } else {
-      // log(0) is -inf, which a zero weight silences; the logarithm of less is NaN.
-      const bool defined = input >= acc_t(0) && input < math::infinity<acc_t>();
-      const acc_t zero_weight = defined ? acc_t(0) : math::quiet_nan<acc_t>();
-      const acc_t term = target * math::log_quotient(target, input);
-      return target == acc_t(0) ? zero_weight : term;
-    }
+    return value<true>(input, target);
+  }
+
+  // For a sum of terms of half types: with logarithms that are as good as those types.
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE acc_t forward_in_sum(acc_t input, acc_t target) const {
+    return value<false>(input, target);
   }
 
   template <typename acc_t>
@@ -64,7 +56,7 @@ struct KlDivTerm {
       if constexpr (kLogInput) {
         log_ratio = math::log(target) - input;
       } else {
-        log_ratio = math::log_quotient(target, input);
+        log_ratio = math::log_quotient<true>(target, input);
       }
       // Not differentiable at 0: NaN, as torch's xlogy gives.
       return target == acc_t(0) ? math::quiet_nan<acc_t>() : log_ratio + acc_t(1);
@@ -72,6 +64,25 @@ struct KlDivTerm {
   }
 
  private:
+  template <bool kExact, typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t value(acc_t input, acc_t target) {
+    if constexpr (kLogTarget) {
+      const acc_t x = log_probability(input);
+      const acc_t t = math::exp(target);
+      return t == acc_t(0) ? zero_unless_nan(x) : t * (target - x);
+    } else if constexpr (kLogInput) {
+      const acc_t zero_weight = input == -math::infinity<acc_t>() ? acc_t(0) : acc_t(0) * input;
+      const acc_t term = target * (math::log_in_sum<kExact>(target) - input);
+      return target == acc_t(0) ? zero_weight : term;
+    } else {
+      // log(0) is -inf, which a zero weight silences; the logarithm of less is NaN.
+      const bool defined = input >= acc_t(0) && input < math::infinity<acc_t>();
+      const acc_t zero_weight = defined ? acc_t(0) : math::quiet_nan<acc_t>();
+      const acc_t term = target * math::log_quotient<kExact>(target, input);
+      return target == acc_t(0) ? zero_weight : term;
+    }
+  }
+
   template <typename acc_t>
   static LOSSOPS_HOST_DEVICE acc_t log_probability(acc_t input) {
     if constexpr (kLogInput) {

@@ -97,14 +97,24 @@ __device__ __forceinline__ float divide_by_one_plus(float a, float b) {
 }
 __device__ __forceinline__ double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
 
+// log of a term of a sum: off by up to 2^-22, which only a sum of many or a half type forgives.
+template <bool kExact, typename acc_t>
+__device__ __forceinline__ acc_t log_in_sum(acc_t x) {
+  if constexpr (kExact || sizeof(acc_t) > 4) {
+    return log(x);
+  } else {
+    return ::__logf(x);
+  }
+}
+
 // log(a / b). One logarithm instead of two: two are bound by arithmetic, not by memory. The
 // error of the quotient, 2^-23 of it, is one of 2^-23 in the logarithm, except where the quotient
 // leaves the normal range.
-template <typename acc_t>
+template <bool kExact, typename acc_t>
 __device__ __forceinline__ acc_t log_quotient(acc_t a, acc_t b) {
   const acc_t quotient = divide(a, b);
   const bool normal = a > acc_t(0) && quotient > acc_t(1.2e-38) && quotient < acc_t(3.4e38);
-  return normal ? log(quotient) : log(a) - log(b);
+  return normal ? log_in_sum<kExact>(quotient) : log(a) - log(b);
 }
 
 #else
@@ -183,13 +193,18 @@ LOSSOPS_HOST_DEVICE acc_t exp_in_sum(acc_t x) {
   return exp(x);
 }
 
+template <bool kExact, typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t log_in_sum(acc_t x) {
+  return log(x);
+}
+
 LOSSOPS_HOST_DEVICE float divide_by_one_plus(float a, float b) {
   return static_cast<float>(static_cast<double>(a) / (1.0 + static_cast<double>(b)));
 }
 LOSSOPS_HOST_DEVICE double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
 
 // Vectors of logarithms take no branch, so the two stay two.
-template <typename acc_t>
+template <bool kExact, typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t log_quotient(acc_t a, acc_t b) {
   return log(a) - log(b);
 }

@@ -6,6 +6,7 @@ from ._version import __version__ as __version__
 if not _reporting():  # python -m lossops.info runs also where the library does not load
     from .functional import check_targets, cross_entropy, kl_div, mse_loss
     from .nn import CrossEntropyLoss, KLDivLoss, MSELoss
+    from .ops import keep_gradients
 
     __all__ = [
         "CrossEntropyLoss",
@@ -13,6 +14,7 @@ if not _reporting():  # python -m lossops.info runs also where the library does 
         "MSELoss",
         "check_targets",
         "cross_entropy",
+        "keep_gradients",
         "kl_div",
         "mse_loss",
     ]

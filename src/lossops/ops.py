@@ -11,6 +11,7 @@ through `lossops::mse_loss_forward`, which also returns what the backward pass n
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -26,6 +27,24 @@ _library = torch.library.Library("lossops", "IMPL")
 
 # A differentiable torch implementation with the arguments of the *_forward operator.
 Reference: TypeAlias = Callable[..., Tensor]
+
+_keeps_gradients = os.environ.get("LOSSOPS_KEEP_GRADIENTS", "1") not in ("", "0")
+
+
+def keep_gradients(enabled: bool) -> None:
+    """Whether the forward pass of a loss that is to be differentiated computes the gradient too.
+
+    On by default: a training step then reads its inputs once and writes the gradient once. The
+    gradient takes its memory from the forward pass on, not from the backward pass, and a loss that
+    is never differentiated has computed it in vain (`torch.no_grad()` spares it). The environment
+    variable LOSSOPS_KEEP_GRADIENTS=0 switches it off at import.
+
+    Args:
+        enabled: compute gradients in forward from now on, or no longer.
+    """
+    global _keeps_gradients
+    _keeps_gradients = bool(enabled)
+
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -89,9 +108,15 @@ class _Loss:
         self.reference = reference
         self.forward_op = getattr(torch.ops.lossops, f"{name}_forward").default
         self.backward_op = getattr(torch.ops.lossops, f"{name}_backward").default
+        self.forward_gradient_op = getattr(torch.ops.lossops, f"{name}_forward_gradient").default
+        self.backward_kept_op = getattr(torch.ops.lossops, f"{name}_backward_kept").default
 
         torch.library.register_fake(f"lossops::{name}_forward", self.fake_forward)
         torch.library.register_fake(f"lossops::{name}_backward", self.fake_backward)
+        torch.library.register_fake(
+            f"lossops::{name}_forward_gradient", self.fake_forward_gradient
+        )
+        torch.library.register_fake(f"lossops::{name}_backward_kept", self.fake_backward_kept)
         torch.library.register_fake(f"lossops::{name}", self.fake_loss)
         torch.library.register_autograd(
             f"lossops::{name}_forward", self.backward, setup_context=self.setup_context
@@ -142,12 +167,24 @@ class _Loss:
             @staticmethod
             def forward(ctx: Any, *args: Any) -> Tensor:
                 with torch._C._AutoDispatchBelowAutograd():
-                    output = loss.forward_op(*args)
+                    if loss.keeps_gradient(*args):
+                        *output, ctx.kept = loss.forward_gradient_op(*args)
+                    else:
+                        output = loss.forward_op(*args)
+                        ctx.kept = None
                 loss.save_for_backward(ctx, args, output)
                 result: Tensor = output[0]
                 return result
 
-            backward = staticmethod(loss.backward)
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor | None) -> Any:
+                # The gradient that forward left is given away once: nothing may change it then.
+                kept, ctx.kept = ctx.kept, None
+                if kept is None or grad is None or torch.is_grad_enabled():
+                    return loss.backward(ctx, grad)
+                with torch._C._AutoDispatchBelowAutograd():
+                    loss.backward_kept_op(kept, grad, *loss.saved_arguments(ctx))
+                return kept, *(None,) * (len(ctx.needs_input_grad) - 1)
 
         class TransformableFunction(torch.autograd.Function):
             generate_vmap_rule = True
@@ -178,6 +215,19 @@ class _Loss:
             function.__name__ = function.__qualname__ = f"lossops_{self.name}"
         return Function, TransformableFunction, GradientFunction
 
+    def keeps_gradient(self, *args: Any) -> bool:
+        """Whether forward computes the gradient too, by the arguments of the *_forward operator.
+
+        One pass then reads the inputs and writes the gradient. It is the gradient for a
+        grad_output of 1; backward looks, on the device, whether that is what it got, and computes
+        the gradient again where it is not.
+        """
+        raise NotImplementedError
+
+    def saved_arguments(self, ctx: Any) -> tuple[Any, ...]:
+        """What *_backward and *_backward_kept take after grad_output, output_mask excepted."""
+        raise NotImplementedError
+
     def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The public operator's arguments as those of *_forward, float32_result excepted."""
         raise NotImplementedError
@@ -198,6 +248,12 @@ class _Loss:
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         raise NotImplementedError
+
+    def fake_forward_gradient(self, *args: Any) -> tuple[Tensor, ...]:
+        return *self.fake_forward(*args), torch.empty_like(args[0])
+
+    def fake_backward_kept(self, *args: Any) -> None:
+        return None
 
     def fake_loss(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.fake_forward(*self.forward_args(False, *args, **kwargs))[0]
@@ -353,6 +409,17 @@ class ElementwiseLoss(_Loss):
         weighted_mean = weight is not None and reduction == "mean"
         return loss, input.new_empty((2 if weighted_mean else 0,), dtype=torch.float64)
 
+    def keeps_gradient(self, *args: Any) -> bool:
+        input, target, weight, reduction = args[:4]
+        return (
+            _keeps_gradients
+            and reduction != "none"
+            and weight is None
+            and input.requires_grad
+            and not target.requires_grad
+            and input.shape == target.shape
+        )
+
     def save_for_backward(
         self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ) -> None:
@@ -376,6 +443,9 @@ class ElementwiseLoss(_Loss):
             return (grad_output, *ctx.saved_tensors, ctx.reduction, needed, *ctx.params)
 
         return *self.gradients(ctx, arguments), *nones
+
+    def saved_arguments(self, ctx: Any) -> tuple[Any, ...]:
+        return (*ctx.saved_tensors, ctx.reduction, *ctx.params)
 
     def reference_loss(
         self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
@@ -430,6 +500,16 @@ class CrossEntropyLoss(_Loss):
         mean_terms = input.new_empty((2 if reduction == "mean" else 0,), dtype=torch.float64)
         return loss, row_stats, mean_terms
 
+    def keeps_gradient(self, *args: Any) -> bool:
+        input, target, weight, _ignore_index, reduction = args[:5]
+        return (
+            _keeps_gradients
+            and reduction != "none"
+            and input.requires_grad
+            and not target.requires_grad
+            and (weight is None or not weight.requires_grad)
+        )
+
     def save_for_backward(
         self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ) -> None:
@@ -456,6 +536,9 @@ class CrossEntropyLoss(_Loss):
             return (grad_output, *ctx.saved_tensors, *ctx.arguments, needed)
 
         return *self.gradients(ctx, arguments), *nones
+
+    def saved_arguments(self, ctx: Any) -> tuple[Any, ...]:
+        return (*ctx.saved_tensors, *ctx.arguments)
 
     def reference_loss(
         self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
