@@ -516,7 +516,7 @@ ElementwiseResult elementwise_forward(const char* op, ElementwiseLoss loss, cons
 
 // Gradient of an operand that was broadcast: summed over the added dimensions.
 void launch_broadcast_gradient(const ElementwiseProblem& problem, ElementwiseBackwardArgs base,
-                               Operand ElementwiseBackwardArgs::*which, const View& operand,
+                               Operand ElementwiseBackwardArgs::* which, const View& operand,
                                const View& grad_output, const Tensor& gradient) {
   ElementwiseBackwardReduceArgs args;
   static_cast<ElementwiseBackwardArgs&>(args) = base;
@@ -581,9 +581,9 @@ std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
   const View* operands[3] = {&problem.input, &problem.target,
                              problem.weight ? &*problem.weight : nullptr};
   const char* names[3] = {"input", "target", "weight"};
-  Operand ElementwiseBackwardArgs::*const gradients[3] = {&ElementwiseBackwardArgs::grad_input,
-                                                          &ElementwiseBackwardArgs::grad_target,
-                                                          &ElementwiseBackwardArgs::grad_weight};
+  Operand ElementwiseBackwardArgs::* const gradients[3] = {&ElementwiseBackwardArgs::grad_input,
+                                                           &ElementwiseBackwardArgs::grad_target,
+                                                           &ElementwiseBackwardArgs::grad_weight};
   std::vector<Tensor> results;
   bool any_direct = false;
   SpaceBuilder builder(problem.shape);

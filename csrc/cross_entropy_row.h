@@ -44,11 +44,22 @@ struct RowTarget {
     }
   }
 
-  // Logits are read for a kept, valid row only.
+  // Only the logits of such a row count.
   LOSSOPS_HOST_DEVICE bool has_loss() const { return valid && !ignored; }
 
-  // w_t of the mean's denominator.
   LOSSOPS_HOST_DEVICE acc_t index_weight() const { return class_weight<acc_t>(args, index); }
+
+  // What the row adds to the mean's denominator.
+  template <typename T = acc_t>
+  LOSSOPS_HOST_DEVICE T mean_weight() const {
+    if (args.target_is_probability) {
+      return args.num_classes > 0 ? T(1) : T(0);  // torch: numel / C rows
+    }
+    if (!valid) {
+      return args.weight == nullptr ? T(1) : T(0);
+    }
+    return ignored ? T(0) : class_weight<T>(args, index);
+  }
 
   // p'_c: the smoothed probability of class c.
   LOSSOPS_HOST_DEVICE acc_t probability(int64_t c) const {

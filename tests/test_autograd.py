@@ -425,6 +425,28 @@ def test_vmap(loss: Loss, device: str) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@per_loss
+def test_vmap_under_autograd(loss: Loss, device: str) -> None:
+    """Gradients pass through vmap, whether autograd or torch.func asks for them."""
+    variant = loss.variants[0]
+    samples = [variant.sample((3, 5), device=device, reduction="sum") for _ in range(4)]
+    x = torch.stack([s.tensors["input"] for s in samples]).detach()
+    t = torch.stack([s.tensors["target"] for s in samples]).detach()
+    options: dict[str, Any] = dict(samples[0].options)
+
+    def total(x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda a, b: loss.function(a, b, **options))(x, t).sum()
+
+    expected = torch.stack([evaluate(loss.function, s).gradients["input"] for s in samples])
+    leaf = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(total(leaf), leaf)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.func.grad(total)(x), expected, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        assert not total(leaf).requires_grad
+
+
 # --- hooks on the graph -------------------------------------------------------------------------
 
 

@@ -276,6 +276,22 @@ def test_sum_of_many_terms(loss: Loss, device: str) -> None:
         assert_within(result, exact, 2 * ulp(exact, torch.float32), f"{loss.name} {reduction}")
 
 
+@pytest.mark.parametrize("loss", [x for x in LOSSES if x.elementwise], ids=lambda loss: loss.name)
+def test_sum_of_equal_terms(loss: Loss, device: str) -> None:
+    """Equal terms round the same way in every thread: within 2 units in the last place still."""
+    for i in range(20):
+        x = torch.full((2**16,), 1.0 + 0.0371 * i, device=device)
+        t = torch.full_like(x, 0.25)
+        sample = Sample("equal", {"input": x, "target": t}, {"reduction": "sum"}, ())
+        term = sample.with_options(reduction="none").call(loss.function)[0].double()
+        exact = term * 2**16
+        tolerance = 2 * ulp(exact, torch.float32)
+        if loss.name == "kl_div":
+            # sums take a faster logarithm: 4 x 2^-24 x t x max(1, |log t|, |log p|) for each term
+            tolerance += 2**16 * 4 * 2.0**-24 * 0.25 * max(1.4, float(x[0]))
+        assert_within(sample.call(loss.function), exact, tolerance, f"{loss.name} {i}")
+
+
 @st.composite
 def cases(draw: st.DrawFn, loss: Loss) -> dict[str, Any]:
     if loss.elementwise:

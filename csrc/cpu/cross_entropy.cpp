@@ -108,10 +108,10 @@ struct ChunkSums {
 using ForwardWalker = BlockWalker<3>;  // over input, target, output
 
 // Beside the 1 of the maximum, an fp64 sum of `terms` may lose terms / 2^53. A rest of less than
-// this would miss bits of an fp32, and is summed apart.
+// this would miss bits of an acc_t, and is summed apart.
 template <typename acc_t>
 acc_t least_rest(int64_t terms) {
-  return sizeof(acc_t) < 8 ? static_cast<acc_t>(terms) * acc_t(0x1p-28) : acc_t(0);
+  return sizeof(acc_t) < 8 ? static_cast<acc_t>(terms) * acc_t(0x1p-28) : acc_t(0.5);
 }
 
 // The sum of exp(x - max) of a row over the classes below its maximum.
@@ -154,18 +154,16 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
   for (int j = 0; j < count; ++j) {
     const RowTarget<acc_t> target(args, walker[1][j]);
     x[j] = q[j] = without_loss[j] = 0;
-    weight[j] = 1;
+    weight[j] = target.mean_weight();
     if (!target.has_loss()) {
       all_have_loss = false;
       without_loss[j] = value_without_loss(target);
-      weight[j] = target.ignored || args.weight != nullptr ? acc_t(0) : acc_t(1);
       states.max[j] = 0;
       states.sum[j] = 1;
     } else if (!args.target_is_probability) {
       const int64_t offset = walker[0][j] + target.index * args.input_class_stride;
       x[j] = load_operand<acc_t>(args.input, offset);
       q[j] = coefficients.at_index(target);
-      weight[j] = target.index_weight();
     }
   }
   std::fill(x + count, x + width, acc_t(0));
@@ -661,14 +659,11 @@ Walk choose_walk(const CrossEntropyArgs& args) {
   // Below this, a block of classes would be padding for the most part, and reading a
   // class with a stride costs less.
   constexpr int64_t kFewClasses = 16;
-  int64_t row_stride = INT64_MAX;
-  for (int dim = 0; dim < args.rows.ndim; ++dim) {
-    if (args.rows.sizes[dim] > 1 && args.input.strides[dim] != 0) {
-      row_stride = std::min<int64_t>(row_stride, std::abs(args.input.strides[dim]));
-    }
-  }
-  const bool classes_inner = std::abs(args.input_class_stride) <= row_stride;
-  return classes_inner && args.num_classes > kFewClasses ? Walk::kRowByRow : Walk::kClassByClass;
+  // Classes further apart than this are those of an image, whose rows are neighbours. The rows'
+  // own strides do not count: a row's loss is the same alone and in a batch.
+  constexpr int64_t kNear = 16;
+  const bool near = std::abs(args.input_class_stride) <= kNear;
+  return near && args.num_classes > kFewClasses ? Walk::kRowByRow : Walk::kClassByClass;
 }
 
 // Rows of a chunk: by the size of the problem alone, never by the number of threads.

@@ -36,12 +36,15 @@ constexpr int kRowUnroll = kDense ? 1 : 4;
 // share the cost of the reduction and of the row's target among more classes.
 constexpr int kVectorsPerThread = 8;
 // Vectors of a row that a thread holds in registers, and the bytes of the longest row that the
-// threads of a block then hold.
-constexpr int kRegisterVectors = 8;
-constexpr int64_t kRegisterRowBytes = int64_t{kMaxRowThreads} * kRegisterVectors * kVectorBytes;
+// threads of a block then hold. The same with and without a gradient, for the same bits.
+template <typename scalar_t>
+constexpr int kRegisterVectors = sizeof(scalar_t) == 2 ? 4 : 8;
+template <typename scalar_t>
+constexpr int64_t kRegisterRowBytes =
+    int64_t{kMaxRowThreads} * kRegisterVectors<scalar_t> * kVectorBytes;
 // What a kernel has of shared memory beside a row, at most.
 constexpr int kStaticSharedBytes = 4096;
-// A row of more than this is alone on its multiprocessor, of the largest there are.
+// A row of more than this would be alone on its multiprocessor, of the largest there are.
 constexpr int64_t kMaxSharedRowBytes = 112 << 10;
 // Classes of a strided row that a thread has in flight.
 constexpr int kClassUnroll = 8;
@@ -59,8 +62,13 @@ template <typename scalar_t>
 constexpr int kMinRowBlocks = sizeof(scalar_t) <= 4 ? 4 : 1;
 
 // The same for rows in registers, whose loads are all in flight at once.
-template <typename scalar_t>
-constexpr int kMinRegisterBlocks = sizeof(scalar_t) == 4 ? 4 : 3;
+constexpr int kMinRegisterBlocks = 4;
+
+// What the mean divides by, where it is known before any row is done: partial sums.
+struct Denominator {
+  const double* partials = nullptr;
+  int count = 0;
+};
 
 template <typename acc_t, bool kDense>
 using RowState = std::conditional_t<kDense, DenseOnlineSoftmax<acc_t>, OnlineSoftmax<acc_t>>;
@@ -217,21 +225,32 @@ template <typename scalar_t, typename Gradient>
 __device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient,
                                                         const Vector<scalar_t>& x,
                                                         int first_class) {
+  constexpr int kSize = kVectorSize<scalar_t>;
   Vector<scalar_t> results;
 #pragma unroll
   for (int i = 0; i < kVectorSize<scalar_t>; ++i) {
-    results.set(i, from_acc<scalar_t>(
-                       gradient.of_logit(to_acc<acc_type_t<scalar_t>>(x.get(i)), first_class + i)));
+    results.set(i, from_acc<scalar_t>(gradient.of_other_logit(
+                       to_acc<acc_type_t<scalar_t>>(x.get(i)), first_class + i)));
+  }
+  // At the class index, where it is one of these: a branch for a few threads, not for all.
+  const int64_t at = gradient.target.index - first_class;
+  if (!Gradient::kIsDense && at >= 0 && at < kSize) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (i == at) {
+        results.set(i, from_acc<scalar_t>(gradient.at_index));
+      }
+    }
   }
   return results;
 }
 
 // A thread's share of a row of contiguous classes that a block holds whole. The threads take
 // vectors in turn, the last of which may be a part of one. What is not there is -inf.
-template <typename scalar_t>
+template <typename scalar_t, int kVectors>
 struct RegisterRow {
   static constexpr int kSize = kVectorSize<scalar_t>;
-  Vector<scalar_t> vectors[kRegisterVectors];
+  Vector<scalar_t> vectors[kVectors];
 
   __device__ __forceinline__ RegisterRow(const scalar_t* row, int num_classes) {
     const int width = access_width(row);
@@ -260,7 +279,7 @@ struct RegisterRow {
         }
       }
 #pragma unroll
-      for (int u = 0; u < kRegisterVectors; ++u) {
+      for (int u = 0; u < kVectors; ++u) {
         if (vector(u) == whole) {
           vectors[u] = last;
         }
@@ -275,7 +294,7 @@ struct RegisterRow {
     const int width = access_width(grad_input);
     const int whole = num_classes / kSize;
 #pragma unroll
-    for (int u = 0; u < kRegisterVectors; ++u) {
+    for (int u = 0; u < kVectors; ++u) {
       const int first_class = vector(u) * kSize;
       forget_conversions(vectors[u]);
       const Vector<scalar_t> results = gradient_of(gradient, vectors[u], first_class);
@@ -301,7 +320,7 @@ struct RegisterRow {
   __device__ __forceinline__ void load(const scalar_t* row, int whole,
                                        const Vector<scalar_t>& nothing) {
 #pragma unroll
-    for (int u = 0; u < kRegisterVectors; ++u) {
+    for (int u = 0; u < kVectors; ++u) {
       vectors[u] = vector(u) < whole ? load_vector_at(row + vector(u) * kSize, kWidth) : nothing;
     }
   }
@@ -344,18 +363,6 @@ __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader
   return row.total();
 }
 
-// What a row adds to the mean's denominator.
-template <typename acc_t, typename Target>
-__device__ __forceinline__ acc_t row_weight(const CrossEntropyArgs& args, const Target& target) {
-  if (args.target_is_probability) {
-    return acc_t(1);
-  }
-  if (!target.valid) {
-    return args.weight == nullptr ? acc_t(1) : acc_t(0);
-  }
-  return target.ignored ? acc_t(0) : class_weight<acc_t>(args, target.index);
-}
-
 // What one row leaves behind, once its state is complete. x_at_index is the logit of the
 // class index, unused by dense rows.
 template <typename acc_t, typename State>
@@ -366,7 +373,7 @@ __device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
   constexpr bool kDense = std::is_same_v<State, DenseOnlineSoftmax<acc_t>>;
   const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
   acc_t loss = 0;
-  const acc_t weight = row_weight<acc_t>(args, target);
+  const acc_t weight = target.mean_weight();
   if (!target.valid) {
     loss = math::quiet_nan<acc_t>();
   } else if (!target.ignored) {
@@ -401,6 +408,7 @@ struct RowSummary {
 // Everything of a row that its gradients need.
 template <typename acc_t, bool kDense, bool kExact>
 struct RowGradient {
+  static constexpr bool kIsDense = kDense;
   const CrossEntropyArgs& args;
   const RowTarget<acc_t>& target;
   acc_t scale;  // the row's grad_output, divided by what the mean divides by
@@ -430,10 +438,15 @@ struct RowGradient {
 
   // Of a row that has one.
   __device__ __forceinline__ acc_t of_logit(acc_t x, int64_t c) const {
+    return !kDense && c == target.index ? at_index : of_other_logit(x, c);
+  }
+
+  // The same but at the class index.
+  __device__ __forceinline__ acc_t of_other_logit(acc_t x, int64_t c) const {
     if constexpr (kDense) {
       return softmax.dense_gradient(x, scale, q_sum, target.coefficient(c));
     } else {
-      return c == target.index ? at_index : softmax.template gradient<kExact>(x);
+      return softmax.template gradient<kExact>(x);
     }
   }
 
@@ -459,11 +472,25 @@ __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBack
   return summary;
 }
 
-// 1, divided by what the mean divides by.
+// 1, divided by what the mean divides by. All threads of the block must call it.
 template <typename acc_t>
-__device__ __forceinline__ acc_t unit_scale(const CrossEntropyForwardArgs& args) {
-  return args.reduction == Reduction::kMean ? acc_t(1) / static_cast<acc_t>(args.mean_terms[0])
-                                            : acc_t(1);
+__device__ __forceinline__ acc_t unit_scale(const CrossEntropyForwardArgs& args,
+                                            const Denominator& denominator) {
+  if (args.reduction != Reduction::kMean) {
+    return acc_t(1);
+  }
+  double total = 0;
+  for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < denominator.count; i += kWarpSize) {
+    total += denominator.partials[i];
+  }
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    total += __shfl_xor_sync(kAllLanes, total, offset);
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    args.mean_terms[0] = total;
+  }
+  return acc_t(1) / static_cast<acc_t>(total);
 }
 
 // The summary of a row from the team's first thread to all of them.
@@ -544,20 +571,21 @@ __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_
 
 // ---------------------------------------------------- rows of contiguous classes
 
-// Threads of a block with one row that leaves a gradient: registers for three blocks of
-// kMaxRowThreads, or for one of twice as many whose row fills the shared memory.
-constexpr int kMaxGradientThreads = 3 * kMaxRowThreads;
+// Blocks whose rows leave a gradient that shall fit a multiprocessor: as rows of 64 KB do.
+constexpr int kMinGradientBlocks = 3;
 
 // kTeamIsBlock: one row a block at a time; else `team` lanes, a power of two, a row. kGradient:
 // writes the row's gradient too, and keeps the row for that in shared memory where use_cache says
 // so; else it is read again.
 template <typename scalar_t, bool kDense, bool kTeamIsBlock, bool kGradient>
-__global__ void __launch_bounds__(kTeamIsBlock ? (kGradient ? kMaxGradientThreads : kMaxRowThreads)
-                                               : kThreads,
-                                  kTeamIsBlock && !kDense && !kGradient ? kMinRowBlocks<scalar_t>
-                                                                        : 1)
+__global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kThreads,
+                                  !kTeamIsBlock ? 1
+                                  : kGradient   ? kMinGradientBlocks
+                                  : kDense      ? 1
+                                                : kMinRowBlocks<scalar_t>)
     cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int team,
-                                 bool use_cache, Partial* partials, Finalize finalize) {
+                                 bool use_cache, Denominator denominator, Partial* partials,
+                                 Finalize finalize) {
   extern __shared__ uint4 row_cache[];
   using acc_t = acc_type_t<scalar_t>;
   using State = RowState<acc_t, kDense>;
@@ -568,6 +596,7 @@ __global__ void __launch_bounds__(kTeamIsBlock ? (kGradient ? kMaxGradientThread
   const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
   auto* const cache =
       kTeamIsBlock && kGradient && use_cache ? reinterpret_cast<scalar_t*>(row_cache) : nullptr;
+  const acc_t scale = kGradient ? unit_scale<acc_t>(args, denominator) : acc_t(1);
   Partial partial;
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * rows_per_block; base < args.rows.numel;
        base += static_cast<int64_t>(gridDim.x) * rows_per_block) {
@@ -595,8 +624,8 @@ __global__ void __launch_bounds__(kTeamIsBlock ? (kGradient ? kMaxGradientThread
     if constexpr (kGradient) {
       const auto summary = share_summary<kTeamIsBlock>(summarize(state, x_at_index), team);
       if (exists) {
-        const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(
-            args, target, summary, unit_scale<acc_t>(args));
+        const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(args, target,
+                                                                                summary, scale);
         write_row_gradient<scalar_t, kRowUnroll<kDense>>(
             logits, static_cast<int>(args.num_classes), lane, team, gradient,
             static_cast<scalar_t*>(args.grad_input.data) + offsets[3], cache);
@@ -611,19 +640,22 @@ __global__ void __launch_bounds__(kTeamIsBlock ? (kGradient ? kMaxGradientThread
 // Rows short enough for the registers of a block: all of a row is in flight at once, and its
 // maximum is known before the first exponential. One row a block at a time.
 template <typename scalar_t, bool kGradient>
-__global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks<scalar_t>)
+__global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
     cross_entropy_forward_register_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                          Partial* partials, Finalize finalize) {
+                                          Denominator denominator, Partial* partials,
+                                          Finalize finalize) {
   using acc_t = acc_type_t<scalar_t>;
   constexpr int kSize = kVectorSize<scalar_t>;
   const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
+  constexpr int kVectors = kRegisterVectors<scalar_t>;
   const bool first = threadIdx.x == 0;
+  const acc_t scale = kGradient ? unit_scale<acc_t>(args, denominator) : acc_t(1);
   Partial partial;
   for (int64_t row = blockIdx.x; row < args.rows.numel; row += gridDim.x) {
     int64_t offsets[4];
     row_offsets(args.rows, operands, row, offsets);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-    RegisterRow<scalar_t> loaded(logits, static_cast<int>(args.num_classes));
+    RegisterRow<scalar_t, kVectors> loaded(logits, static_cast<int>(args.num_classes));
     const RowTarget<acc_t> target(args, offsets[1]);
     acc_t x_at_index = 0;
     if (first && target.has_loss()) {
@@ -631,7 +663,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks<scalar_t>)
     }
     OnlineSoftmax<acc_t> state;
 #pragma unroll
-    for (int u = 0; u < kRegisterVectors; ++u) {
+    for (int u = 0; u < kVectors; ++u) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         state.max = math::max_number(to_acc<acc_t>(loaded.vectors[u].get(i)), state.max);
@@ -639,7 +671,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks<scalar_t>)
     }
     const acc_t shift = softmax_shift(state.max);
 #pragma unroll
-    for (int u = 0; u < kRegisterVectors; ++u) {
+    for (int u = 0; u < kVectors; ++u) {
       OnlineSoftmax<acc_t> local = same_max(state);
       forget_conversions(loaded.vectors[u]);
 #pragma unroll
@@ -655,8 +687,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks<scalar_t>)
     }
     if constexpr (kGradient) {
       const auto summary = share_summary<true>(summarize(state, x_at_index), 0);
-      const RowGradient<acc_t, false, kExactExponentials<scalar_t>> gradient(
-          args, target, summary, unit_scale<acc_t>(args));
+      const RowGradient<acc_t, false, kExactExponentials<scalar_t>> gradient(args, target, summary,
+                                                                             scale);
       auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
       if (target.has_loss()) {
         loaded.write_gradient(gradient, grad_input, static_cast<int>(args.num_classes));
@@ -864,22 +896,25 @@ struct WeightGradientSink {
 
 // ------------------------------------------------------- the mean's denominator
 
-constexpr int kDenominatorThreads = 1024;
+constexpr int kDenominatorThreads = 256;
+// Every warp of the forward kernel folds the partial sums: few.
+constexpr int64_t kMaxDenominatorBlocks = 128;
 
-// What the mean divides by, for gradients that forward leaves: before any row is done.
 static __global__ void __launch_bounds__(kDenominatorThreads)
-    cross_entropy_denominator_kernel(const __grid_constant__ CrossEntropyForwardArgs args) {
+    cross_entropy_denominator_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                     double* partials) {
   const Operand* const operands[1] = {&args.target};
   Partial total;
-  for (int64_t row = threadIdx.x; row < args.rows.numel; row += kDenominatorThreads) {
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kDenominatorThreads + threadIdx.x;
+       row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kDenominatorThreads) {
     int64_t offsets[1];
     row_offsets(args.rows, operands, row, offsets);
     const RowTarget<float> target(args, offsets[0]);
-    total.weight += row_weight<double>(args, target);
+    total.weight += target.template mean_weight<double>();
   }
   total = block_reduce(total);
   if (threadIdx.x == 0) {
-    args.mean_terms[0] = total.weight;
+    partials[blockIdx.x] = total.weight;
   }
 }
 
@@ -958,7 +993,7 @@ void visit_loader(const CrossEntropyArgs& args, Body&& body) {
                  [&](auto type) { body(TypedLoader<typename decltype(type)::type>{}); });
 }
 
-// Shared memory for a row, or 0 where this device has too little.
+// Shared memory for a row, or 0 where this device has too little for two.
 template <typename Kernel>
 int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
   const int64_t row = args.num_classes * bytes_of(args.input.dtype);
@@ -968,7 +1003,7 @@ int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
           cudaSuccess ||
-      bytes > limit - kStaticSharedBytes ||
+      bytes > std::min<int64_t>(limit - kStaticSharedBytes, kMaxSharedRowBytes) ||
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(bytes)) != cudaSuccess) {
     return 0;
@@ -977,15 +1012,19 @@ int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
 }
 
 template <typename scalar_t, bool kDense, bool kGradient>
-void forward_rows(const CrossEntropyForwardArgs& args, Partial* partials, const Finalize& finalize,
-                  unsigned blocks, cudaStream_t stream) {
-  int team = team_size(args);
-  const int threads = block_size(team);
+void forward_rows(const CrossEntropyForwardArgs& args, const Denominator& denominator,
+                  Partial* partials, const Finalize& finalize, unsigned blocks,
+                  cudaStream_t stream) {
+  const int team = team_size(args);
   if constexpr (!kDense && sizeof(scalar_t) <= 4) {
     const int64_t bytes = args.num_classes * static_cast<int64_t>(sizeof(scalar_t));
-    if (bytes > kWarpRowBytes && bytes <= kRegisterRowBytes) {
+    if (bytes > kWarpRowBytes && bytes <= kRegisterRowBytes<scalar_t>) {
+      int threads = kWarpSize;
+      while (int64_t{threads} * kRegisterVectors<scalar_t> * kVectorBytes < bytes) {
+        threads *= 2;
+      }
       cross_entropy_forward_register_kernel<scalar_t, kGradient>
-          <<<blocks, team, 0, stream>>>(args, partials, finalize);
+          <<<blocks, threads, 0, stream>>>(args, denominator, partials, finalize);
       check_launch("cross_entropy_forward_register_kernel");
       return;
     }
@@ -993,16 +1032,19 @@ void forward_rows(const CrossEntropyForwardArgs& args, Partial* partials, const 
   if (team > kWarpSize) {
     const auto kernel = cross_entropy_forward_kernel<scalar_t, kDense, true, kGradient>;
     const int64_t cache = kGradient ? row_cache_bytes(args, kernel) : 0;
-    if (cache > kMaxSharedRowBytes) {
-      team = 2 * kMaxRowThreads;
-    }
-    kernel<<<blocks, team, static_cast<size_t>(cache), stream>>>(args, team, cache > 0, partials,
-                                                                 finalize);
+    kernel<<<blocks, team, static_cast<size_t>(cache), stream>>>(args, team, cache > 0, denominator,
+                                                                 partials, finalize);
   } else {
     cross_entropy_forward_kernel<scalar_t, kDense, false, kGradient>
-        <<<blocks, threads, 0, stream>>>(args, team, false, partials, finalize);
+        <<<blocks, block_size(team), 0, stream>>>(args, team, false, denominator, partials,
+                                                  finalize);
   }
   check_launch("cross_entropy_forward_kernel");
+}
+
+int denominator_blocks(const CrossEntropyForwardArgs& args) {
+  return static_cast<int>(std::clamp<int64_t>(ceil_div(args.rows.numel, kDenominatorThreads), 1,
+                                              kMaxDenominatorBlocks));
 }
 
 // Whether one kernel computes losses and gradients. fp64 is not worth the code.
@@ -1014,7 +1056,9 @@ bool one_pass_gradient(const CrossEntropyForwardArgs& args) {
 }  // namespace
 
 int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
-  return args.reduction == Reduction::kNone ? 0 : forward_blocks(args) * kPartialDoubles;
+  return args.reduction == Reduction::kNone
+             ? 0
+             : forward_blocks(args) * kPartialDoubles + denominator_blocks(args);
 }
 
 void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,
@@ -1032,9 +1076,15 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
   finalize.denominator_is_weight = true;
   finalize.mean_terms = args.mean_terms;
   const bool one_pass = one_pass_gradient(args);
+  Denominator denominator;
   if (one_pass && finalize.mean) {
-    cross_entropy_denominator_kernel<<<1, kDenominatorThreads, 0, stream>>>(args);
+    double* const sums = scratch + blocks * kPartialDoubles;
+    denominator.partials = sums;
+    denominator.count = denominator_blocks(args);
+    cross_entropy_denominator_kernel<<<denominator.count, kDenominatorThreads, 0, stream>>>(args,
+                                                                                            sums);
     check_launch("cross_entropy_denominator_kernel");
+    finalize.denominator_is_known = true;
   }
   visit_dense(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
@@ -1043,11 +1093,13 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
         using scalar_t = typename decltype(type)::type;
         if constexpr (sizeof(scalar_t) <= 4) {
           if (one_pass) {
-            forward_rows<scalar_t, kDense, true>(args, partials, finalize, blocks, stream);
+            forward_rows<scalar_t, kDense, true>(args, denominator, partials, finalize, blocks,
+                                                 stream);
             return;
           }
         }
-        forward_rows<scalar_t, kDense, false>(args, partials, finalize, blocks, stream);
+        forward_rows<scalar_t, kDense, false>(args, denominator, partials, finalize, blocks,
+                                              stream);
       });
       return;
     }

@@ -21,17 +21,15 @@ constexpr int kThreads = 256;
 // Measured on an H200: more vectors, more threads or a persistent grid lose 4 to 14 %.
 template <typename scalar_t>
 constexpr int kVectors = sizeof(scalar_t) == 2 ? 2 : 4;
-// Blocks of a reduction: several waves on any GPU, and partials that one block folds in
-// microseconds.
-constexpr int64_t kMaxReduceBlocks = 16384;
-// With a gradient to write, a tile a block is faster than a stride, and partials are few beside it.
-constexpr int64_t kMaxGradientBlocks = 65536;
+// Blocks of a reduction: with a gradient to write, a tile a block is faster than a stride, and
+// partials are few beside it. The same without one, for the same bits.
+constexpr int64_t kMaxReduceBlocks = 32768;
 // Of a backward kernel that mostly finds nothing to do: several waves, which end in microseconds.
 constexpr int64_t kMaxKeptBlocks = 4096;
 constexpr int64_t kMaxGrid = 1 << 30;
 
 template <typename scalar_t>
-constexpr int64_t kTile = int64_t{kThreads} * kVectors<scalar_t>* kVectorSize<scalar_t>;
+constexpr int64_t kTile = int64_t{kThreads} * kVectors<scalar_t> * kVectorSize<scalar_t>;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -56,21 +54,37 @@ struct Tile {
   }
 };
 
+// By halves: equal terms add up exactly, where a chain would round them the same way every time.
+template <int kCount, typename acc_t>
+__device__ __forceinline__ acc_t pairwise_sum(const acc_t (&values)[kCount]) {
+  if constexpr (kCount == 1) {
+    return values[0];
+  } else {
+    acc_t sums[kCount / 2];
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      sums[i] = values[2 * i] + values[2 * i + 1];
+    }
+    return pairwise_sum(sums);
+  }
+}
+
 // What a forward kernel writes beside its partial sum.
 enum class Stores : int8_t { kNothing, kLosses, kGradients };
 
 template <typename Term, typename = void>
 struct HasForwardInSum : std::false_type {};
 template <typename Term>
-struct HasForwardInSum<Term, std::void_t<decltype(std::declval<Term>().forward_in_sum(0.0f, 0.0f))>>
+struct HasForwardInSum<
+    Term, std::void_t<decltype(std::declval<Term>().template forward_in_sum<true>(0.0f, 0.0f))>>
     : std::true_type {};
 
 // The loss of an element, by the term's faster way if it has one and the result allows it.
 template <typename scalar_t, Stores kStores, typename Term, typename acc_t>
 __device__ __forceinline__ acc_t forward_of(const Term& term, acc_t x, acc_t t) {
-  if constexpr (HasForwardInSum<Term>::value && sizeof(scalar_t) == 2 &&
+  if constexpr (HasForwardInSum<Term>::value && sizeof(scalar_t) <= 4 &&
                 kStores != Stores::kLosses) {
-    return term.forward_in_sum(x, t);
+    return term.template forward_in_sum<sizeof(scalar_t) == 2>(x, t);
   } else {
     return term.forward(x, t);
   }
@@ -89,16 +103,9 @@ __global__ void __launch_bounds__(kThreads)
   Partial partial;
   for (int64_t base = blockIdx.x * kTile<scalar_t>; base < numel;
        base += gridDim.x * kTile<scalar_t>) {
-    acc_t sum = 0;
-    acc_t weight_sum = 0;
-    // Adds up one element, and returns what is to be stored.
-    const auto visit = [&](acc_t x, acc_t t, acc_t w) {
-      acc_t value = forward_of<scalar_t, kStores>(term, x, t);
-      if (weight != nullptr) {
-        value *= w;
-        weight_sum += w;
-      }
-      sum += value;
+    // The loss of one element, and what is to be stored.
+    const auto visit = [&](acc_t x, acc_t t, acc_t w, acc_t& value) {
+      value = forward_of<scalar_t, kStores>(term, x, t) * w;
       if constexpr (kStores == Stores::kGradients) {
         return from_acc<scalar_t>(input_gradient(term, x, t, w, scale));
       } else {
@@ -115,28 +122,38 @@ __global__ void __launch_bounds__(kThreads)
       if (weight != nullptr) {
         w.load(weight, first);
       }
+      acc_t values[kCount * kSize];
+      acc_t weights[kCount * kSize];
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {
         Vector<scalar_t> results;
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
-          results.set(i, visit(x.at(v, i), t.at(v, i), weight != nullptr ? w.at(v, i) : acc_t(1)));
+          const int n = v * kSize + i;
+          weights[n] = weight != nullptr ? w.at(v, i) : acc_t(1);
+          results.set(i, visit(x.at(v, i), t.at(v, i), weights[n], values[n]));
         }
         if constexpr (kStores != Stores::kNothing) {
           store_vector(output, first + v * kThreads, results);
         }
       }
+      partial.sum += static_cast<double>(pairwise_sum(values));
+      if (weight != nullptr) {
+        partial.weight += static_cast<double>(pairwise_sum(weights));
+      }
     } else {
       for (int64_t i = base + threadIdx.x; i < numel; i += kThreads) {
-        const scalar_t result = visit(to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]),
-                                      weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1));
+        acc_t value;
+        const acc_t own = weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1);
+        const scalar_t result =
+            visit(to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]), own, value);
         if constexpr (kStores != Stores::kNothing) {
           output[i] = result;
         }
+        partial.sum += static_cast<double>(value);
+        partial.weight += static_cast<double>(own);
       }
     }
-    partial.sum += static_cast<double>(sum);
-    partial.weight += static_cast<double>(weight_sum);
   }
   if constexpr (kStores != Stores::kLosses) {
     reduce_to_grid(partial, partials, finalize);
@@ -355,10 +372,6 @@ int64_t strided_blocks(int64_t numel) {
   return std::clamp<int64_t>(ceil_div(numel, kThreads), 1, kMaxReduceBlocks);
 }
 
-int64_t max_reduce_blocks(const ElementwiseForwardArgs& args) {
-  return args.grad_input.data != nullptr ? kMaxGradientBlocks : kMaxReduceBlocks;
-}
-
 Finalize make_finalize(const ElementwiseForwardArgs& args) {
   Finalize finalize;
   finalize.output = args.output.data;
@@ -392,7 +405,7 @@ void forward_contiguous(const ElementwiseForwardArgs& args, const Term& term, Pa
     return;
   }
   const Finalize finalize = make_finalize(args);
-  const int64_t blocks = std::min(tiles, max_reduce_blocks(args));
+  const int64_t blocks = std::min(tiles, kMaxReduceBlocks);
   if (args.grad_input.data != nullptr) {
     launch(std::integral_constant<Stores, Stores::kGradients>{},
            static_cast<scalar_t*>(args.grad_input.data), blocks, finalize);
@@ -421,8 +434,7 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
   if (args.reduction == Reduction::kNone) {
     return 0;
   }
-  return std::clamp<int64_t>(ceil_div(args.space.numel, kThreads), 1, max_reduce_blocks(args)) *
-         kPartialDoubles;
+  return strided_blocks(args.space.numel) * kPartialDoubles;
 }
 
 void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch,

@@ -29,6 +29,7 @@ struct Finalize {
   DType dtype = DType::kFloat32;
   bool mean = false;
   bool denominator_is_weight = false;  // mean: divide by the total weight, else by denominator
+  bool denominator_is_known = false;   // mean: divide by mean_terms[0]
   double denominator = 1;
   double weight_copies = 1;      // how often the total counts each weight
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; may be null
@@ -36,8 +37,10 @@ struct Finalize {
   __device__ __forceinline__ void operator()(const Partial& total) const {
     double result = total.sum;
     if (mean) {
-      const double divisor =
-          denominator_is_weight && weight_copies > 0 ? total.weight / weight_copies : denominator;
+      const double divisor = denominator_is_known ? mean_terms[0]
+                             : denominator_is_weight && weight_copies > 0
+                                 ? total.weight / weight_copies
+                                 : denominator;
       result /= divisor;
       if (mean_terms != nullptr) {
         mean_terms[0] = divisor;

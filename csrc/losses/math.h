@@ -79,6 +79,17 @@ __device__ __forceinline__ double exp_in_sum(double x) {
   return ::exp(x);
 }
 
+// factor exp(x + lost) for x <= 0 and a lost that is nothing beside x: one rounding less than the
+// product with an exponential, which has its own, and half its instructions.
+__device__ __forceinline__ float exp_times(float factor, float x, float lost) {
+  const float t = x * 0x1.715476p+0f;
+  float power;                                           // 2^t
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(t));  // subnormal where it must be
+  const float product = factor * power;
+  const float rest = ::fmaf(t, -0x1.62e430p-1f, x) + lost;
+  return power > 0.0f ? ::fmaf(product, rest, product) : product;
+}
+
 // Within 2 units in the last place, for a divisor up to 2^126; 0 beyond it. exactly 1 for equals.
 __device__ __forceinline__ float divide(float a, float b) {
   return a == b ? 1.0f : ::__fdividef(a, b);
@@ -97,7 +108,7 @@ __device__ __forceinline__ float divide_by_one_plus(float a, float b) {
 }
 __device__ __forceinline__ double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
 
-// log of a term of a sum: off by up to 2^-22, which only a sum of many or a half type forgives.
+// log of a term of a sum: within 2^-22 of it, and 2^-22 near 1, which a sum of many forgives.
 template <bool kExact, typename acc_t>
 __device__ __forceinline__ acc_t log_in_sum(acc_t x) {
   if constexpr (kExact || sizeof(acc_t) > 4) {
@@ -198,6 +209,28 @@ LOSSOPS_HOST_DEVICE acc_t log_in_sum(acc_t x) {
   return log(x);
 }
 
+// The same, within 1.5 units in the last place.
+LOSSOPS_HOST_DEVICE float exp_times(float factor, float x, float lost) {
+  // x = n ln 2 + r with |r| <= ln 2 / 2; exp x = 2^n (1 + r + r^2 P(r)). Adding 1.5 2^23 rounds to
+  // an integer; the other addend makes its low bits a biased exponent, of a power that is in
+  // range: where 2^n might not be, 2^(n + 64).
+  const bool deep = x < -45.0f;
+  const float round = 0x1.8p23f + (deep ? 127.0f + 64.0f : 127.0f);
+  const float biased = x * 0x1.715476p+0f + round;
+  const float power = detail::float_from_bits(detail::bits_of_float(biased) << 23);
+  const float n = biased - round;
+  // ln 2 in two parts: the product with the first is exact.
+  const float r = (x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f) + lost;
+  float p = 0x1.6a244ep-10f;
+  p = p * r + 0x1.1239d4p-7f;
+  p = p * r + 0x1.5558f2p-5f;
+  p = p * r + 0x1.555492p-3f;
+  p = p * r + 0x1.fffffcp-2f;
+  const float scaled = factor * power;
+  const float result = ((p * (r * r) + r) * scaled + scaled) * (deep ? 0x1p-64f : 1.0f);
+  return x < -131.0f ? factor * 0.0f : result;  // there the power wraps around; -inf
+}
+
 LOSSOPS_HOST_DEVICE float divide_by_one_plus(float a, float b) {
   return static_cast<float>(static_cast<double>(a) / (1.0 + static_cast<double>(b)));
 }
@@ -219,29 +252,6 @@ LOSSOPS_HOST_DEVICE void add_exactly(acc_t& sum, acc_t x, acc_t& lost) {
   const acc_t added = sum - before;
   const acc_t error = (before - (sum - added)) + (x - added);
   lost += is_nan(error) ? acc_t(0) : error;
-}
-
-// factor exp(x + lost) for x <= 0 and a lost that is nothing beside x. Within 1.5 units in the
-// last place: one rounding less than the product with an exponential, which has its own.
-LOSSOPS_HOST_DEVICE float exp_times(float factor, float x, float lost) {
-  // x = n ln 2 + r with |r| <= ln 2 / 2; exp x = 2^n (1 + r + r^2 P(r)). Adding 1.5 2^23 rounds to
-  // an integer; the other addend makes its low bits a biased exponent, of a power that is in
-  // range: where 2^n might not be, 2^(n + 64).
-  const bool deep = x < -45.0f;
-  const float round = 0x1.8p23f + (deep ? 127.0f + 64.0f : 127.0f);
-  const float biased = x * 0x1.715476p+0f + round;
-  const float power = detail::float_from_bits(detail::bits_of_float(biased) << 23);
-  const float n = biased - round;
-  // ln 2 in two parts: the product with the first is exact.
-  const float r = (x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f) + lost;
-  float p = 0x1.6a244ep-10f;
-  p = p * r + 0x1.1239d4p-7f;
-  p = p * r + 0x1.5558f2p-5f;
-  p = p * r + 0x1.555492p-3f;
-  p = p * r + 0x1.fffffcp-2f;
-  const float scaled = factor * power;
-  const float result = ((p * (r * r) + r) * scaled + scaled) * (deep ? 0x1p-64f : 1.0f);
-  return x < -131.0f ? factor * 0.0f : result;  // there the power wraps around; -inf
 }
 
 LOSSOPS_HOST_DEVICE double exp_times(double factor, double x, double lost) {

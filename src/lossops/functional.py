@@ -8,7 +8,6 @@ same input gives the same bits on every run.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +67,7 @@ _mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch)
 _kl_div = ops.ElementwiseLoss("kl_div", _kl_div_by_torch, expands_first=False, target_first=True)
 _cross_entropy = ops.CrossEntropyLoss("cross_entropy", _cross_entropy_by_torch)
 
-_targets_are_checked = os.environ.get("LOSSOPS_CHECK_TARGETS", "0") not in ("", "0")
+_targets_are_checked = ops.environment_flag("LOSSOPS_CHECK_TARGETS", False)
 
 
 # Elements of the largest call that is repeated to learn the type of an error.
@@ -81,7 +80,8 @@ def check_targets(enabled: bool) -> None:
     Off by default, because the answer must come back from the device: with it every call
     synchronises, and raises IndexError with the first offending row and value. Without it such a
     row's loss and gradient are NaN. On the CPU the error is always raised. The environment
-    variable LOSSOPS_CHECK_TARGETS=1 switches it on at import.
+    variable LOSSOPS_CHECK_TARGETS=1 switches it on at import. Compiled code and
+    `torch.ops.lossops.cross_entropy` do not wait for the device and never look.
 
     Args:
         enabled: check from now on, or no longer.
@@ -127,7 +127,10 @@ def mse_loss(
         raise _as_torch_raises(
             error,
             {"input": input, "target": target, "weight": weight},
-            lambda input, target, weight: _mse_loss_by_torch(input, target, weight, reduction),
+            lambda input, target, weight: (
+                _mse_loss_by_torch(input, target, None, reduction),  # first what it may not take
+                _mse_loss_by_torch(input, target, weight, reduction),
+            ),
         ) from None
 
 
@@ -265,7 +268,7 @@ def _raise_first_invalid(input: Tensor, target: Tensor, ignore_index: int) -> No
 
 
 def _as_torch_raises(
-    error: Exception, tensors: dict[str, Any], reference: Callable[..., Tensor]
+    error: Exception, tensors: dict[str, Any], reference: Callable[..., Any]
 ) -> Exception:
     """The error with the type that torch.nn.functional raises for the same call.
 

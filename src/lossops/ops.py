@@ -28,7 +28,16 @@ _library = torch.library.Library("lossops", "IMPL")
 # A differentiable torch implementation with the arguments of the *_forward operator.
 Reference: TypeAlias = Callable[..., Tensor]
 
-_keeps_gradients = os.environ.get("LOSSOPS_KEEP_GRADIENTS", "1") not in ("", "0")
+
+def environment_flag(name: str, default: bool) -> bool:
+    """A switch from the environment."""
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    return value.strip().lower() not in ("", "0", "false", "no", "off")
+
+
+_keeps_gradients = environment_flag("LOSSOPS_KEEP_GRADIENTS", True)
 
 
 def keep_gradients(enabled: bool) -> None:
@@ -113,9 +122,7 @@ class _Loss:
 
         torch.library.register_fake(f"lossops::{name}_forward", self.fake_forward)
         torch.library.register_fake(f"lossops::{name}_backward", self.fake_backward)
-        torch.library.register_fake(
-            f"lossops::{name}_forward_gradient", self.fake_forward_gradient
-        )
+        torch.library.register_fake(f"lossops::{name}_forward_gradient", self.fake_forward_gradient)
         torch.library.register_fake(f"lossops::{name}_backward_kept", self.fake_backward_kept)
         torch.library.register_fake(f"lossops::{name}", self.fake_loss)
         torch.library.register_autograd(
@@ -144,12 +151,13 @@ class _Loss:
         if forward_ad._current_level >= 0:
             _reject_forward_ad(self.name, *args[:3])
         if torch.is_grad_enabled():
+            if torch._C._are_functorch_transforms_active():
+                # What requires a gradient may do so at another level than this one.
+                loss: Tensor = self.transformable_function.apply(*args)[0]
+                return loss
             for tensor in args[:3]:
                 if tensor is not None and tensor.requires_grad:
-                    if torch._C._are_functorch_transforms_active():
-                        loss: Tensor = self.transformable_function.apply(*args)[0]
-                    else:
-                        loss = self.function.apply(*args)
+                    loss = self.function.apply(*args)
                     return loss
         with torch._C._AutoDispatchBelowAutograd():
             loss = self.forward_op(*args)[0]
