@@ -894,7 +894,7 @@ def test_confident_rows(classes: int, device: str) -> None:
             assert_within(at_target, exact, 4 * ulp(exact, torch.float32), "gradient")
 
 
-def test_no_classes(device: str) -> None:
+def test_no_classes_of_probabilities(device: str) -> None:
     for reduction in CE.reductions:
         x = torch.zeros(4, 0, device=device)
         mine, theirs = run(x, x, reduction=reduction), torchs(x, x, reduction=reduction)

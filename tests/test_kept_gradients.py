@@ -27,8 +27,7 @@ def gradient_of_input(
     loss: Loss, sample: Sample, grad_output: float = 1.0, *, kept: bool = True
 ) -> Tensor:
     lossops.keep_gradients(kept)
-    x = sample.tensors["input"].detach().clone(memory_format=torch.preserve_format)
-    x.requires_grad_()
+    x = sample.tensors["input"].detach().requires_grad_()  # the same memory
     value = sample.with_tensors(input=x).call(loss.function)
     assert (value.grad_fn.kept is not None) == (kept and keeps(loss, sample))
     (gradient,) = torch.autograd.grad(value, x, torch.full_like(value, grad_output))
