@@ -26,6 +26,12 @@ constexpr int kThreads = 256;
 constexpr int64_t kWarpRowBytes = 4096;
 // Threads of a block with one row: few enough that each has several vectors in flight.
 constexpr int kMaxRowThreads = 256;
+// Rows of so few classes take a thread each, as strided rows do: what a team shares costs more than
+// the classes. A gradient is written with better order by a team, from fewer classes on. Measured
+// on an H200: 10 classes 6 times as fast, 100 classes forward 5 times, but with its gradient 0.6
+// times.
+constexpr int64_t kFewClassesForward = 128;
+constexpr int64_t kFewClassesBackward = 32;
 // Longer rows would overflow the 32-bit indices of a row's classes.
 constexpr int64_t kMaxRowClasses = int64_t{1} << 30;
 // Vectors of a row that a thread has in flight. Dense coefficients are bound by arithmetic, and
@@ -939,9 +945,9 @@ static __global__ void first_invalid_target_kernel(const __grid_constant__ Cross
 // ------------------------------------------------------------------ launches
 
 // What the row kernels take: contiguous classes, computed in the type of the logits.
-bool rows_are_contiguous(const CrossEntropyArgs& args) {
+bool rows_are_contiguous(const CrossEntropyArgs& args, int64_t few_classes) {
   return args.input_class_stride == 1 && args.num_classes <= kMaxRowClasses &&
-         args.acc_double == (args.input.dtype == DType::kFloat64);
+         args.num_classes > few_classes && args.acc_double == (args.input.dtype == DType::kFloat64);
 }
 
 int64_t bytes_of(DType dtype) {
@@ -974,7 +980,8 @@ int64_t row_blocks(const CrossEntropyArgs& args, int team, int64_t max_blocks = 
 int64_t strided_blocks(const CrossEntropyArgs& args) { return row_blocks(args, 1); }
 
 int64_t forward_blocks(const CrossEntropyArgs& args) {
-  return rows_are_contiguous(args) ? row_blocks(args, team_size(args)) : strided_blocks(args);
+  return rows_are_contiguous(args, kFewClassesForward) ? row_blocks(args, team_size(args))
+                                                       : strided_blocks(args);
 }
 
 template <typename Body>
@@ -1049,7 +1056,7 @@ int denominator_blocks(const CrossEntropyForwardArgs& args) {
 
 // Whether one kernel computes losses and gradients. fp64 is not worth the code.
 bool one_pass_gradient(const CrossEntropyForwardArgs& args) {
-  return args.grad_input.data != nullptr && rows_are_contiguous(args) &&
+  return args.grad_input.data != nullptr && rows_are_contiguous(args, kFewClassesForward) &&
          args.grad_input_class_stride == 1 && !args.acc_double && args.num_classes > 0;
 }
 
@@ -1088,7 +1095,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
   }
   visit_dense(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
-    if (rows_are_contiguous(args)) {
+    if (rows_are_contiguous(args, kFewClassesForward)) {
       visit_floating(args.input.dtype, [&](auto type) {
         using scalar_t = typename decltype(type)::type;
         if constexpr (sizeof(scalar_t) <= 4) {
@@ -1144,7 +1151,7 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
   }
   visit_dense(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
-    if (rows_are_contiguous(args) && args.grad_input_class_stride == 1) {
+    if (rows_are_contiguous(args, kFewClassesBackward) && args.grad_input_class_stride == 1) {
       visit_floating(args.input.dtype, [&](auto type) {
         const int team = team_size(args);
         cross_entropy_backward_kernel<typename decltype(type)::type, kDense>
