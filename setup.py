@@ -27,7 +27,13 @@ ROOT = Path(__file__).resolve().parent
 # CMakeLists.txt names the same files; tests/test_packaging.py holds the lists equal.
 BINDING_SOURCES = ["csrc/bindings.cpp"]
 CPU_SOURCES = ["csrc/cpu/elementwise.cpp", "csrc/cpu/cross_entropy.cpp"]
-CUDA_SOURCES = ["csrc/kernels/elementwise.cu", "csrc/kernels/cross_entropy.cu"]
+CUDA_SOURCES = [
+    "csrc/kernels/elementwise.cu",
+    "csrc/kernels/cross_entropy.cu",
+    "csrc/kernels/cross_entropy_columns.cu",
+    "csrc/kernels/cross_entropy_staged.cu",
+    "csrc/kernels/cross_entropy_tile.cu",
+]
 
 # The architectures of a released wheel, and the only place that names them. Those which the
 # compiler at hand does not know are left out; the newest one left also gets PTX.

@@ -19,6 +19,25 @@ LOSSOPS_HOST_DEVICE int64_t load_class_index(const Operand& target, int64_t offs
   }
 }
 
+// Those of neighbouring rows: all loads are in flight at once.
+template <int kCount>
+LOSSOPS_HOST_DEVICE void load_class_indices(const Operand& target, int64_t offset, int64_t stride,
+                                            int64_t (&indices)[kCount]) {
+  const auto load = [&](const auto* data) {
+    for (int i = 0; i < kCount; ++i) {
+      indices[i] = data[offset + i * stride];
+    }
+  };
+  switch (target.dtype) {
+    case DType::kInt64:
+      return load(static_cast<const int64_t*>(target.data));
+    case DType::kInt32:
+      return load(static_cast<const int32_t*>(target.data));
+    default:
+      return load(static_cast<const uint8_t*>(target.data));
+  }
+}
+
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t class_weight(const CrossEntropyArgs& args, int64_t c) {
   return args.weight == nullptr
@@ -43,6 +62,14 @@ struct RowTarget {
       valid = ignored || (index >= 0 && index < args.num_classes);
     }
   }
+
+  // Of a class index that was loaded before.
+  LOSSOPS_HOST_DEVICE RowTarget(const CrossEntropyArgs& args_, int64_t index_, int64_t offset_)
+      : args(args_),
+        offset(offset_),
+        index(index_),
+        ignored(index_ == args_.ignore_index),
+        valid(ignored || (index_ >= 0 && index_ < args_.num_classes)) {}
 
   // Only the logits of such a row count.
   LOSSOPS_HOST_DEVICE bool has_loss() const { return valid && !ignored; }

@@ -7,10 +7,13 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cross_entropy_row.h"
 #include "kernels/block_reduce.cuh"
 #include "kernels/check.cuh"
 #include "kernels/column_reduce.cuh"
+#include "kernels/cross_entropy_columns.cuh"
+#include "kernels/cross_entropy_row.cuh"
+#include "kernels/cross_entropy_staged.cuh"
+#include "kernels/cross_entropy_tile.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/vectorized.cuh"
@@ -70,12 +73,6 @@ constexpr int kMinRowBlocks = sizeof(scalar_t) <= 4 ? 4 : 1;
 // The same for rows in registers, whose loads are all in flight at once.
 constexpr int kMinRegisterBlocks = 4;
 
-// What the mean divides by, where it is known before any row is done: partial sums.
-struct Denominator {
-  const double* partials = nullptr;
-  int count = 0;
-};
-
 template <typename acc_t, bool kDense>
 using RowState = std::conditional_t<kDense, DenseOnlineSoftmax<acc_t>, OnlineSoftmax<acc_t>>;
 
@@ -91,10 +88,6 @@ __device__ __forceinline__ void add_below_max(DenseOnlineSoftmax<acc_t>& state, 
                                               int64_t c) {
   state.template add_below_max<kExact>(x, shift, target.coefficient(c));
 }
-
-// Half types: exact in fp32, and so are the differences of any two that are near each other.
-template <typename scalar_t>
-constexpr bool kExactExponentials = sizeof(scalar_t) >= 4;
 
 // An empty state to sum a few terms in, before they join a sum of many: that keeps the rounding of
 // long rows small.
@@ -232,12 +225,13 @@ __device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient
                                                         const Vector<scalar_t>& x,
                                                         int first_class) {
   constexpr int kSize = kVectorSize<scalar_t>;
-  Vector<scalar_t> results;
+  acc_type_t<scalar_t> values[kSize];
 #pragma unroll
-  for (int i = 0; i < kVectorSize<scalar_t>; ++i) {
-    results.set(i, from_acc<scalar_t>(gradient.of_other_logit(
-                       to_acc<acc_type_t<scalar_t>>(x.get(i)), first_class + i)));
+  for (int i = 0; i < kSize; ++i) {
+    values[i] =
+        gradient.of_other_logit(to_acc<acc_type_t<scalar_t>>(x.get(i)), first_class + i);
   }
+  Vector<scalar_t> results = pack<scalar_t>(values);
   // At the class index, where it is one of these: a branch for a few threads, not for all.
   const int64_t at = gradient.target.index - first_class;
   if (!Gradient::kIsDense && at >= 0 && at < kSize) {
@@ -367,178 +361,6 @@ __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader
     fold<kExactExponentials<scalar_t>>(row, x, target, c);
   });
   return row.total();
-}
-
-// What one row leaves behind, once its state is complete. x_at_index is the logit of the
-// class index, unused by dense rows.
-template <typename acc_t, typename State>
-__device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
-                                           const RowTarget<acc_t>& target, const State& state,
-                                           acc_t x_at_index, int64_t row, int64_t output_offset,
-                                           Partial& partial) {
-  constexpr bool kDense = std::is_same_v<State, DenseOnlineSoftmax<acc_t>>;
-  const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
-  acc_t loss = 0;
-  const acc_t weight = target.mean_weight();
-  if (!target.valid) {
-    loss = math::quiet_nan<acc_t>();
-  } else if (!target.ignored) {
-    if constexpr (kDense) {
-      // Without classes there is nothing to lose.
-      loss = args.num_classes > 0 ? dense_row_loss(state.rest(), state.q_sum, state.dot) : acc_t(0);
-    } else {
-      loss = sparse_row_loss(state.max, state.rest(), x_at_index, weight);
-    }
-  }
-  stats.max[row] = state.max;
-  stats.rest[row] = state.rest();
-  if constexpr (kDense) {
-    stats.q_sum[row] = state.q_sum;
-  }
-  if (args.reduction == Reduction::kNone) {
-    store_operand<acc_t>(args.output, output_offset, loss);
-  }
-  partial.sum += static_cast<double>(loss);
-  partial.weight += static_cast<double>(weight);
-}
-
-// What a row's softmax leaves to its gradients.
-template <typename acc_t>
-struct RowSummary {
-  acc_t max;
-  acc_t rest;
-  acc_t q_sum;       // dense rows
-  acc_t x_at_index;  // others
-};
-
-// Everything of a row that its gradients need.
-template <typename acc_t, bool kDense, bool kExact>
-struct RowGradient {
-  static constexpr bool kIsDense = kDense;
-  const CrossEntropyArgs& args;
-  const RowTarget<acc_t>& target;
-  acc_t scale;  // the row's grad_output, divided by what the mean divides by
-  acc_t q_sum;
-  acc_t at_index = 0;  // the gradient at the class index
-  RowSoftmax<acc_t> softmax;
-
-  __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args_,
-                                         const RowTarget<acc_t>& target_,
-                                         const RowSummary<acc_t>& row, acc_t scale_)
-      : args(args_), target(target_), scale(scale_) {
-    if constexpr (kDense) {
-      q_sum = row.q_sum;
-    } else {
-      q_sum = target.has_loss() ? target.index_weight() : acc_t(0);
-    }
-    softmax = RowSoftmax<acc_t>::of(row.max, row.rest, scale, q_sum);
-    if constexpr (!kDense) {
-      at_index = softmax.gradient_at_index(row.x_at_index);
-    }
-  }
-
-  // Of a row that has no loss.
-  __device__ __forceinline__ acc_t without_loss() const {
-    return target.ignored ? acc_t(0) : math::quiet_nan<acc_t>();
-  }
-
-  // Of a row that has one.
-  __device__ __forceinline__ acc_t of_logit(acc_t x, int64_t c) const {
-    return !kDense && c == target.index ? at_index : of_other_logit(x, c);
-  }
-
-  // The same but at the class index.
-  __device__ __forceinline__ acc_t of_other_logit(acc_t x, int64_t c) const {
-    if constexpr (kDense) {
-      return softmax.dense_gradient(x, scale, q_sum, target.coefficient(c));
-    } else {
-      return softmax.template gradient<kExact>(x);
-    }
-  }
-
-  __device__ __forceinline__ acc_t of_target(acc_t x, int64_t c) const {
-    const acc_t kept = acc_t(1) - static_cast<acc_t>(args.label_smoothing);
-    return scale * kept * class_weight<acc_t>(args, c) * softmax.surprise(x);
-  }
-};
-
-// The row as forward left it. input_offset: of the row.
-template <bool kDense, typename acc_t>
-__device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBackwardArgs& args,
-                                                          const RowTarget<acc_t>& target,
-                                                          int64_t row, int64_t input_offset) {
-  const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
-  RowSummary<acc_t> summary{stats.max[row], stats.rest[row], 0, 0};
-  if constexpr (kDense) {
-    summary.q_sum = stats.q_sum[row];
-  } else if (target.has_loss()) {
-    summary.x_at_index =
-        load_operand<acc_t>(args.input, input_offset + target.index * args.input_class_stride);
-  }
-  return summary;
-}
-
-// 1, divided by what the mean divides by. All threads of the block must call it.
-template <typename acc_t>
-__device__ __forceinline__ acc_t unit_scale(const CrossEntropyForwardArgs& args,
-                                            const Denominator& denominator) {
-  if (args.reduction != Reduction::kMean) {
-    return acc_t(1);
-  }
-  double total = 0;
-  for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < denominator.count; i += kWarpSize) {
-    total += denominator.partials[i];
-  }
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    total += __shfl_xor_sync(kAllLanes, total, offset);
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    args.mean_terms[0] = total;
-  }
-  return acc_t(1) / static_cast<acc_t>(total);
-}
-
-// The summary of a row from the team's first thread to all of them.
-template <bool kTeamIsBlock, typename acc_t>
-__device__ __forceinline__ RowSummary<acc_t> share_summary(const RowSummary<acc_t>& summary,
-                                                           int team) {
-  if constexpr (kTeamIsBlock) {
-    __shared__ RowSummary<acc_t> shared;
-    if (threadIdx.x == 0) {
-      shared = summary;
-    }
-    __syncthreads();
-    const RowSummary<acc_t> result = shared;
-    __syncthreads();  // it may be used again
-    return result;
-  } else {
-    return {__shfl_sync(kAllLanes, summary.max, 0, team),
-            __shfl_sync(kAllLanes, summary.rest, 0, team),
-            __shfl_sync(kAllLanes, summary.q_sum, 0, team),
-            __shfl_sync(kAllLanes, summary.x_at_index, 0, team)};
-  }
-}
-
-template <typename acc_t, typename State>
-__device__ __forceinline__ RowSummary<acc_t> summarize(const State& state, acc_t x_at_index) {
-  RowSummary<acc_t> summary{state.max, state.rest(), 0, x_at_index};
-  if constexpr (std::is_same_v<State, DenseOnlineSoftmax<acc_t>>) {
-    summary.q_sum = state.q_sum;
-  }
-  return summary;
-}
-
-// A row's offsets into input, target and output (or gradient).
-template <int N>
-__device__ __forceinline__ void row_offsets(const IterationSpace& rows,
-                                            const Operand* const (&operands)[N], int64_t row,
-                                            int64_t (&offsets)[N]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    offsets[n] = 0;
-  }
-  strided_offsets(rows, operands, row, offsets);
 }
 
 // Writes the gradient of the team's row.
@@ -711,6 +533,16 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
   }
 }
 
+// Of the threads that share a row: a power of two of a warp's lanes, or the block.
+__device__ __forceinline__ void team_sync(int team) {
+  if (team > kWarpSize) {
+    __syncthreads();
+  } else {
+    const unsigned first = threadIdx.x % kWarpSize & ~static_cast<unsigned>(team - 1);
+    __syncwarp((kAllLanes >> (kWarpSize - team)) << first);
+  }
+}
+
 template <typename scalar_t, bool kDense>
 __global__ void __launch_bounds__(kMaxRowThreads)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyBackwardArgs args, int team) {
@@ -732,6 +564,10 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(
         args, target, load_summary<kDense>(args, target, row, offsets[0]),
         row_scale<acc_t>(args, offsets[2]));
+    if (args.grad_input.data == args.input.data) {
+      // The logit of the class index is read: it may be overwritten.
+      team_sync(team);
+    }
     if (args.grad_target.data == nullptr) {
       write_row_gradient<scalar_t, kRowUnroll<kDense>>(logits, static_cast<int>(args.num_classes),
                                                        lane, team, gradient, grad_input, nullptr);
@@ -902,21 +738,35 @@ struct WeightGradientSink {
 
 // ------------------------------------------------------- the mean's denominator
 
-constexpr int kDenominatorThreads = 256;
+constexpr int kDenominatorThreads = 512;
+// Targets that a thread has in flight. One at a time took 100 us for 4 million rows.
+constexpr int kDenominatorUnroll = 8;
 // Every warp of the forward kernel folds the partial sums: few.
 constexpr int64_t kMaxDenominatorBlocks = 128;
 
 static __global__ void __launch_bounds__(kDenominatorThreads)
     cross_entropy_denominator_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                     double* partials) {
+                                     bool targets_in_line, double* partials) {
   const Operand* const operands[1] = {&args.target};
+  const int64_t threads = int64_t{gridDim.x} * kDenominatorThreads;
+  int64_t row = int64_t{blockIdx.x} * kDenominatorThreads + threadIdx.x;
   Partial total;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kDenominatorThreads + threadIdx.x;
-       row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kDenominatorThreads) {
+  if (targets_in_line) {
+    const int64_t stride = args.target.strides[0];
+    for (; row + (kDenominatorUnroll - 1) * threads < args.rows.numel;
+         row += kDenominatorUnroll * threads) {
+      int64_t indices[kDenominatorUnroll];
+      load_class_indices(args.target, row * stride, threads * stride, indices);
+#pragma unroll
+      for (int i = 0; i < kDenominatorUnroll; ++i) {
+        total.weight += RowTarget<float>(args, indices[i], 0).template mean_weight<double>();
+      }
+    }
+  }
+  for (; row < args.rows.numel; row += threads) {
     int64_t offsets[1];
     row_offsets(args.rows, operands, row, offsets);
-    const RowTarget<float> target(args, offsets[0]);
-    total.weight += target.template mean_weight<double>();
+    total.weight += RowTarget<float>(args, offsets[0]).template mean_weight<double>();
   }
   total = block_reduce(total);
   if (threadIdx.x == 0) {
@@ -1049,10 +899,94 @@ void forward_rows(const CrossEntropyForwardArgs& args, const Denominator& denomi
   check_launch("cross_entropy_forward_kernel");
 }
 
+// 0: every block of the forward kernel adds up the weights of so few rows itself, which spares a
+// launch.
 int denominator_blocks(const CrossEntropyForwardArgs& args) {
-  return static_cast<int>(std::clamp<int64_t>(ceil_div(args.rows.numel, kDenominatorThreads), 1,
-                                              kMaxDenominatorBlocks));
+  constexpr int64_t kFewRows = 1024;
+  return args.rows.numel <= kFewRows
+             ? 0
+             : static_cast<int>(std::min(ceil_div(args.rows.numel, kDenominatorThreads),
+                                         kMaxDenominatorBlocks));
 }
+
+// Whether the class indices of all rows have one stride.
+bool targets_are_in_line(const CrossEntropyArgs& args) {
+  bool in_line = args.rows.ndim >= 1 && !args.target_is_probability;
+  for (int dim = 1; dim < args.rows.ndim; ++dim) {
+    in_line = in_line && args.target.strides[dim] ==
+                             args.target.strides[dim - 1] * args.rows.sizes[dim - 1];
+  }
+  return in_line;
+}
+
+// Whether every row of the gradient lies as the logits' row does, counted from the last boundary of
+// 16 bytes.
+bool gradient_lies_as_input(const CrossEntropyForwardArgs& args) {
+  if (args.grad_input.data == nullptr) {
+    return true;
+  }
+  const int64_t vector = kVectorBytes / bytes_of(args.input.dtype);
+  bool same = args.grad_input_class_stride == 1 &&
+              (reinterpret_cast<uintptr_t>(args.grad_input.data) -
+               reinterpret_cast<uintptr_t>(args.input.data)) %
+                      kVectorBytes ==
+                  0;
+  for (int dim = 0; dim < args.rows.ndim; ++dim) {
+    same = same && (args.grad_input.strides[dim] - args.input.strides[dim]) % vector == 0;
+  }
+  return same;
+}
+
+// Rows for the registers of a block. At these lengths they are 4 % faster there than staged, in
+// forward 12 %.
+bool rows_fit_registers(const CrossEntropyForwardArgs& args) {
+  constexpr int64_t kMinBytes = 8 << 10;
+  const int64_t bytes = args.num_classes * 4;
+  return args.input.dtype == DType::kFloat32 && args.num_classes % kVectorSize<float> == 0 &&
+         bytes > kMinBytes && bytes <= kRegisterRowBytes<float> &&
+         rows_are_contiguous(args, kFewClassesForward) && !args.dense();
+}
+
+// The kernel for these rows, of those that read them once. At most one of the plans has threads;
+// if none has, the kernels below take the rows.
+struct ReadOncePlan {
+  ColumnPlan columns;
+  TilePlan tiles;
+  StagedPlan staged;
+
+  explicit ReadOncePlan(const CrossEntropyForwardArgs& args) {
+    if (args.rows.numel == 0 || args.num_classes == 0 || args.input.dtype == DType::kFloat64 ||
+        args.num_classes > kMaxRowClasses || rows_fit_registers(args)) {
+      return;
+    }
+    columns = plan_columns(args);
+    if (columns.threads == 0 && gradient_lies_as_input(args)) {
+      tiles = plan_tiles(args);
+      if (tiles.threads == 0) {
+        staged = plan_staged_rows(args);
+      }
+    }
+  }
+
+  bool exists() const { return max_blocks() > 0; }
+  int64_t max_blocks() const {
+    return std::max({columns.blocks, tiles.blocks, staged.max_blocks});
+  }
+
+  // Says how many blocks there are.
+  int64_t launch(const CrossEntropyForwardArgs& args, const Denominator& denominator,
+                 Partial* partials, const Finalize& finalize, cudaStream_t stream) const {
+    if (columns.threads > 0) {
+      launch_columns(args, columns, denominator, partials, finalize, stream);
+      return columns.blocks;
+    }
+    if (tiles.threads > 0) {
+      launch_tiles(args, tiles, denominator, partials, finalize, stream);
+      return tiles.blocks;
+    }
+    return launch_staged_rows(args, staged, denominator, partials, finalize, stream);
+  }
+};
 
 // Whether one kernel computes losses and gradients. fp64 is not worth the code.
 bool one_pass_gradient(const CrossEntropyForwardArgs& args) {
@@ -1060,39 +994,11 @@ bool one_pass_gradient(const CrossEntropyForwardArgs& args) {
          args.grad_input_class_stride == 1 && !args.acc_double && args.num_classes > 0;
 }
 
-}  // namespace
-
-int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
-  return args.reduction == Reduction::kNone
-             ? 0
-             : forward_blocks(args) * kPartialDoubles + denominator_blocks(args);
-}
-
-void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,
-                                  Context context) {
-  if (args.rows.numel == 0 && args.reduction == Reduction::kNone) {
-    return;
-  }
-  const auto stream = static_cast<cudaStream_t>(context);
-  auto* const partials = reinterpret_cast<Partial*>(scratch);
-  const auto blocks = static_cast<unsigned>(forward_blocks(args));
-  Finalize finalize;
-  finalize.output = args.output.data;
-  finalize.dtype = args.output.dtype;
-  finalize.mean = args.reduction == Reduction::kMean;
-  finalize.denominator_is_weight = true;
-  finalize.mean_terms = args.mean_terms;
-  const bool one_pass = one_pass_gradient(args);
-  Denominator denominator;
-  if (one_pass && finalize.mean) {
-    double* const sums = scratch + blocks * kPartialDoubles;
-    denominator.partials = sums;
-    denominator.count = denominator_blocks(args);
-    cross_entropy_denominator_kernel<<<denominator.count, kDenominatorThreads, 0, stream>>>(args,
-                                                                                            sums);
-    check_launch("cross_entropy_denominator_kernel");
-    finalize.denominator_is_known = true;
-  }
+// The kernels that read rows as they compute.
+void launch_forward_rows(const CrossEntropyForwardArgs& args, bool one_pass,
+                         const Denominator& denominator, Partial* partials,
+                         const Finalize& finalize, int64_t num_blocks, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(num_blocks);
   visit_dense(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
     if (rows_are_contiguous(args, kFewClassesForward)) {
@@ -1116,6 +1022,53 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
       check_launch("cross_entropy_forward_strided_kernel");
     });
   });
+}
+
+}  // namespace
+
+int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
+  if (args.reduction == Reduction::kNone) {
+    return 0;
+  }
+  const ReadOncePlan plan(args);
+  const int64_t blocks = plan.exists() ? plan.max_blocks() : forward_blocks(args);
+  return blocks * kPartialDoubles + denominator_blocks(args);
+}
+
+void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,
+                                  Context context) {
+  if (args.rows.numel == 0 && args.reduction == Reduction::kNone) {
+    return;
+  }
+  const auto stream = static_cast<cudaStream_t>(context);
+  auto* const partials = reinterpret_cast<Partial*>(scratch);
+  const ReadOncePlan plan(args);
+  int64_t blocks = plan.exists() ? plan.max_blocks() : forward_blocks(args);
+  Finalize finalize;
+  finalize.output = args.output.data;
+  finalize.dtype = args.output.dtype;
+  finalize.mean = args.reduction == Reduction::kMean;
+  finalize.denominator_is_weight = true;
+  finalize.mean_terms = args.mean_terms;
+  const bool one_pass =
+      plan.exists() ? args.grad_input.data != nullptr : one_pass_gradient(args);
+  Denominator denominator;
+  if (one_pass && finalize.mean) {
+    denominator.count = denominator_blocks(args);
+    if (denominator.count > 0) {
+      double* const sums = scratch + blocks * kPartialDoubles;
+      denominator.partials = sums;
+      cross_entropy_denominator_kernel<<<denominator.count, kDenominatorThreads, 0, stream>>>(
+          args, targets_are_in_line(args), sums);
+      check_launch("cross_entropy_denominator_kernel");
+    }
+    finalize.denominator_is_known = true;
+  }
+  if (plan.exists()) {
+    blocks = plan.launch(args, denominator, partials, finalize, stream);
+  } else {
+    launch_forward_rows(args, one_pass, denominator, partials, finalize, blocks, stream);
+  }
   if (args.reduction != Reduction::kNone) {
     launch_grid_reduce(partials, blocks, finalize, stream);
   }
@@ -1123,7 +1076,6 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
     launch_cross_entropy_backward(unit_backward(args), nullptr, context);
   }
 }
-
 int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args) {
   return args.grad_weight == nullptr
              ? 0

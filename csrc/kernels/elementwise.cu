@@ -9,6 +9,7 @@
 #include "kernels/column_reduce.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
+#include "kernels/thread_reduce.cuh"
 #include "kernels/vectorized.cuh"
 #include "launchers.h"
 #include "strided.h"
@@ -55,21 +56,6 @@ struct Tile {
   }
 };
 
-// By halves: equal terms add up exactly, where a chain would round them the same way every time.
-template <int kCount, typename acc_t>
-__device__ __forceinline__ acc_t pairwise_sum(const acc_t (&values)[kCount]) {
-  if constexpr (kCount == 1) {
-    return values[0];
-  } else {
-    acc_t sums[kCount / 2];
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      sums[i] = values[2 * i] + values[2 * i + 1];
-    }
-    return pairwise_sum(sums);
-  }
-}
-
 // What a forward kernel writes beside its partial sum.
 enum class Stores : int8_t { kNothing, kLosses, kGradients };
 
@@ -104,13 +90,13 @@ __global__ void __launch_bounds__(kThreads)
   Partial partial;
   for (int64_t base = blockIdx.x * kTile<scalar_t>; base < numel;
        base += gridDim.x * kTile<scalar_t>) {
-    // The loss of one element, and what is to be stored.
+    // The loss of one element; returns what is to be stored.
     const auto visit = [&](acc_t x, acc_t t, acc_t w, acc_t& value) {
       value = forward_of<scalar_t, kStores>(term, x, t) * w;
       if constexpr (kStores == Stores::kGradients) {
-        return from_acc<scalar_t>(input_gradient(term, x, t, w, scale));
+        return input_gradient(term, x, t, w, scale);
       } else {
-        return from_acc<scalar_t>(value);
+        return value;
       }
     };
     if (base + kTile<scalar_t> <= numel) {
@@ -127,15 +113,15 @@ __global__ void __launch_bounds__(kThreads)
       acc_t weights[kCount * kSize];
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {
-        Vector<scalar_t> results;
+        acc_t results[kSize];
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
           const int n = v * kSize + i;
           weights[n] = weight != nullptr ? w.at(v, i) : acc_t(1);
-          results.set(i, visit(x.at(v, i), t.at(v, i), weights[n], values[n]));
+          results[i] = visit(x.at(v, i), t.at(v, i), weights[n], values[n]);
         }
         if constexpr (kStores != Stores::kNothing) {
-          store_vector(output, first + v * kThreads, results);
+          store_vector(output, first + v * kThreads, pack<scalar_t>(results));
         }
       }
       partial.sum += static_cast<double>(pairwise_sum(values));
@@ -146,10 +132,10 @@ __global__ void __launch_bounds__(kThreads)
       for (int64_t i = base + threadIdx.x; i < numel; i += kThreads) {
         acc_t value;
         const acc_t own = weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1);
-        const scalar_t result =
+        const acc_t result =
             visit(to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]), own, value);
         if constexpr (kStores != Stores::kNothing) {
-          output[i] = result;
+          output[i] = from_acc<scalar_t>(result);
         }
         partial.sum += static_cast<double>(value);
         partial.weight += static_cast<double>(own);
@@ -200,15 +186,15 @@ __global__ void __launch_bounds__(kThreads)
         }
 #pragma unroll
         for (int v = 0; v < kCount; ++v) {
-          Vector<scalar_t> results;
+          acc_t results[kSize];
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
-            results.set(i, from_acc<scalar_t>(
-                               elementwise_gradient(wanted, args, term, x.at(v, i), t.at(v, i),
-                                                    weight != nullptr ? w.at(v, i) : acc_t(1),
-                                                    full_grad_output ? g.at(v, i) : scale)));
+            results[i] = elementwise_gradient(wanted, args, term, x.at(v, i), t.at(v, i),
+                                              weight != nullptr ? w.at(v, i) : acc_t(1),
+                                              full_grad_output ? g.at(v, i) : scale);
           }
-          store_vector(static_cast<scalar_t*>(gradient.data), first + v * kThreads, results);
+          store_vector(static_cast<scalar_t*>(gradient.data), first + v * kThreads,
+                       pack<scalar_t>(results));
         }
       };
       store_gradient(Wanted::kInput, args.grad_input);

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+
+#include "scalar_types.h"
 
 namespace lossops::cuda {
 
@@ -16,6 +19,11 @@ struct alignas(kVectorBytes) Vector {
 
   __device__ __forceinline__ scalar_t get(int i) const { return values[i]; }
   __device__ __forceinline__ void set(int i, scalar_t value) { values[i] = value; }
+  // 32 bits of a 4-byte type.
+  __device__ __forceinline__ uint32_t word(int i) const { return __float_as_uint(values[i]); }
+  __device__ __forceinline__ void set_word(int i, uint32_t word) {
+    values[i] = __uint_as_float(word);
+  }
 };
 
 // Half types stay in pairs: the compiler gives each 16-bit value a register of its own.
@@ -31,6 +39,8 @@ struct alignas(kVectorBytes) Vector<scalar_t, 2> {
     words[i / 2] =
         i % 2 == 0 ? (words[i / 2] & 0xffff0000u) | bits : (words[i / 2] & 0xffffu) | bits << 16;
   }
+  __device__ __forceinline__ uint32_t word(int i) const { return words[i]; }
+  __device__ __forceinline__ void set_word(int i, uint32_t word) { words[i] = word; }
 };
 
 __host__ __device__ inline bool is_vector_aligned(const void* pointer) {
@@ -99,6 +109,45 @@ template <typename scalar_t>
 __device__ __forceinline__ void store_vector_at(scalar_t* pointer, int width,
                                                 const Vector<scalar_t>& vector) {
   detail::copy_vector<scalar_t>(pointer, &vector, width);
+}
+
+// 32 bits of elements, rounded to scalar_t. Pairs of half types take one instruction, where single
+// ones would each take one of the few that exponentials and logarithms need.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t pack_word(const float* values) {
+  if constexpr (sizeof(scalar_t) == 4) {
+    return __float_as_uint(values[0]);
+  } else {
+#if __CUDA_ARCH__ >= 800
+    uint32_t word;
+    if constexpr (std::is_same_v<scalar_t, half_t>) {
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(values[1]), "f"(values[0]));
+    } else {
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(values[1]), "f"(values[0]));
+    }
+    return word;
+#else
+    return static_cast<uint32_t>(from_acc<scalar_t>(values[1]).bits) << 16 |
+           from_acc<scalar_t>(values[0]).bits;
+#endif
+  }
+}
+
+template <typename scalar_t, typename acc_t>
+__device__ __forceinline__ Vector<scalar_t> pack(const acc_t (&values)[kVectorSize<scalar_t>]) {
+  Vector<scalar_t> vector;
+  if constexpr (sizeof(scalar_t) == 2) {
+#pragma unroll
+    for (int i = 0; i < kVectorSize<scalar_t> / 2; ++i) {
+      vector.words[i] = pack_word<scalar_t>(values + 2 * i);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectorSize<scalar_t>; ++i) {
+      vector.set(i, from_acc<scalar_t>(values[i]));
+    }
+  }
+  return vector;
 }
 
 // What is computed from the vector after this is not what was computed from it before: spares the

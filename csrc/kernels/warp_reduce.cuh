@@ -58,4 +58,29 @@ __device__ __forceinline__ State warp_reduce(State state, int width = kWarpSize)
   return state;
 }
 
+// The largest of numbers, none of them NaN, in every lane of the group.
+__device__ __forceinline__ float warp_max(float x, int width = kWarpSize) {
+#if __CUDA_ARCH__ >= 800
+  if (width == kWarpSize) {
+    // As integers of the same order.
+    const int bits = __float_as_int(x);
+    const int max = __reduce_max_sync(kAllLanes, bits ^ ((bits >> 31) & 0x7fffffff));
+    return __int_as_float(max ^ ((max >> 31) & 0x7fffffff));
+  }
+#endif
+  for (int offset = width / 2; offset > 0; offset /= 2) {
+    x = math::max_number(x, __shfl_xor_sync(kAllLanes, x, offset));
+  }
+  return x;
+}
+
+// The sum, in every lane of the group, and the same bits in each.
+template <typename T>
+__device__ __forceinline__ T warp_sum(T x, int width = kWarpSize) {
+  for (int offset = width / 2; offset > 0; offset /= 2) {
+    x += __shfl_xor_sync(kAllLanes, x, offset);
+  }
+  return x;
+}
+
 }  // namespace lossops::cuda

@@ -46,6 +46,19 @@ LOSSOPS_HOST_DEVICE uint32_t bits_of_float(float value) {
 
 }  // namespace detail
 
+#if defined(__CUDACC__)
+
+constexpr float kLog2E = 0x1.715476p+0f;
+
+// 2^x within 2 units in the last place, 0 for what is subnormal.
+__device__ __forceinline__ float exp2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+#endif
+
 #if defined(__CUDA_ARCH__)
 
 __device__ __forceinline__ float log(float x) { return ::logf(x); }
@@ -64,9 +77,8 @@ __device__ __forceinline__ double max_number(double a, double b) { return ::fmax
 // 2^24 of its value, which is nothing beside a logit of 11 bits.
 template <bool kExact>
 __device__ __forceinline__ float exp_in_sum(float x) {
-  const float t = x * 0x1.715476p+0f;
-  float power;  // 2^t
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
+  const float t = x * kLog2E;
+  float power = exp2(t);
   if constexpr (kExact) {
     // What rounding took from t. For x = -inf there is no such thing.
     const float lost = ::fmaf(t, -0x1.62e430p-1f, x);
@@ -82,12 +94,12 @@ __device__ __forceinline__ double exp_in_sum(double x) {
 // factor exp(x + lost) for x <= 0 and a lost that is nothing beside x: one rounding less than the
 // product with an exponential, which has its own, and half its instructions.
 __device__ __forceinline__ float exp_times(float factor, float x, float lost) {
-  const float t = x * 0x1.715476p+0f;
-  float power;                                           // 2^t
-  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(t));  // subnormal where it must be
-  const float product = factor * power;
-  const float rest = ::fmaf(t, -0x1.62e430p-1f, x) + lost;
-  return power > 0.0f ? ::fmaf(product, rest, product) : product;
+  // 2^32 times the power, which stays normal where the product may be.
+  constexpr float kShift = 32;
+  const float t = ::fmaf(x, kLog2E, kShift);
+  const float product = factor * 0x1p-32f * exp2(t);
+  const float rest = ::fmaf(t - kShift, -0x1.62e430p-1f, x) + lost;
+  return ::fmaf(product, ::fmaxf(rest, -1.0f), product);  // -inf has no remainder
 }
 
 // Within 2 units in the last place, for a divisor up to 2^126; 0 beyond it. exactly 1 for equals.

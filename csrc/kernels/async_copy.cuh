@@ -1,0 +1,86 @@
+// Copies from global to shared memory that occupy neither registers nor threads on their way: by a
+// thread for itself (sm_80), or in bulk by the copy engine (sm_90).
+#pragma once
+
+#include <cstdint>
+
+namespace lossops::cuda {
+
+__device__ __forceinline__ uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// 16 bytes, aligned to as many. They are there for this thread after wait_for_own_copies().
+__device__ __forceinline__ void start_own_copy(void* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               :
+               : "r"(shared_address(shared)), "l"(global)
+               : "memory");
+#else
+  *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
+#endif
+}
+
+__device__ __forceinline__ void wait_for_own_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// A barrier for bulk copies, in shared memory: one thread starts them, all can wait for them.
+// Completes once for every call of expect(), when as many bytes have arrived.
+struct CopyBarrier {
+  uint64_t state;
+
+  // By one thread; the others may use it after a __syncthreads() or __syncwarp().
+  __device__ __forceinline__ void init() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(shared_address(&state)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+
+  // Says how many bytes the next copies have together. By one thread, before any of them starts and
+  // after a barrier that follows all reads and writes of what they overwrite.
+  __device__ __forceinline__ void expect(uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :
+                 : "r"(shared_address(&state)), "r"(bytes)
+                 : "memory");
+#endif
+  }
+
+  // Starts a copy. Addresses and bytes are multiples of 16; 0 bytes are none.
+  __device__ __forceinline__ void copy(void* shared, const void* global, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (bytes > 0) {
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+          :
+          : "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(&state))
+          : "memory");
+    }
+#endif
+  }
+
+  // parity: of how many copies completed before this one.
+  __device__ __forceinline__ void wait(uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n"
+        :
+        : "r"(shared_address(&state)), "r"(parity)
+        : "memory");
+#endif
+  }
+};
+
+}  // namespace lossops::cuda

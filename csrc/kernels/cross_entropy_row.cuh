@@ -1,0 +1,279 @@
+// What every kernel of cross entropy does with one row: its target, its loss, its gradient.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cross_entropy_row.h"
+#include "kernels/grid_reduce.cuh"
+#include "kernels/row_terms.cuh"
+#include "launchers.h"
+#include "losses/cross_entropy.h"
+
+namespace lossops::cuda {
+
+// What the mean divides by, where it is known before any row is done: partial sums, or, where they
+// are null, of so few rows that every block adds them up.
+struct Denominator {
+  const double* partials = nullptr;
+  int count = 0;
+};
+
+// A row's offsets into input, target and output (or gradient).
+template <int N>
+__device__ __forceinline__ void row_offsets(const IterationSpace& rows,
+                                            const Operand* const (&operands)[N], int64_t row,
+                                            int64_t (&offsets)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    offsets[n] = 0;
+  }
+  strided_offsets(rows, operands, row, offsets);
+}
+
+// What one row leaves behind, once its state is complete. x_at_index is the logit of the
+// class index, unused by dense rows.
+template <typename acc_t, typename State>
+__device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
+                                           const RowTarget<acc_t>& target, const State& state,
+                                           acc_t x_at_index, int64_t row, int64_t output_offset,
+                                           Partial& partial) {
+  constexpr bool kDense = std::is_same_v<State, DenseOnlineSoftmax<acc_t>>;
+  const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
+  acc_t loss = 0;
+  const acc_t weight = target.mean_weight();
+  if (!target.valid) {
+    loss = math::quiet_nan<acc_t>();
+  } else if (!target.ignored) {
+    if constexpr (kDense) {
+      // Without classes there is nothing to lose.
+      loss = args.num_classes > 0 ? dense_row_loss(state.rest(), state.q_sum, state.dot) : acc_t(0);
+    } else {
+      loss = sparse_row_loss(state.max, state.rest(), x_at_index, weight);
+    }
+  }
+  stats.max[row] = state.max;
+  stats.rest[row] = state.rest();
+  if constexpr (kDense) {
+    stats.q_sum[row] = state.q_sum;
+  }
+  if (args.reduction == Reduction::kNone) {
+    store_operand<acc_t>(args.output, output_offset, loss);
+  }
+  partial.sum += static_cast<double>(loss);
+  partial.weight += static_cast<double>(weight);
+}
+
+// ------------------------------------ rows of fp32 arithmetic and one class index each
+
+// What stands for the class index of a row that has no loss: its target is out of range, or ignored.
+constexpr int kInvalidRow = -1;
+constexpr int kIgnoredRow = -2;
+
+__device__ __forceinline__ int checked_index(const CrossEntropyArgs& args, int64_t index) {
+  return index == args.ignore_index                 ? kIgnoredRow
+         : index >= 0 && index < args.num_classes ? static_cast<int>(index)
+                                                    : kInvalidRow;
+}
+
+// What the row adds to the mean's denominator; for a class index its weight.
+__device__ __forceinline__ float row_weight(const CrossEntropyArgs& args, int index) {
+  if (args.weight == nullptr) {
+    return index == kIgnoredRow ? 0.0f : 1.0f;
+  }
+  return index >= 0 ? class_weight<float>(args, index) : 0.0f;
+}
+
+// The gradient of all logits of a row that has no loss.
+__device__ __forceinline__ float gradient_without_loss(int index) {
+  return index == kIgnoredRow ? 0.0f : math::quiet_nan<float>();
+}
+
+// As finish_row(): what one row leaves behind.
+__device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs& args, int index,
+                                                   float weight, const OnlineSoftmax<float>& softmax,
+                                                   float x_at_index, int64_t row,
+                                                   int64_t output_offset, Partial& partial) {
+  float loss = gradient_without_loss(index);
+  if (index >= 0) {
+    loss = sparse_row_loss(softmax.max, softmax.rest(), x_at_index, weight);
+  }
+  const RowStats<float> stats(args.row_stats, args.rows.numel);
+  stats.max[row] = softmax.max;
+  stats.rest[row] = softmax.rest();
+  if (args.reduction == Reduction::kNone) {
+    store_operand<float>(args.output, output_offset, loss);
+  }
+  partial.sum += static_cast<double>(loss);
+  partial.weight += static_cast<double>(weight);
+}
+
+// ----------------------------------------------------------------------------- gradients
+
+// What a row's softmax leaves to its gradients.
+template <typename acc_t>
+struct RowSummary {
+  acc_t max;
+  acc_t rest;
+  acc_t q_sum;       // dense rows
+  acc_t x_at_index;  // others
+};
+
+// The gradient at a logit that is not the class index's: scale Q softmax(x). The same in every kernel,
+// for the same bits.
+template <typename acc_t, bool kExact>
+struct LogitGradient {
+  RowSoftmax<acc_t> softmax;
+
+  LogitGradient() = default;
+  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<acc_t>& softmax_)
+      : softmax(softmax_) {}
+  __device__ __forceinline__ acc_t operator()(acc_t x) const { return softmax.gradient(x); }
+};
+
+template <>
+struct LogitGradient<float, false> {
+  RowTerms<false> terms;
+  float factor = 0;
+
+  LogitGradient() = default;
+  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax)
+      : terms(softmax.max), factor(softmax.factor * terms.correction()) {}
+  __device__ __forceinline__ float operator()(float x) const { return factor * terms(x); }
+};
+
+// Everything of a row that its gradients need.
+template <typename acc_t, bool kDense, bool kExact>
+struct RowGradient {
+  static constexpr bool kIsDense = kDense;
+  const CrossEntropyArgs& args;
+  const RowTarget<acc_t>& target;
+  acc_t scale;  // the row's grad_output, divided by what the mean divides by
+  acc_t q_sum;
+  acc_t at_index = 0;  // the gradient at the class index
+  RowSoftmax<acc_t> softmax;
+  LogitGradient<acc_t, kExact> logit_gradient;
+
+  __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args_,
+                                         const RowTarget<acc_t>& target_,
+                                         const RowSummary<acc_t>& row, acc_t scale_)
+      : args(args_), target(target_), scale(scale_) {
+    if constexpr (kDense) {
+      q_sum = row.q_sum;
+    } else {
+      q_sum = target.has_loss() ? target.index_weight() : acc_t(0);
+    }
+    softmax = RowSoftmax<acc_t>::of(row.max, row.rest, scale, q_sum);
+    logit_gradient = LogitGradient<acc_t, kExact>(softmax);
+    if constexpr (!kDense) {
+      at_index = softmax.gradient_at_index(row.x_at_index);
+    }
+  }
+
+  // Of a row that has no loss.
+  __device__ __forceinline__ acc_t without_loss() const {
+    return target.ignored ? acc_t(0) : math::quiet_nan<acc_t>();
+  }
+
+  // Of a row that has one.
+  __device__ __forceinline__ acc_t of_logit(acc_t x, int64_t c) const {
+    return !kDense && c == target.index ? at_index : of_other_logit(x, c);
+  }
+
+  // The same but at the class index.
+  __device__ __forceinline__ acc_t of_other_logit(acc_t x, int64_t c) const {
+    if constexpr (kDense) {
+      return softmax.dense_gradient(x, scale, q_sum, target.coefficient(c));
+    } else {
+      return logit_gradient(x);
+    }
+  }
+
+  __device__ __forceinline__ acc_t of_target(acc_t x, int64_t c) const {
+    const acc_t kept = acc_t(1) - static_cast<acc_t>(args.label_smoothing);
+    return scale * kept * class_weight<acc_t>(args, c) * softmax.surprise(x);
+  }
+};
+
+// The row as forward left it. input_offset: of the row.
+template <bool kDense, typename acc_t>
+__device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBackwardArgs& args,
+                                                          const RowTarget<acc_t>& target,
+                                                          int64_t row, int64_t input_offset) {
+  const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
+  RowSummary<acc_t> summary{stats.max[row], stats.rest[row], 0, 0};
+  if constexpr (kDense) {
+    summary.q_sum = stats.q_sum[row];
+  } else if (target.has_loss()) {
+    summary.x_at_index =
+        load_operand<acc_t>(args.input, input_offset + target.index * args.input_class_stride);
+  }
+  return summary;
+}
+
+// 1, divided by what the mean divides by. All threads of the block must call it.
+template <typename acc_t>
+__device__ __forceinline__ acc_t unit_scale(const CrossEntropyForwardArgs& args,
+                                            const Denominator& denominator) {
+  if (args.reduction != Reduction::kMean) {
+    return acc_t(1);
+  }
+  double total = 0;
+  if (denominator.partials != nullptr) {
+    for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < denominator.count; i += kWarpSize) {
+      total += denominator.partials[i];
+    }
+    total = warp_sum(total);
+  } else {
+    __shared__ double shared;
+    Partial partial;
+    for (int64_t row = threadIdx.x; row < args.rows.numel; row += blockDim.x) {
+      const Operand* const operands[1] = {&args.target};
+      int64_t offsets[1];
+      row_offsets(args.rows, operands, row, offsets);
+      partial.weight += RowTarget<float>(args, offsets[0]).template mean_weight<double>();
+    }
+    partial = block_reduce(partial);
+    if (threadIdx.x == 0) {
+      shared = partial.weight;
+    }
+    __syncthreads();
+    total = shared;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    args.mean_terms[0] = total;
+  }
+  return acc_t(1) / static_cast<acc_t>(total);
+}
+
+// The summary of a row from the team's first thread to all of them.
+template <bool kTeamIsBlock, typename acc_t>
+__device__ __forceinline__ RowSummary<acc_t> share_summary(const RowSummary<acc_t>& summary,
+                                                           int team) {
+  if constexpr (kTeamIsBlock) {
+    __shared__ RowSummary<acc_t> shared;
+    if (threadIdx.x == 0) {
+      shared = summary;
+    }
+    __syncthreads();
+    const RowSummary<acc_t> result = shared;
+    __syncthreads();  // it may be used again
+    return result;
+  } else {
+    return {__shfl_sync(kAllLanes, summary.max, 0, team),
+            __shfl_sync(kAllLanes, summary.rest, 0, team),
+            __shfl_sync(kAllLanes, summary.q_sum, 0, team),
+            __shfl_sync(kAllLanes, summary.x_at_index, 0, team)};
+  }
+}
+
+template <typename acc_t, typename State>
+__device__ __forceinline__ RowSummary<acc_t> summarize(const State& state, acc_t x_at_index) {
+  RowSummary<acc_t> summary{state.max, state.rest(), 0, x_at_index};
+  if constexpr (std::is_same_v<State, DenseOnlineSoftmax<acc_t>>) {
+    summary.q_sum = state.q_sum;
+  }
+  return summary;
+}
+
+}  // namespace lossops::cuda

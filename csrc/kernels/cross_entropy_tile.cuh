@@ -1,0 +1,26 @@
+// Cross entropy of short rows: a warp takes several at a time, a tile of consecutive rows.
+#pragma once
+
+#include "kernels/cross_entropy_row.cuh"
+#include "launchers.h"
+
+namespace lossops::cuda {
+
+// How tiles are spread over the device.
+struct TilePlan {
+  int threads = 0;     // of a block; 0: these rows are not for this kernel
+  int team = 1;        // lanes that share a row
+  int steps = 1;       // of a tile: rows that a team takes one after the other
+  int padding = 0;     // granules of 16 bytes between rows in shared memory
+  int warp_bytes = 0;  // of shared memory
+  int64_t blocks = 0;
+};
+
+// logits of fp32, fp16 or bf16, class indices without smoothing, rows that follow one another.
+TilePlan plan_tiles(const CrossEntropyForwardArgs& args);
+
+void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
+                  const Denominator& denominator, Partial* partials, const Finalize& finalize,
+                  cudaStream_t stream);
+
+}  // namespace lossops::cuda

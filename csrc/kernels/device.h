@@ -1,0 +1,76 @@
+// What launchers ask of the current device, asked once.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+
+namespace lossops::cuda {
+
+struct DeviceLimits {
+  int multiprocessors = 0;
+  int shared_bytes = 0;  // of a multiprocessor
+  // Bulk copies, clusters, and shared memory for three rows of 64 KB: sm_90 and sm_100. Off where
+  // LOSSOPS_DISABLE_HOPPER is set, to run what older devices run.
+  bool hopper = false;
+
+  // Blocks that fit a multiprocessor, whose threads have 64 registers. shared_bytes: of a block.
+  int64_t resident_blocks(int threads, int block_shared_bytes) const {
+    constexpr int kReservedBytes = 1024;  // of each block, by the driver
+    const int by_threads = 1024 / threads;
+    const int by_memory = shared_bytes / (block_shared_bytes + kReservedBytes);
+    return std::max(1, std::min({by_threads, by_memory, 32}));
+  }
+};
+
+inline bool hopper_is_disabled() {
+  static const bool disabled = [] {
+    const char* const value = std::getenv("LOSSOPS_DISABLE_HOPPER");
+    return value != nullptr && value[0] != '\0' && value[0] != '0';
+  }();
+  return disabled;
+}
+
+inline DeviceLimits current_device_limits() {
+  constexpr int kMaxDevices = 64;
+  constexpr int kHopperSharedBytes = 200 << 10;
+  // Shared memory, multiprocessors and the capability in one word, so that no thread sees half.
+  static std::atomic<uint64_t> known[kMaxDevices];
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) {
+    return {};
+  }
+  uint64_t packed = known[device].load(std::memory_order_relaxed);
+  if (packed == 0) {
+    int multiprocessors = 0;
+    int shared_bytes = 0;
+    int major = 0;
+    if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
+            cudaSuccess ||
+        cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+                               device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
+      return {};
+    }
+    packed = static_cast<uint64_t>(shared_bytes) << 32 |
+             static_cast<uint64_t>(multiprocessors) << 8 | static_cast<uint64_t>(major);
+    known[device].store(packed, std::memory_order_relaxed);
+  }
+  DeviceLimits limits;
+  limits.shared_bytes = static_cast<int>(packed >> 32);
+  limits.multiprocessors = static_cast<int>(packed >> 8 & 0xffffff);
+  limits.hopper = static_cast<int>(packed & 0xff) >= 9 && limits.shared_bytes >= kHopperSharedBytes &&
+                  !hopper_is_disabled();
+  return limits;
+}
+
+// As many workers for `items` as fit, or fewer where all then have the same to do.
+inline int64_t even_workers(int64_t items, int64_t resident) {
+  const int64_t rounds = (items + resident - 1) / resident;
+  return (items + rounds - 1) / rounds;
+}
+
+}  // namespace lossops::cuda
