@@ -104,12 +104,12 @@ def run_case(case: Case, peers: Sequence[str], meter: Meter, progress: Progress)
         loss = problem.contender(who)
         if loss is None:
             continue
-        # Liger-Kernel writes the gradient over the logits, so a package gets a copy of its own.
-        # From then on it reads gradients where there were logits: finite, and as many.
-        own = data.input.clone() if who in problem.packages else data.input
+        # Liger-Kernel writes the gradient over the logits, so a package gets copies of its own. From
+        # then on it reads gradients where there were logits: finite, and as many.
+        copy = torch.clone if who in problem.packages else torch.detach
         arguments = (data.target, data.options)
-        calls["forward"][who] = functools.partial(_forward, loss, own, *arguments)
-        leaf = own.detach().requires_grad_()
+        calls["forward"][who] = functools.partial(_forward, loss, copy(data.input), *arguments)
+        leaf = copy(data.input).requires_grad_()
         calls["step"][who] = functools.partial(_step, loss, leaf, *arguments)
 
     doing = "value"
