@@ -289,8 +289,15 @@ def made_up() -> Report:
     )
 
     def outcome(case: Case) -> dict[str, Any]:
-        fields = dict(name=case.name(torch.device("cuda")), problem=case.problem, dtype=case.dtype)
-        return fields | dict(shape=case.cuda_shape, limit=1e-2, errors={"x": 1e-3}, passed=True)
+        return {
+            "name": case.name(torch.device("cuda")),
+            "problem": case.problem,
+            "dtype": case.dtype,
+            "shape": case.cuda_shape,
+            "limit": 1e-2,
+            "errors": {"x": 1e-3},
+            "passed": True,
+        }
 
     for case in (*cases.CASES, *cases.SIZES):
         size = math.prod(case.cuda_shape)

@@ -316,14 +316,16 @@ def _hosts(report: Report) -> Part:
             canvas.heading(left, top + 0.2, "Compiled training step", words)
             _compiled_rows(canvas, report.compiled, left, top + 0.75, half)
 
-    return 1.5 + rows, paint
+    return 1.3 + rows, paint
 
 
 def _small_rows(
     canvas: _Canvas, groups: Sequence[tuple[str, list[Small]]], top: float, half: float
 ) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     rows = sum(len(smalls) * ROW + HEADING for _, smalls in groups)
-    label, gap = 1.3, 0.25
+    label, gap = 1.6, 0.25
     width = (half - label - gap) / 2
     for column, doing in enumerate(("forward", "step")):
         axes = canvas.axes(MARGIN + label + column * (width + gap), top, width, rows)
@@ -345,7 +347,10 @@ def _small_rows(
                 if column == 0:
                     shape = "×".join(map(str, small.shape))
                     canvas.text(MARGIN + label - 0.12, top + y - 0.07, shape, size=8, ha="right")
-        axes.set_xlim(0, longest * 1.5 or 1)
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+        axes.set_xlim(0, longest * 1.05 or 1)  # ticks no further than the times,
+        axes.set_xticks([tick for tick in axes.get_xticks() if tick <= longest])
+        axes.set_xlim(0, longest * 1.5 or 1)  # and room for the ratios
 
 
 def _small_row(axes: Any, wall: dict[str, float], y: float) -> None:
@@ -383,7 +388,7 @@ def _compiled_rows(
             place = y + 0.31 + offset * 0.19
             axes.barh(place, ms, height=0.15, color=STYLES[who][0], linewidth=0)
             style = {"size": 8, "va": "center", "weight": "bold" if who == "ours" else "normal"}
-            axes.annotate(_duration(float(f"{ms:.3g}")), (ms, place), (4, 0),
+            axes.annotate(f"{ms:.2f} ms", (ms, place), (4, 0),
                           textcoords="offset points", **style)  # fmt: skip
             longest = max(longest, ms)
     axes.set_xlim(0, longest * 1.13 or 1)

@@ -104,8 +104,8 @@ def run_case(case: Case, peers: Sequence[str], meter: Meter, progress: Progress)
         loss = problem.contender(who)
         if loss is None:
             continue
-        # Liger-Kernel writes the gradient over the logits, so a package gets copies of its own. From
-        # then on it reads gradients where there were logits: finite, and as many.
+        # Liger-Kernel writes the gradient over the logits, so a package gets copies of its own.
+        # From then on it reads gradients where there were logits: finite, and as many.
         copy = torch.clone if who in problem.packages else torch.detach
         arguments = (data.target, data.options)
         calls["forward"][who] = functools.partial(_forward, loss, copy(data.input), *arguments)
