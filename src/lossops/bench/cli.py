@@ -7,6 +7,7 @@ import fnmatch
 import importlib.util
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -114,6 +115,7 @@ def measure(options: argparse.Namespace) -> Report:
         for section in ("cases", "size", "small", "compiled")
     }
     timed = [*chosen["cases"], *chosen["size"]]
+    started = time.monotonic()
     progress = Progress(2 + 3 * len(timed) + len(chosen["small"]) + len(chosen["compiled"]))
     meter = Meter(device)
     progress.advance("bandwidth")
@@ -151,6 +153,7 @@ def measure(options: argparse.Namespace) -> Report:
         "driver": environment["driver"],
         "torch": str(torch.__version__),
         "lossops": __version__,
+        "seconds": round(time.monotonic() - started),
         "environment": environment,
     }
     count = len(chosen["cases"])
@@ -188,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.source and options.absent:
         print(f"\nNot installed: {', '.join(options.absent)}")
     failed = [outcome.name for outcome in report.outcomes if not outcome.passed]
-    print(f"\nFAILED: {', '.join(failed)}" if failed else "\nAll results agree with float64.")
+    print(f"\nFAILED: {', '.join(failed)}" if failed else "\nAll checks passed.")
     if options.output:
         report.save(options.output)
     if options.plot and plot.available():
