@@ -79,6 +79,14 @@ def test_source_lists_name_every_source() -> None:
     assert named == there
 
 
+def test_every_package_is_packed() -> None:
+    match = re.search(r"^packages = (\[.*\])$", source_file("pyproject.toml").read_text(), re.M)
+    assert match
+    source = ROOT / "src"
+    there = {path.parent.relative_to(source) for path in source.rglob("__init__.py")}
+    assert sorted(ast.literal_eval(match[1])) == sorted(".".join(path.parts) for path in there)
+
+
 def code_of(path: Path) -> str:
     """C++ without its comments."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
@@ -215,6 +223,7 @@ def test_wheel_contents() -> None:
     files = [line.split(",")[0] for line in dist_info("RECORD").splitlines()]
     packaged = {Path(name).name for name in files if name.startswith("lossops/")}
     assert packaged >= {"__init__.py", "_C.so", "functional.py", "nn.py", "ops.py", "py.typed"}
+    assert "lossops/bench/__main__.py" in files
     for name in files:
         assert name.startswith(("lossops/", "lossops-")), f"{name} is outside the package"
 

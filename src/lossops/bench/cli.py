@@ -1,0 +1,199 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.util
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from .. import info
+from .._version import __version__
+from . import plot
+from .cases import ALL, PEERS
+from .meter import Meter, Progress, measure_bandwidths
+from .report import Compiled, Report, Result, Small, render
+from .run import count_launches, run_case, run_compiled, run_small
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            name = next((line for line in file if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name.split(':')[-1].strip()} ({torch.get_num_threads()} threads)"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line, and settles what it leaves open."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lossops.bench",
+        description="Checks the losses against float64 and times them against their peers.",
+    )
+    parser.add_argument("--quick", action="store_true", help="only the three reference problems")
+    parser.add_argument(
+        "--cases", nargs="+", metavar="GLOB", help="only these, as 'ce-bf16-*', 'small-*'"
+    )
+    parser.add_argument("--list", action="store_true", help="prints the names of the cases")
+    parser.add_argument("--peers", metavar="LIST", help=f"of {','.join(PEERS)}; or none")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
+    parser.add_argument(
+        "--output", metavar="FILE.json", help="writes all numbers there, and FILE.png beside it"
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="draws the numbers there (or .svg)")
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE.json", help="measures nothing: shows a file again"
+    )
+    options = parser.parse_args(arguments)
+
+    if options.plot is None and options.output:
+        options.plot = str(Path(options.output).with_suffix(".png"))
+    if options.source:
+        if options.output:
+            parser.error("--from reads a file that --output wrote; it takes --plot")
+        return options
+
+    try:
+        options.device = torch.device(
+            options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        )
+        # "cuda" becomes the current device, by its number.
+        options.device = torch.empty(0, device=options.device).device
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device {options.device}: {error}")
+    if options.device.type not in ("cpu", "cuda"):
+        parser.error(f"--device {options.device}: lossops runs on cpu and cuda")
+    cuda = options.device.type == "cuda"
+    if cuda:
+        options.device = torch.device("cuda", options.device.index or 0)
+        torch.cuda.set_device(options.device)
+
+    if options.peers is None:
+        options.peers = ["eager", "compile"] if cuda or not options.quick else ["eager"]
+        if cuda and not options.quick:
+            options.peers = list(PEERS)
+    else:
+        options.peers = [who for who in options.peers.split(",") if who not in ("", "none")]
+    if unknown := set(options.peers) - set(PEERS):
+        parser.error(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
+    options.absent = [who for who in options.peers if not importlib.util.find_spec(PEERS[who])]
+    options.peers = [who for who in options.peers if who not in options.absent]
+
+    names = {
+        case.name(options.device): case
+        for case in ALL
+        if (case.quick or not options.quick)
+        and (options.cases or options.list or not case.extra)
+        and (cuda or case.cpu_shape is not None)
+    }
+    globs = options.cases or ["*"]
+    options.cases = [
+        case for name, case in names.items() if any(fnmatch.fnmatch(name, glob) for glob in globs)
+    ]
+    if not options.cases:
+        parser.error(f"no case matches {' '.join(globs)}; there are {', '.join(names)}")
+    return options
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Runs all that was chosen."""
+    device, peers = options.device, options.peers
+    chosen = {
+        section: [case for case in options.cases if case.section == section]
+        for section in ("cases", "size", "small", "compiled")
+    }
+    timed = [*chosen["cases"], *chosen["size"]]
+    started = time.monotonic()
+    progress = Progress(2 + 3 * len(timed) + len(chosen["small"]) + len(chosen["compiled"]))
+    meter = Meter(device)
+    progress.advance("bandwidth")
+    rates = measure_bandwidths(meter)
+
+    results: list[Result] = []
+    for case in timed:
+        meter.clean()
+        # On the CPU the C++ compiler would take most of the run.
+        skipped = "compile" if case.section == "size" and not meter.cuda else ""
+        whos = [who for who in peers if who != skipped]
+        results.append(run_case(case, whos, meter, progress))
+    meter.clean()
+    compiled: list[Compiled] = []
+    for case in chosen["compiled"]:
+        compiled.append(run_compiled(case, peers, meter, progress))
+        meter.clean()
+    small: list[Small] = [run_small(case, peers, meter, progress) for case in chosen["small"]]
+    # Again, so that a device that was slow or busy at first does not make the floor easy.
+    progress.advance("bandwidth")
+    for kind, again in measure_bandwidths(meter).items():
+        rates[kind] = {who: max(rate, again[who]) for who, rate in rates[kind].items()}
+    if meter.cuda:
+        for case, found in zip(chosen["small"], small, strict=True):
+            count_launches(case, found, meter)
+    progress.close()
+
+    bandwidth = {kind: max(rates[kind].values()) for kind in rates}
+    for result in results:
+        result.set_floor(bandwidth)
+    environment = info.collect()
+    about = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "driver": environment["driver"],
+        "torch": str(torch.__version__),
+        "lossops": __version__,
+        "seconds": round(time.monotonic() - started),
+        "environment": environment,
+    }
+    count = len(chosen["cases"])
+    return Report(about, peers, bandwidth, rates, results[:count], results[count:], small, compiled)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark. 1 when a result of ours is wrong or missing, else 0."""
+    options = parse(arguments)
+    if options.source:
+        try:
+            report = Report.load(options.source)
+        except (OSError, ValueError) as error:
+            print(f"--from {options.source}: {error}", file=sys.stderr)
+            return 2
+    elif options.list:
+        print("\n".join(case.name(options.device) for case in options.cases))
+        return 0
+    # Before the minutes that a run takes.
+    if options.plot and not plot.available():
+        print(f"{plot.MISSING}: {options.plot} is not drawn.", file=sys.stderr)
+        if options.source:
+            return 2
+    name = report.about["device"] if options.source else device_name(options.device)
+    versions = (
+        report.about if options.source else {"lossops": __version__, "torch": torch.__version__}
+    )
+    print(f"lossops {versions['lossops']} on {name}, torch {versions['torch']}", flush=True)
+    if not options.source:
+        report = measure(options)
+
+    bandwidth = report.bandwidth_gb_per_s
+    print(f"memory: reads {bandwidth['read']:.0f} GB/s, copies {bandwidth['copy']:.0f} GB/s\n")
+    print(render(report))
+    if not options.source and options.absent:
+        print(f"\nNot installed: {', '.join(options.absent)}")
+    failed = [outcome.name for outcome in report.outcomes if not outcome.passed]
+    print(f"\nFAILED: {', '.join(failed)}" if failed else "\nAll checks passed.")
+    if options.output:
+        report.save(options.output)
+    if options.plot and plot.available():
+        plot.draw(report, options.plot)
+    return 1 if failed else 0

@@ -1,0 +1,204 @@
+"""How time is taken."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+Failed = Callable[[str, Exception], None]
+
+# Clock cycles for which the device is kept busy while the host launches what is to be timed: some
+# 0.4 ms, several times what a step takes the host.
+LEAD = 750_000
+
+
+class Progress:
+    """A bar on stderr: redrawn in place on a terminal, else a line at every tenth."""
+
+    def __init__(self, total: int) -> None:
+        self.done, self.total, self.tenths = 0, total, -1
+        self.terminal = sys.stderr.isatty()
+
+    def advance(self, label: str) -> None:
+        """Starts the next piece of work."""
+        share = self.done / self.total
+        self.done += 1
+        if self.terminal:
+            bar = ("#" * int(24 * share)).ljust(24, ".")
+            print(f"\r[{bar}] {share:4.0%} {label[:60]}\033[K", end="", file=sys.stderr, flush=True)
+        elif int(10 * share) > self.tenths:
+            self.tenths = int(10 * share)
+            print(f"{share:4.0%} {label}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+class Meter:
+    """Times calls on one device, with cold caches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.warm_ups, self.fewest, self.seconds = (5, 10, 0.4) if self.cuda else (2, 7, 1.2)
+        # Many times any cache; ones, because fresh zeros can all be one page of memory.
+        self.other_data = torch.ones(1 << 27 if self.cuda else 1 << 26, device=device)
+
+    def medians(self, calls: dict[str, Call], failed: Failed) -> dict[str, float]:
+        """Median milliseconds of each call.
+
+        The calls take turns, so that a drift of the device hits all of them, and in both orders, so
+        that what a call leaves behind does too.
+        """
+        calls = dict(calls)
+        samples: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
+        started = time.perf_counter()
+        for turn in range(self.warm_ups + 100):
+            if turn == self.warm_ups:
+                started = time.perf_counter()
+            spent = time.perf_counter() - started
+            if turn >= self.warm_ups + self.fewest and spent > self.seconds * len(calls):
+                break
+            for name, call in list(calls.items())[:: 1 if turn % 2 else -1]:
+                try:
+                    # By reading: lines left dirty would be written back in the call's time.
+                    self.other_data.amax()
+                    sample = self._sample(call)
+                except Exception as error:  # of any kind: no peer may end the run
+                    failed(name, error)
+                    del calls[name]
+                    continue
+                if turn >= self.warm_ups:
+                    samples[name].append(sample)
+            self.synchronize()
+        return {name: statistics.median(sample() for sample in samples[name]) for name in calls}
+
+    def _sample(self, call: Call) -> Callable[[], float]:
+        # What the call returns is freed after its time ends.
+        if not self.cuda:
+            before = time.perf_counter()
+            result = call()
+            elapsed = 1e3 * (time.perf_counter() - before)
+            del result
+            return lambda: elapsed
+        # The device waits longer than the host needs to launch the call: the time between the
+        # events is the device's, unless the call itself waits for the device.
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(LEAD)
+        start.record()
+        result = call()
+        end.record()
+        del result
+        return lambda: float(start.elapsed_time(end))
+
+    def small(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
+        """Microseconds of each call, of many in a row, with warm caches: {"wall": .., "gpu": ..}.
+
+        "wall" is what a loop takes that does not wait for the device in between; "gpu" is what the
+        device takes when all calls are there before it starts.
+        """
+        times: dict[str, dict[str, list[float]]] = {"wall": {}, "gpu": {}}
+        for turn in range(3 + 15):
+            for name, call in list(calls.items())[:: 1 if turn % 2 else -1]:
+                found = {"wall": self._wall(call)} | (
+                    {"gpu": self._queued(call)} if self.cuda else {}
+                )
+                for kind, microseconds in found.items():
+                    if turn >= 3:
+                        times[kind].setdefault(name, []).append(microseconds)
+        return {
+            name: {kind: statistics.median(of[name]) for kind, of in times.items() if name in of}
+            for name in calls
+        }
+
+    def _wall(self, call: Call, count: int = 100) -> float:
+        self.synchronize()
+        before = time.perf_counter()
+        for _ in range(count):
+            call()
+        self.synchronize()
+        return 1e6 * (time.perf_counter() - before) / count
+
+    def _queued(self, call: Call, count: int = 20) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(count * LEAD)
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return 1e3 * float(start.elapsed_time(end)) / count
+
+    def launches(self, call: Call) -> int | None:
+        """Kernels, copies and fills that `call` puts on the device; None where none are seen."""
+        if not self.cuda:
+            return None
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+            self.synchronize()
+        cuda = torch.autograd.DeviceType.CUDA
+        return sum(event.device_type == cuda for event in profile.events()) or None
+
+    def peak_bytes(self, call: Call) -> int | None:
+        """The most that `call` allocates at a time, result included."""
+        if not self.cuda:
+            return None
+        self.synchronize()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        return int(torch.cuda.max_memory_allocated(self.device) - before)
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def clean(self) -> None:
+        """Gives unused memory back."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+
+def measure_bandwidths(meter: Meter) -> dict[str, dict[str, float]]:
+    """GB/s of simple readers and copiers; a copy counts the bytes read and the bytes written.
+
+    The fastest of each is the device's bandwidth.
+    """
+    size = 1 << 28
+    if meter.cuda:
+        memory = torch.cuda.get_device_properties(meter.device).total_memory
+        size = min(1 << 32, 1 << int(math.log2(memory / 16)))
+    source = torch.rand(size // 4, device=meter.device)
+    copy = torch.empty_like(source)
+    left, right = source.chunk(2)
+    calls: dict[str, dict[str, Call]] = {
+        "read": {
+            "sum": source.sum,
+            "sum of float64": source.view(torch.float64).sum,
+            "max": source.amax,
+            "dot": lambda: torch.dot(left, right),
+        },
+        "copy": {
+            "copy": lambda: copy.copy_(source),
+            "negate": lambda: torch.neg(source, out=copy),
+        },
+    }
+
+    def failed(name: str, error: Exception) -> None:
+        raise RuntimeError(f"the bandwidth cannot be measured by {name}") from error
+
+    rates = {}
+    for kind, moved in (("read", size), ("copy", 2 * size)):
+        medians = meter.medians(calls[kind], failed)
+        rates[kind] = {name: moved / ms / 1e6 for name, ms in medians.items()}
+    return rates
