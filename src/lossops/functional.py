@@ -63,9 +63,14 @@ def _cross_entropy_by_torch(
     )
 
 
-_mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch)
-_kl_div = ops.ElementwiseLoss("kl_div", _kl_div_by_torch, expands_first=False, target_first=True)
-_cross_entropy = ops.CrossEntropyLoss("cross_entropy", _cross_entropy_by_torch)
+_mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch).call
+_kl_div = ops.ElementwiseLoss(
+    "kl_div", _kl_div_by_torch, expands_first=False, target_first=True
+).call
+_cross_entropy = ops.CrossEntropyLoss("cross_entropy", _cross_entropy_by_torch).call
+
+_is_compiling = torch.compiler.is_compiling
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 _targets_are_checked = ops.environment_flag("LOSSOPS_CHECK_TARGETS", False)
 
@@ -111,7 +116,7 @@ def mse_loss(
         ValueError: unknown reduction, or weight is not of input's shape.
         RuntimeError: shapes that do not broadcast, or different devices.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         loss: Tensor = torch.ops.lossops.mse_loss(input, target, reduction=reduction, weight=weight)
         return loss
     try:
@@ -122,7 +127,7 @@ def mse_loss(
                 "broadcasting. Please ensure they have the same size.",
                 stacklevel=2,
             )
-        return _mse_loss(input, target, weight, reduction, _is_autocast(input))
+        return _mse_loss(input, target, weight, (reduction, _is_autocast(input)))
     except (AttributeError, RuntimeError, TypeError) as error:
         raise _as_torch_raises(
             error,
@@ -165,13 +170,14 @@ def kl_div(
         RuntimeError: input or target is not floating point, shapes that do not broadcast, or
             different devices.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         loss: Tensor = torch.ops.lossops.kl_div(
             input, target, reduction=reduction, log_target=log_target, log_input=log_input
         )
         return loss
     try:
-        return _kl_div(input, target, None, reduction, _is_autocast(input), log_target, log_input)
+        options = (reduction, _is_autocast(input), log_target, log_input)
+        return _kl_div(input, target, None, options)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise _as_torch_raises(
             error,
@@ -218,7 +224,7 @@ def cross_entropy(
         RuntimeError: other shapes or dtypes that do not fit, label_smoothing above 1,
             ignore_index >= 0 with probabilities, or weight requires grad with indices.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         loss: Tensor = torch.ops.lossops.cross_entropy(
             input,
             target,
@@ -231,9 +237,8 @@ def cross_entropy(
     try:
         if _targets_are_checked and target.is_cuda and not target.is_floating_point():
             _raise_first_invalid(input, target, ignore_index)
-        return _cross_entropy(
-            input, target, weight, ignore_index, reduction, label_smoothing, _is_autocast(input)
-        )
+        options = (ignore_index, reduction, label_smoothing, _is_autocast(input))
+        return _cross_entropy(input, target, weight, options)
     except (AttributeError, RuntimeError, TypeError) as error:
         if not isinstance(label_smoothing, (int, float)):
             kind = type(label_smoothing).__name__
@@ -250,6 +255,8 @@ def cross_entropy(
 
 
 def _is_autocast(input: Tensor) -> bool:
+    if not _is_any_autocast_enabled():
+        return False
     device_type = input.device.type
     return device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
 

@@ -55,6 +55,10 @@ def keep_gradients(enabled: bool) -> None:
     _keeps_gradients = bool(enabled)
 
 
+_functorch_is_active = torch._C._are_functorch_transforms_active
+_grad_is_enabled = torch.is_grad_enabled
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -72,6 +76,27 @@ def _reject_forward_ad(name: str, *tensors: Tensor | None) -> None:
                 f"lossops.{name} has no forward-mode derivative; "
                 f"use torch.nn.functional.{name} for it"
             )
+
+
+def _without_autograd(name: str) -> Callable[..., Any]:
+    """The operator `lossops::{name}`, which lossops alone calls, by the shortest way.
+
+    It has no formula and no fallback in its place: autograd passes it by.
+    """
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    overload = getattr(torch.ops.lossops, name).default
+    return getattr(overload, "_op", overload)  # spares a Python frame
+
+
+def _short_apply(function: Any) -> Callable[..., Any]:
+    """`function.apply` for small tensors, outside torch.func.
+
+    Without Function.apply, whose Python costs a third of the whole and does nothing but look for
+    torch.func and for tensors that it left behind, and without the search for backward and vjp in
+    each backward pass.
+    """
+    function._backward_cls.apply = function.backward
+    return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return]
 
 
 def _check_devices(name: str, input: Tensor, *others: Tensor | None) -> None:
@@ -117,11 +142,13 @@ class _Loss:
         self.reference = reference
         self.forward_op = getattr(torch.ops.lossops, f"{name}_forward").default
         self.backward_op = getattr(torch.ops.lossops, f"{name}_backward").default
-        self.forward_gradient_op = getattr(torch.ops.lossops, f"{name}_forward_gradient").default
-        self.backward_kept_op = getattr(torch.ops.lossops, f"{name}_backward_kept").default
+        self.value_op = _without_autograd(f"{name}_value")
+        self.forward_gradient_op = _without_autograd(f"{name}_forward_gradient")
+        self.backward_kept_op = _without_autograd(f"{name}_backward_kept")
 
         torch.library.register_fake(f"lossops::{name}_forward", self.fake_forward)
         torch.library.register_fake(f"lossops::{name}_backward", self.fake_backward)
+        torch.library.register_fake(f"lossops::{name}_value", self.fake_value)
         torch.library.register_fake(f"lossops::{name}_forward_gradient", self.fake_forward_gradient)
         torch.library.register_fake(f"lossops::{name}_backward_kept", self.fake_backward_kept)
         torch.library.register_fake(f"lossops::{name}", self.fake_loss)
@@ -138,33 +165,49 @@ class _Loss:
         _library.impl(name, self.autograd_kernel, "Autograd")
         for device in ("CPU", "CUDA"):
             _library.impl(name, self.autocast_kernel, f"Autocast{device}")
-        self.function, self.transformable_function, self.gradient_function = self._make_functions()
+        self._make_functions()
 
     # ------------------------------------------------------------------ calling
 
-    def __call__(self, *args: Any) -> Tensor:
+    def call(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
+    ) -> Tensor:
         """The loss, by the arguments of the *_forward operator.
 
         The same as the operator with its autograd formula, without the two Python frames that
-        torch.library puts around it.
+        torch.library puts around it. Small losses take as long as the lines here.
         """
         if forward_ad._current_level >= 0:
-            _reject_forward_ad(self.name, *args[:3])
-        if torch.is_grad_enabled():
-            if torch._C._are_functorch_transforms_active():
-                # What requires a gradient may do so at another level than this one.
-                loss: Tensor = self.transformable_function.apply(*args)[0]
+            _reject_forward_ad(self.name, input, target, weight)
+        if _functorch_is_active():
+            return self.call_under_functorch(input, target, weight, *options)
+        loss: Tensor
+        if _grad_is_enabled():
+            if target.requires_grad or (weight is not None and weight.requires_grad):
+                loss = self.apply(input, target, weight, *options)
                 return loss
-            for tensor in args[:3]:
-                if tensor is not None and tensor.requires_grad:
-                    loss = self.function.apply(*args)
-                    return loss
+            if input.requires_grad:
+                # A tensor that a transform of torch.func left behind has a graph of its own.
+                input = _unwrap_if_dead(input)
+                if self.keeps_gradient(input, target, weight, options):
+                    loss = self.apply_keeping(input, target, weight, options)
+                else:
+                    loss = self.apply(input, target, weight, *options)
+                return loss
+        loss = self.value_op(input, target, weight, *options)
+        return loss
+
+    def call_under_functorch(self, *args: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            # What requires a gradient may do so at another level than this one.
+            loss: Tensor = self.transformable_function.apply(*args)[0]
+            return loss
         with torch._C._AutoDispatchBelowAutograd():
             loss = self.forward_op(*args)[0]
             return loss
 
-    def _make_functions(self) -> tuple[type[torch.autograd.Function], ...]:
-        """The loss, the loss in the form that torch.func takes, and its gradients.
+    def _make_functions(self) -> None:
+        """The loss, by three Functions, and its gradients, by one.
 
         torch.func wants setup_context, which costs 10 us a call, and takes no formula of
         register_autograd.
@@ -175,24 +218,42 @@ class _Loss:
             @staticmethod
             def forward(ctx: Any, *args: Any) -> Tensor:
                 with torch._C._AutoDispatchBelowAutograd():
-                    if loss.keeps_gradient(*args):
-                        *output, ctx.kept = loss.forward_gradient_op(*args)
-                    else:
-                        output = loss.forward_op(*args)
-                        ctx.kept = None
+                    output = loss.forward_op(*args)
                 loss.save_for_backward(ctx, args, output)
                 result: Tensor = output[0]
+                return result
+
+            backward = staticmethod(loss.backward)
+
+        class KeepingFunction(torch.autograd.Function):
+            """The gradient comes with the loss."""
+
+            @staticmethod
+            def forward(
+                ctx: Any,
+                input: Tensor,
+                target: Tensor,
+                weight: Tensor | None,
+                options: Sequence[Any],
+            ) -> Tensor:
+                result: Tensor
+                result, ctx.kept, *saved = loss.forward_gradient_op(input, target, weight, *options)
+                ctx.save_for_backward(input, target, weight, *saved)
+                ctx.options = options
+                ctx.materialize_grads = False
                 return result
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor | None) -> Any:
                 # The gradient that forward left is given away once: nothing may change it then.
                 kept, ctx.kept = ctx.kept, None
-                if kept is None or grad is None or torch.is_grad_enabled():
-                    return loss.backward(ctx, grad)
-                with torch._C._AutoDispatchBelowAutograd():
-                    loss.backward_kept_op(kept, grad, *loss.saved_arguments(ctx))
-                return kept, *(None,) * (len(ctx.needs_input_grad) - 1)
+                if grad is None:
+                    return None, None, None, None
+                if kept is None or torch.is_grad_enabled():
+                    arguments = loss.backward_arguments(ctx.saved_tensors, ctx.options)
+                    return *loss.gradients(ctx, grad, *arguments), None
+                loss.backward_kept_op(kept, grad, *ctx.saved_tensors, *ctx.options)
+                return kept, None, None, None
 
         class TransformableFunction(torch.autograd.Function):
             generate_vmap_rule = True
@@ -219,12 +280,18 @@ class _Loss:
             def backward(ctx: Any, *grads: Tensor | None) -> Any:
                 return loss.double_backward(ctx, grads)
 
-        for function in (Function, TransformableFunction, GradientFunction):
+        for function in (Function, KeepingFunction, TransformableFunction, GradientFunction):
             function.__name__ = function.__qualname__ = f"lossops_{self.name}"
-        return Function, TransformableFunction, GradientFunction
+            function._backward_cls.__name__ = f"lossops_{self.name}Backward"
+        self.apply = Function.apply
+        self.apply_keeping = _short_apply(KeepingFunction)
+        self.transformable_function = TransformableFunction
+        self.gradient_function = GradientFunction
 
-    def keeps_gradient(self, *args: Any) -> bool:
-        """Whether forward computes the gradient too, by the arguments of the *_forward operator.
+    def keeps_gradient(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
+    ) -> bool:
+        """Whether forward computes the gradient too, where input alone requires one.
 
         One pass then reads the inputs and writes the gradient. It is the gradient for a
         grad_output of 1; backward looks, on the device, whether that is what it got, and computes
@@ -232,8 +299,10 @@ class _Loss:
         """
         raise NotImplementedError
 
-    def saved_arguments(self, ctx: Any) -> tuple[Any, ...]:
-        """What *_backward and *_backward_kept take after grad_output, output_mask excepted."""
+    def backward_arguments(
+        self, saved: Sequence[Tensor | None], options: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Those of *_backward after grad_output, by what KeepingFunction saved."""
         raise NotImplementedError
 
     def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -257,8 +326,11 @@ class _Loss:
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
+    def fake_value(self, *args: Any) -> Tensor:
+        return self.fake_forward(*args)[0]
+
     def fake_forward_gradient(self, *args: Any) -> tuple[Tensor, ...]:
-        return *self.fake_forward(*args), torch.empty_like(args[0])
+        return self.fake_forward(*args)[0], torch.empty_like(args[0])
 
     def fake_backward_kept(self, *args: Any) -> None:
         return None
@@ -292,15 +364,21 @@ class _Loss:
     ) -> None:
         raise NotImplementedError
 
-    def backward(self, ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError
+    def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
+        """By what save_for_backward left: the arguments of *_backward."""
+        nones = (None,) * (len(ctx.needs_input_grad) - 3)
+        if grads[0] is None:
+            return None, None, None, *nones
+        return *self.gradients(ctx, grads[0], *ctx.saved_tensors, *ctx.arguments), *nones
 
-    def gradients(
-        self, ctx: Any, make_arguments: Callable[[list[bool]], tuple[Any, ...]]
-    ) -> list[Tensor | None]:
-        """Gradients of input, target and weight, None where none is needed."""
+    def gradients(self, ctx: Any, grad_output: Tensor, *arguments: Any) -> list[Tensor | None]:
+        """Gradients of input, target and weight, None where none is needed.
+
+        `arguments` are those of *_backward after grad_output, without output_mask.
+        """
         needed = [bool(needs) for needs in ctx.needs_input_grad[:3]]
-        arguments = make_arguments(needed)
+        position = self.mask_position - 1
+        arguments = (grad_output, *arguments[:position], needed, *arguments[position:])
         if torch.is_grad_enabled():  # create_graph=True
             found = iter(self.gradient_function.apply(*arguments))
         else:
@@ -417,16 +495,21 @@ class ElementwiseLoss(_Loss):
         weighted_mean = weight is not None and reduction == "mean"
         return loss, input.new_empty((2 if weighted_mean else 0,), dtype=torch.float64)
 
-    def keeps_gradient(self, *args: Any) -> bool:
-        input, target, weight, reduction = args[:4]
+    def keeps_gradient(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
+    ) -> bool:
         return (
             _keeps_gradients
-            and reduction != "none"
+            and options[0] != "none"
             and weight is None
-            and input.requires_grad
-            and not target.requires_grad
             and input.shape == target.shape
         )
+
+    def backward_arguments(
+        self, saved: Sequence[Tensor | None], options: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        reduction, _float32_result, *params = options
+        return (*saved, None, reduction, *params)
 
     def save_for_backward(
         self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
@@ -438,28 +521,41 @@ class ElementwiseLoss(_Loss):
             ctx.save_for_backward(input, target, weight, mean_terms)
         else:
             ctx.save_for_backward(input, target, weight, None)
-        ctx.reduction = reduction
-        ctx.params = inputs[5:]
-
-    def backward(self, ctx: Any, *grads: Any) -> Any:
-        nones = (None,) * (2 + len(ctx.params))
-        grad_output = grads[0]
-        if grad_output is None:
-            return None, None, None, *nones
-
-        def arguments(needed: list[bool]) -> tuple[Any, ...]:
-            return (grad_output, *ctx.saved_tensors, ctx.reduction, needed, *ctx.params)
-
-        return *self.gradients(ctx, arguments), *nones
-
-    def saved_arguments(self, ctx: Any) -> tuple[Any, ...]:
-        return (*ctx.saved_tensors, ctx.reduction, *ctx.params)
+        ctx.arguments = (reduction, *inputs[5:])
 
     def reference_loss(
         self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
     ) -> Tensor:
         _mean_terms, reduction, _mask, *params = args
         return self.reference(input, target, weight, reduction, *params)
+
+
+# Doubles that csrc/bindings.cpp puts before row_stats in what forward_gradient saves.
+_MEAN_TERMS = 2
+
+
+def _rows_of(input: Tensor) -> list[int]:
+    """The shape without the class dimension."""
+    class_dim = 0 if input.dim() == 1 else 1
+    return [size for dim, size in enumerate(input.shape) if dim != class_dim]
+
+
+def _is_probability(input: Tensor, target: Tensor) -> bool:
+    return target.dim() == input.dim() and target.is_floating_point()
+
+
+def _row_stats_of(
+    input: Tensor, target: Tensor, weight: Tensor | None, label_smoothing: float
+) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape and dtype of row_stats."""
+    is_probability = _is_probability(input, target)
+    operands = [input, target, weight] if is_probability else [input, weight]
+    acc_double = any(x is not None and x.dtype == torch.float64 for x in operands)
+    num_rows = 1
+    for size in _rows_of(input):
+        num_rows = num_rows * size
+    shape = (3 if is_probability or label_smoothing > 0 else 2, num_rows)
+    return shape, torch.float64 if acc_double else torch.float32
 
 
 class CrossEntropyLoss(_Loss):
@@ -485,37 +581,48 @@ class CrossEntropyLoss(_Loss):
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, _ignore_index, reduction, label_smoothing, float32_result = args
         _check_devices(self.name, input, target, weight)
-        class_dim = 0 if input.dim() == 1 else 1
-        rows = [size for dim, size in enumerate(input.shape) if dim != class_dim]
-        is_probability = target.dim() == input.dim() and target.is_floating_point()
         dtype = input.dtype
-        if is_probability:
+        if _is_probability(input, target):
             dtype = torch.promote_types(dtype, target.dtype)
             if weight is not None:
                 dtype = torch.promote_types(dtype, weight.dtype)
-        loss = input.new_empty(
-            rows if reduction == "none" else (), dtype=_widened(dtype, float32_result)
-        )
-        operands = [input, target, weight] if is_probability else [input, weight]
-        acc_double = any(x is not None and x.dtype == torch.float64 for x in operands)
-        num_rows = 1
-        for size in rows:
-            num_rows = num_rows * size
-        row_stats = input.new_empty(
-            (3 if is_probability or label_smoothing > 0 else 2, num_rows),
-            dtype=torch.float64 if acc_double else torch.float32,
-        )
+        shape = _rows_of(input) if reduction == "none" else ()
+        loss = input.new_empty(shape, dtype=_widened(dtype, float32_result))
+        stats_shape, stats_dtype = _row_stats_of(input, target, weight, label_smoothing)
+        row_stats = input.new_empty(stats_shape, dtype=stats_dtype)
         mean_terms = input.new_empty((2 if reduction == "mean" else 0,), dtype=torch.float64)
         return loss, row_stats, mean_terms
 
-    def keeps_gradient(self, *args: Any) -> bool:
-        input, target, weight, _ignore_index, reduction = args[:5]
+    def fake_forward_gradient(self, *args: Any) -> tuple[Tensor, ...]:
+        loss, row_stats, _mean_terms = self.fake_forward(*args)
+        # Without the scratch memory that may come after it.
+        doubles = _MEAN_TERMS + (row_stats.numel() * row_stats.element_size() + 7) // 8
+        saved = row_stats.new_empty((doubles,), dtype=torch.float64)
+        return loss, torch.empty_like(args[0]), saved
+
+    def keeps_gradient(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
+    ) -> bool:
+        return _keeps_gradients and options[1] != "none"
+
+    def backward_arguments(
+        self, saved: Sequence[Tensor | None], options: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        input, target, weight, packed = saved
+        assert input is not None and target is not None and packed is not None
+        ignore_index, reduction, label_smoothing, _float32_result = options
+        shape, dtype = _row_stats_of(input, target, weight, label_smoothing)
+        row_stats = packed[_MEAN_TERMS:].view(dtype)[: shape[0] * shape[1]].view(shape)
+        mean_terms = packed[:_MEAN_TERMS] if reduction == "mean" else None
         return (
-            _keeps_gradients
-            and reduction != "none"
-            and input.requires_grad
-            and not target.requires_grad
-            and (weight is None or not weight.requires_grad)
+            input,
+            target,
+            weight,
+            row_stats,
+            mean_terms,
+            ignore_index,
+            reduction,
+            label_smoothing,
         )
 
     def save_for_backward(
@@ -533,20 +640,6 @@ class CrossEntropyLoss(_Loss):
             input, target, weight, row_stats, mean_terms if reduction == "mean" else None
         )
         ctx.arguments = (ignore_index, reduction, label_smoothing)
-
-    def backward(self, ctx: Any, *grads: Any) -> Any:
-        nones = (None,) * 4
-        grad_output = grads[0]
-        if grad_output is None:
-            return None, None, None, *nones
-
-        def arguments(needed: list[bool]) -> tuple[Any, ...]:
-            return (grad_output, *ctx.saved_tensors, *ctx.arguments, needed)
-
-        return *self.gradients(ctx, arguments), *nones
-
-    def saved_arguments(self, ctx: Any) -> tuple[Any, ...]:
-        return (*ctx.saved_tensors, *ctx.arguments)
 
     def reference_loss(
         self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
