@@ -67,7 +67,8 @@ _mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch).call
 _kl_div = ops.ElementwiseLoss(
     "kl_div", _kl_div_by_torch, expands_first=False, target_first=True
 ).call
-_cross_entropy = ops.CrossEntropyLoss("cross_entropy", _cross_entropy_by_torch).call
+_cross_entropy_loss = ops.CrossEntropyLoss("cross_entropy", _cross_entropy_by_torch)
+_cross_entropy = _cross_entropy_loss.call
 
 _is_compiling = torch.compiler.is_compiling
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -196,6 +197,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    inplace_backward: bool = False,
 ) -> Tensor:
     """Cross entropy between logits and targets, as `torch.nn.functional.cross_entropy`.
 
@@ -212,6 +214,13 @@ def cross_entropy(
         reduction: "none", "mean" or "sum". The mean divides by the sum of `weight[target]` over
             the rows that are not ignored, or by the number of rows for probabilities.
         label_smoothing: share of the target that is spread evenly over all classes, in [0, 1].
+        inplace_backward: the backward pass writes the gradient over the logits, so that a step
+            needs no second tensor of that size. Read nothing from input after it: it holds the
+            gradient. What autograd needs of the logits must come before; an operation whose own
+            backward pass reads them afterwards, a second backward pass, create_graph and
+            torch.func raise RuntimeError. input must not be a leaf, nor a view of one, nor share
+            memory with another argument. Without a gradient for input, and in compiled code, it
+            changes nothing.
 
     Returns:
         The loss: a scalar, or of the target's shape without classes for "none".
@@ -220,7 +229,8 @@ def cross_entropy(
     Raises:
         IndexError: a class index is out of range, on the CPU (on CUDA see `check_targets`).
         NotImplementedError: input is not floating point.
-        ValueError: unknown reduction, label_smoothing negative or NaN, or batch sizes that differ.
+        ValueError: unknown reduction, label_smoothing negative or NaN, batch sizes that differ, or
+            an input that inplace_backward cannot overwrite.
         RuntimeError: other shapes or dtypes that do not fit, label_smoothing above 1,
             ignore_index >= 0 with probabilities, or weight requires grad with indices.
     """
@@ -238,6 +248,8 @@ def cross_entropy(
         if _targets_are_checked and target.is_cuda and not target.is_floating_point():
             _raise_first_invalid(input, target, ignore_index)
         options = (ignore_index, reduction, label_smoothing, _is_autocast(input))
+        if inplace_backward:
+            return _cross_entropy_loss.call_overwriting(input, target, weight, options)
         return _cross_entropy(input, target, weight, options)
     except (AttributeError, RuntimeError, TypeError) as error:
         if not isinstance(label_smoothing, (int, float)):

@@ -143,6 +143,7 @@ class _Loss:
         self.forward_op = getattr(torch.ops.lossops, f"{name}_forward").default
         self.backward_op = getattr(torch.ops.lossops, f"{name}_backward").default
         self.value_op = _without_autograd(f"{name}_value")
+        self.defaults, self.shortened = self._short_calls()
         self.forward_gradient_op = _without_autograd(f"{name}_forward_gradient")
         self.backward_kept_op = _without_autograd(f"{name}_backward_kept")
 
@@ -181,6 +182,8 @@ class _Loss:
             _reject_forward_ad(self.name, input, target, weight)
         if _functorch_is_active():
             return self.call_under_functorch(input, target, weight, *options)
+        # An argument that is left out costs nothing.
+        short = self.shortened.get(options, options) if weight is None else options
         loss: Tensor
         if _grad_is_enabled():
             if target.requires_grad or (weight is not None and weight.requires_grad):
@@ -190,11 +193,14 @@ class _Loss:
                 # A tensor that a transform of torch.func left behind has a graph of its own.
                 input = _unwrap_if_dead(input)
                 if self.keeps_gradient(input, target, weight, options):
-                    loss = self.apply_keeping(input, target, weight, options)
+                    loss = self.apply_keeping(input, target, weight, short)
                 else:
                     loss = self.apply(input, target, weight, *options)
                 return loss
-        loss = self.value_op(input, target, weight, *options)
+        if short or weight is not None:
+            loss = self.value_op(input, target, weight, *short)
+        else:
+            loss = self.value_op(input, target)
         return loss
 
     def call_under_functorch(self, *args: Any) -> Tensor:
@@ -237,8 +243,14 @@ class _Loss:
                 options: Sequence[Any],
             ) -> Tensor:
                 result: Tensor
-                result, ctx.kept, *saved = loss.forward_gradient_op(input, target, weight, *options)
-                ctx.save_for_backward(input, target, weight, *saved)
+                if options or weight is not None:
+                    result, ctx.kept, *saved = loss.forward_gradient_op(
+                        input, target, weight, *options
+                    )
+                    ctx.save_for_backward(input, target, *saved, weight)
+                else:
+                    result, ctx.kept, *saved = loss.forward_gradient_op(input, target)
+                    ctx.save_for_backward(input, target, *saved)
                 ctx.options = options
                 ctx.materialize_grads = False
                 return result
@@ -250,7 +262,7 @@ class _Loss:
                 if grad is None:
                     return None, None, None, None
                 if kept is None or torch.is_grad_enabled():
-                    arguments = loss.backward_arguments(ctx.saved_tensors, ctx.options)
+                    arguments = loss.backward_arguments(*ctx.saved_tensors, *ctx.options)
                     return *loss.gradients(ctx, grad, *arguments), None
                 loss.backward_kept_op(kept, grad, *ctx.saved_tensors, *ctx.options)
                 return kept, None, None, None
@@ -299,10 +311,24 @@ class _Loss:
         """
         raise NotImplementedError
 
-    def backward_arguments(
-        self, saved: Sequence[Tensor | None], options: Sequence[Any]
-    ) -> tuple[Any, ...]:
-        """Those of *_backward after grad_output, by what KeepingFunction saved."""
+    def _short_calls(self) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], tuple[Any, ...]]]:
+        """The options' defaults, and for each choice of reduction beside them what to pass."""
+        schema = getattr(torch.ops.lossops, f"{self.name}_value").default._schema
+        arguments = schema.arguments[3:]
+        defaults = tuple(argument.default_value for argument in arguments)
+        shortened: dict[tuple[Any, ...], tuple[Any, ...]] = {defaults: ()}
+        position = [argument.name for argument in arguments].index("reduction")
+        for reduction in ("sum", "batchmean"):
+            options = (*defaults[:position], reduction, *defaults[position + 1 :])
+            shortened[options] = options[: position + 1]
+        return defaults, shortened
+
+    def completed(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The options with their defaults in the place of those that were left out."""
+        return options + self.defaults[len(options) :]
+
+    def backward_arguments(self, *args: Any) -> tuple[Any, ...]:
+        """Those of *_backward after grad_output, by those of *_backward_kept after it."""
         raise NotImplementedError
 
     def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -326,11 +352,15 @@ class _Loss:
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
-    def fake_value(self, *args: Any) -> Tensor:
-        return self.fake_forward(*args)[0]
+    def fake_value(
+        self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
+    ) -> Tensor:
+        return self.fake_forward(input, target, weight, *self.completed(options))[0]
 
-    def fake_forward_gradient(self, *args: Any) -> tuple[Tensor, ...]:
-        return self.fake_forward(*args)[0], torch.empty_like(args[0])
+    def fake_forward_gradient(
+        self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
+    ) -> tuple[Tensor, ...]:
+        return self.fake_value(input, target, weight, *options), torch.empty_like(input)
 
     def fake_backward_kept(self, *args: Any) -> None:
         return None
@@ -506,10 +536,10 @@ class ElementwiseLoss(_Loss):
         )
 
     def backward_arguments(
-        self, saved: Sequence[Tensor | None], options: Sequence[Any]
+        self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
     ) -> tuple[Any, ...]:
-        reduction, _float32_result, *params = options
-        return (*saved, None, reduction, *params)
+        reduction, _float32_result, *params = self.completed(options)
+        return (input, target, weight, None, reduction, *params)
 
     def save_for_backward(
         self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
@@ -558,12 +588,132 @@ def _row_stats_of(
     return shape, torch.float64 if acc_double else torch.float32
 
 
+def _count_versions(name: str) -> None:
+    """Makes autograd notice that the operator changes its first argument, as its schema says."""
+    overload = getattr(torch.ops.lossops, name).default
+
+    def kernel(keyset: Any, changed: Tensor, *args: Any) -> None:
+        torch.autograd.graph.increment_version(changed)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, changed, *args)
+
+    _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+def _check_overwritable(input: Tensor, **others: Tensor | None) -> None:
+    """Raises where a gradient in the place of the logits would destroy something else."""
+    problem = "cross_entropy: inplace_backward=True cannot overwrite input, "
+    if input.is_leaf:
+        raise ValueError(
+            problem + "which is a leaf that requires grad: its values are yours, and input.grad "
+            "would share their memory; pass what a layer computed"
+        )
+    if input._base is not None and input._base.is_leaf:
+        raise ValueError(
+            problem
+            + "which is a view of a leaf, whose values are yours; pass what a layer computed"
+        )
+    _check_storage(input, **others)
+    last = 0
+    for stride, size in sorted(zip(input.stride(), input.shape, strict=True)):
+        if size > 1:
+            if stride <= last:
+                raise ValueError(
+                    problem + f"whose elements share memory (shape {tuple(input.shape)}, strides "
+                    f"{input.stride()}); pass input.contiguous()"
+                )
+            last += (size - 1) * stride
+
+
+def _check_storage(input: Tensor, **others: Tensor | None) -> None:
+    storage = input.untyped_storage()._cdata
+    for name, tensor in others.items():
+        if tensor is not None and tensor.untyped_storage()._cdata == storage:
+            raise ValueError(
+                "cross_entropy: inplace_backward=True cannot overwrite input, which shares memory "
+                f"with {name}; pass a copy of {name}"
+            )
+
+
 class CrossEntropyLoss(_Loss):
     """`lossops::cross_entropy_forward(input, target, weight, ignore_index, reduction,
     label_smoothing, float32_result)` returns the loss, {max, sum of exp(x - max) less 1[, sum of
     coefficients]} of every row, and for a mean its denominator and its value before rounding."""
 
     mask_position = 9
+
+    def __init__(self, name: str, reference: Reference) -> None:
+        super().__init__(name, reference)
+        self.backward_inplace_op = _without_autograd(f"{name}_backward_inplace")
+        torch.library.register_fake(f"lossops::{name}_backward_inplace", self.fake_backward_kept)
+        _count_versions(f"{name}_backward_inplace")
+        self.apply_overwriting = self._make_overwriting_function().apply
+
+    def call_overwriting(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
+    ) -> Tensor:
+        """call() with inplace_backward=True."""
+        _reject_forward_ad(self.name, input, target, weight)
+        if _functorch_is_active():
+            raise RuntimeError("cross_entropy: inplace_backward=True does not work in torch.func")
+        if not (torch.is_grad_enabled() and input.requires_grad):
+            return self.call(input, target, weight, options)
+        _check_overwritable(input, target=target, weight=weight)
+        loss: Tensor = self.apply_overwriting(input, target, weight, *options)
+        return loss
+
+    def _make_overwriting_function(self) -> type[torch.autograd.Function]:
+        loss = self
+
+        class OverwritingFunction(torch.autograd.Function):
+            """The gradient of input takes the memory of input."""
+
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Tensor:
+                with torch._C._AutoDispatchBelowAutograd():
+                    output = loss.forward_op(*args)
+                loss.save_for_backward(ctx, args, output)
+                ctx.is_overwritten = False
+                result: Tensor = output[0]
+                return result
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor | None) -> Any:
+                if grad is None or not ctx.needs_input_grad[0]:
+                    return loss.backward(ctx, grad)
+                if ctx.is_overwritten:
+                    raise RuntimeError(
+                        "cross_entropy: a backward pass has overwritten input, and with "
+                        "inplace_backward=True there cannot be another; leave out retain_graph or "
+                        "inplace_backward"
+                    )
+                if torch.is_grad_enabled():
+                    raise RuntimeError(
+                        "cross_entropy: inplace_backward=True does not work with create_graph=True"
+                    )
+                if _functorch_is_active() or torch._C._functorch.is_legacy_batchedtensor(grad):
+                    raise RuntimeError(
+                        "cross_entropy: inplace_backward=True does not work in torch.func, nor "
+                        "with is_grads_batched=True"
+                    )
+                input, *others = ctx.saved_tensors
+                _check_storage(input, grad_output=grad)
+                # The other gradients first, while the logits are there.
+                needed = [False, *ctx.needs_input_grad[1:3]]
+                found: Any = iter(())
+                with torch._C._AutoDispatchBelowAutograd():
+                    if any(needed):
+                        arguments = (grad, input, *others, *ctx.arguments, needed)
+                        found = iter(loss.backward_op(*arguments))
+                    ctx.is_overwritten = True
+                    loss.backward_inplace_op(input, grad, *others, *ctx.arguments)
+                rest = [next(found) if needs else None for needs in needed[1:]]
+                return input.detach(), *rest, *(None,) * 4
+
+        name = f"lossops_{self.name}_inplace"
+        OverwritingFunction.__name__ = OverwritingFunction.__qualname__ = name
+        OverwritingFunction._backward_cls.__name__ = f"{name}Backward"
+        return OverwritingFunction
 
     def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         float32_result, input, target, *rest = args
@@ -593,12 +743,14 @@ class CrossEntropyLoss(_Loss):
         mean_terms = input.new_empty((2 if reduction == "mean" else 0,), dtype=torch.float64)
         return loss, row_stats, mean_terms
 
-    def fake_forward_gradient(self, *args: Any) -> tuple[Tensor, ...]:
-        loss, row_stats, _mean_terms = self.fake_forward(*args)
+    def fake_forward_gradient(
+        self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
+    ) -> tuple[Tensor, ...]:
+        loss, row_stats, _ = self.fake_forward(input, target, weight, *self.completed(options))
         # Without the scratch memory that may come after it.
         doubles = _MEAN_TERMS + (row_stats.numel() * row_stats.element_size() + 7) // 8
         saved = row_stats.new_empty((doubles,), dtype=torch.float64)
-        return loss, torch.empty_like(args[0]), saved
+        return loss, torch.empty_like(input), saved
 
     def keeps_gradient(
         self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
@@ -606,11 +758,14 @@ class CrossEntropyLoss(_Loss):
         return _keeps_gradients and options[1] != "none"
 
     def backward_arguments(
-        self, saved: Sequence[Tensor | None], options: Sequence[Any]
+        self,
+        input: Tensor,
+        target: Tensor,
+        packed: Tensor,
+        weight: Tensor | None = None,
+        *options: Any,
     ) -> tuple[Any, ...]:
-        input, target, weight, packed = saved
-        assert input is not None and target is not None and packed is not None
-        ignore_index, reduction, label_smoothing, _float32_result = options
+        ignore_index, reduction, label_smoothing, _float32_result = self.completed(options)
         shape, dtype = _row_stats_of(input, target, weight, label_smoothing)
         row_stats = packed[_MEAN_TERMS:].view(dtype)[: shape[0] * shape[1]].view(shape)
         mean_terms = packed[:_MEAN_TERMS] if reduction == "mean" else None
