@@ -600,6 +600,7 @@ std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
   const ElementwiseProblem problem(op, input, target, weight, params, loss, reduction, args);
   const View grad_output(grad_output_);
   const bool reduce = args.reduction != Reduction::kNone;
+  LOSSOPS_CHECK(op, reduce || !kept, "no gradient is kept without a reduction");
   LOSSOPS_CHECK(op, output_mask.size() == 3, "output_mask must have 3 entries, but has ",
                 output_mask.size());
   LOSSOPS_CHECK(op, is_floating(grad_output.dtype), "grad_output must be floating point, but is ",
@@ -1091,6 +1092,7 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
   const View grad_output(grad_output_);
   const bool reduce = args.reduction != Reduction::kNone;
   const Dims loss_shape = reduce ? Dims{} : problem.rows;
+  LOSSOPS_CHECK(kCrossEntropy, reduce || !is_kept, "no gradient is kept without a reduction");
   LOSSOPS_CHECK(kCrossEntropy, is_floating(grad_output.dtype),
                 "grad_output must be floating point, but is ", name_of(grad_output.dtype));
   LOSSOPS_CHECK(kCrossEntropy, grad_output.sizes == loss_shape, "grad_output of shape ",

@@ -1,4 +1,4 @@
-"""cross_entropy(inplace_backward=True): the same bits, the logits' memory, and errors for misuse."""
+"""cross_entropy(inplace_backward=True): the same bits in the logits' memory, or an error."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_other_use_of_the_logits(other: Callable[[Tensor], Tensor], device: str)
         try:
             (values[0] + values[1]).backward()
         except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)
+            assert "modified by an inplace operation" in str(error)  # noqa: PT017
         else:
             assert leaf.grad is not None and reference.grad is not None
             torch.testing.assert_close(leaf.grad, reference.grad)
@@ -223,12 +223,12 @@ def test_layer_that_saved_the_logits(device: str) -> None:
 
 @pytest.mark.parametrize("reduction", LOSS.reductions)
 def test_second_backward(reduction: str, device: str) -> None:
-    leaf, logits, target = logits_of(device)
+    _, logits, target = logits_of(device)
     value = overwriting(logits, target, reduction=reduction).sum()
     value.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="inplace_backward"):
         value.backward()
-    leaf, logits, target = logits_of(device)
+    _, logits, target = logits_of(device)
     value = overwriting(logits, target, reduction=reduction).sum()
     expected = logits.detach().clone()
     with pytest.raises(RuntimeError, match="inplace_backward"):
@@ -249,7 +249,7 @@ def test_leaf(device: str) -> None:
     """Its values are its owner's, and .grad would be the same memory."""
     leaf, _, target = logits_of(device)
     for logits in (leaf, torch.nn.Parameter(leaf), leaf.view(6, 9), leaf[:], leaf.t().t()):
-        with pytest.raises(ValueError, match="input.*leaf"):
+        with pytest.raises(ValueError, match=r"input.*leaf"):
             overwriting(logits, target)
 
 
@@ -269,15 +269,15 @@ def test_overlapping_logits(device: str) -> None:
 
 
 def test_shared_memory(device: str) -> None:
-    leaf, logits, _ = logits_of(device)
+    _, logits, _ = logits_of(device)
     for target in (logits.detach(), logits.detach().t()[:6, :6].t(), logits):
-        with pytest.raises(ValueError, match="input.*target"):
+        with pytest.raises(ValueError, match=r"input.*target"):
             overwriting(logits, target)
     target = torch.randint(9, (6,), device=device)
-    with pytest.raises(ValueError, match="input.*weight"):
+    with pytest.raises(ValueError, match=r"input.*weight"):
         overwriting(logits, target, weight=logits.detach()[0])
     value = overwriting(logits, target, reduction="none")
-    with pytest.raises(ValueError, match="input.*grad_output"):
+    with pytest.raises(ValueError, match=r"input.*grad_output"):
         value.backward(logits.detach()[:, 0])
 
 

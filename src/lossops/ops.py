@@ -96,7 +96,7 @@ def _short_apply(function: Any) -> Callable[..., Any]:
     each backward pass.
     """
     function._backward_cls.apply = function.backward
-    return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return]
+    return super(torch.autograd.Function, function).apply
 
 
 def _check_devices(name: str, input: Tensor, *others: Tensor | None) -> None:
