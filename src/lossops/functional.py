@@ -121,14 +121,17 @@ def mse_loss(
         loss: Tensor = torch.ops.lossops.mse_loss(input, target, reduction=reduction, weight=weight)
         return loss
     try:
-        if input.shape != target.shape:
+        same_shape = input.shape == target.shape
+        if not same_shape:
             warnings.warn(
                 f"Using a target size ({target.size()}) that is different to the input size "
                 f"({input.size()}). This will likely lead to incorrect results due to "
                 "broadcasting. Please ensure they have the same size.",
                 stacklevel=2,
             )
-        return _mse_loss(input, target, weight, (reduction, _is_autocast(input)))
+        options = (reduction, _is_any_autocast_enabled() and _is_autocast(input))
+        may_keep = same_shape and weight is None and reduction != "none"
+        return _mse_loss(input, target, weight, options, may_keep)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise _as_torch_raises(
             error,
@@ -177,8 +180,10 @@ def kl_div(
         )
         return loss
     try:
-        options = (reduction, _is_autocast(input), log_target, log_input)
-        return _kl_div(input, target, None, options)
+        is_autocast = _is_any_autocast_enabled() and _is_autocast(input)
+        options = (reduction, is_autocast, log_target, log_input)
+        may_keep = reduction != "none" and input.shape == target.shape
+        return _kl_div(input, target, None, options, may_keep)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise _as_torch_raises(
             error,
@@ -247,10 +252,11 @@ def cross_entropy(
     try:
         if _targets_are_checked and target.is_cuda and not target.is_floating_point():
             _raise_first_invalid(input, target, ignore_index)
-        options = (ignore_index, reduction, label_smoothing, _is_autocast(input))
+        is_autocast = _is_any_autocast_enabled() and _is_autocast(input)
+        options = (ignore_index, reduction, label_smoothing, is_autocast)
         if inplace_backward:
             return _cross_entropy_loss.call_overwriting(input, target, weight, options)
-        return _cross_entropy(input, target, weight, options)
+        return _cross_entropy(input, target, weight, options, reduction != "none")
     except (AttributeError, RuntimeError, TypeError) as error:
         if not isinstance(label_smoothing, (int, float)):
             kind = type(label_smoothing).__name__
@@ -267,8 +273,6 @@ def cross_entropy(
 
 
 def _is_autocast(input: Tensor) -> bool:
-    if not _is_any_autocast_enabled():
-        return False
     device_type = input.device.type
     return device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
 

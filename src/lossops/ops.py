@@ -57,6 +57,7 @@ def keep_gradients(enabled: bool) -> None:
 
 _functorch_is_active = torch._C._are_functorch_transforms_active
 _grad_is_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -97,6 +98,12 @@ def _short_apply(function: Any) -> Callable[..., Any]:
     """
     function._backward_cls.apply = function.backward
     return super(torch.autograd.Function, function).apply
+
+
+def _is_one(grad: Tensor) -> bool:
+    """Whether a number on the CPU is 1; False where looking at it would disturb a tracer."""
+    is_plain = type(grad) is Tensor and torch._C._len_torch_dispatch_stack() == 0
+    return is_plain and grad.item() == 1
 
 
 def _check_devices(name: str, input: Tensor, *others: Tensor | None) -> None:
@@ -171,34 +178,44 @@ class _Loss:
     # ------------------------------------------------------------------ calling
 
     def call(
-        self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        options: tuple[Any, ...],
+        may_keep: bool,
     ) -> Tensor:
         """The loss, by the arguments of the *_forward operator.
 
         The same as the operator with its autograd formula, without the two Python frames that
         torch.library puts around it. Small losses take as long as the lines here.
+
+        may_keep: forward can compute the gradient of input too, and does where input alone
+        requires one. One pass then reads the inputs and writes the gradient. It is the gradient
+        for a grad_output of 1; backward looks, on the device, whether that is what it got, and
+        computes the gradient again where it is not.
         """
         if forward_ad._current_level >= 0:
             _reject_forward_ad(self.name, input, target, weight)
         if _functorch_is_active():
             return self.call_under_functorch(input, target, weight, *options)
-        # An argument that is left out costs nothing.
-        short = self.shortened.get(options, options) if weight is None else options
         loss: Tensor
         if _grad_is_enabled():
             if target.requires_grad or (weight is not None and weight.requires_grad):
                 loss = self.apply(input, target, weight, *options)
                 return loss
             if input.requires_grad:
-                # A tensor that a transform of torch.func left behind has a graph of its own.
-                input = _unwrap_if_dead(input)
-                if self.keeps_gradient(input, target, weight, options):
-                    loss = self.apply_keeping(input, target, weight, short)
+                if may_keep and _keeps_gradients:
+                    # A tensor that torch.func left behind has a graph of its own.
+                    input = _unwrap_if_dead(input)
+                    options = self.shortened.get(options, options)
+                    loss = self.apply_keeping(input, target, weight, options)
                 else:
                     loss = self.apply(input, target, weight, *options)
                 return loss
-        if short or weight is not None:
-            loss = self.value_op(input, target, weight, *short)
+        options = self.shortened.get(options, options)
+        if options or weight is not None:
+            loss = self.value_op(input, target, weight, *options)
         else:
             loss = self.value_op(input, target)
         return loss
@@ -219,6 +236,7 @@ class _Loss:
         register_autograd.
         """
         loss = self
+        forward_gradient_op, backward_kept_op = self.forward_gradient_op, self.backward_kept_op
 
         class Function(torch.autograd.Function):
             @staticmethod
@@ -229,7 +247,9 @@ class _Loss:
                 result: Tensor = output[0]
                 return result
 
-            backward = staticmethod(loss.backward)
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor | None) -> Any:
+                return loss.backward(ctx, grad)
 
         class KeepingFunction(torch.autograd.Function):
             """The gradient comes with the loss."""
@@ -244,12 +264,10 @@ class _Loss:
             ) -> Tensor:
                 result: Tensor
                 if options or weight is not None:
-                    result, ctx.kept, *saved = loss.forward_gradient_op(
-                        input, target, weight, *options
-                    )
+                    result, ctx.kept, *saved = forward_gradient_op(input, target, weight, *options)
                     ctx.save_for_backward(input, target, *saved, weight)
                 else:
-                    result, ctx.kept, *saved = loss.forward_gradient_op(input, target)
+                    result, ctx.kept, *saved = forward_gradient_op(input, target)
                     ctx.save_for_backward(input, target, *saved)
                 ctx.options = options
                 ctx.materialize_grads = False
@@ -257,14 +275,16 @@ class _Loss:
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor | None) -> Any:
-                # The gradient that forward left is given away once: nothing may change it then.
-                kept, ctx.kept = ctx.kept, None
                 if grad is None:
                     return None, None, None, None
-                if kept is None or torch.is_grad_enabled():
+                # The gradient that forward left is given away once: nothing may change it then.
+                kept, ctx.kept = ctx.kept, None
+                if kept is None or _grad_is_enabled() or _is_compiling():
                     arguments = loss.backward_arguments(*ctx.saved_tensors, *ctx.options)
                     return *loss.gradients(ctx, grad, *arguments), None
-                loss.backward_kept_op(kept, grad, *ctx.saved_tensors, *ctx.options)
+                saved = ctx.saved_tensors  # raises where one has changed
+                if not (grad.is_cpu and _is_one(grad)):
+                    backward_kept_op(kept, grad, *saved, *ctx.options)
                 return kept, None, None, None
 
         class TransformableFunction(torch.autograd.Function):
@@ -299,17 +319,6 @@ class _Loss:
         self.apply_keeping = _short_apply(KeepingFunction)
         self.transformable_function = TransformableFunction
         self.gradient_function = GradientFunction
-
-    def keeps_gradient(
-        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
-    ) -> bool:
-        """Whether forward computes the gradient too, where input alone requires one.
-
-        One pass then reads the inputs and writes the gradient. It is the gradient for a
-        grad_output of 1; backward looks, on the device, whether that is what it got, and computes
-        the gradient again where it is not.
-        """
-        raise NotImplementedError
 
     def _short_calls(self) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], tuple[Any, ...]]]:
         """The options' defaults, and for each choice of reduction beside them what to pass."""
@@ -411,6 +420,8 @@ class _Loss:
         arguments = (grad_output, *arguments[:position], needed, *arguments[position:])
         if torch.is_grad_enabled():  # create_graph=True
             found = iter(self.gradient_function.apply(*arguments))
+        elif _is_compiling():  # compiled autograd
+            found = iter(self.backward_op(*arguments))
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = iter(self.backward_op(*arguments))
@@ -524,16 +535,6 @@ class ElementwiseLoss(_Loss):
             loss = input.new_empty((), dtype=dtype)
         weighted_mean = weight is not None and reduction == "mean"
         return loss, input.new_empty((2 if weighted_mean else 0,), dtype=torch.float64)
-
-    def keeps_gradient(
-        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
-    ) -> bool:
-        return (
-            _keeps_gradients
-            and options[0] != "none"
-            and weight is None
-            and input.shape == target.shape
-        )
 
     def backward_arguments(
         self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
@@ -657,7 +658,7 @@ class CrossEntropyLoss(_Loss):
         if _functorch_is_active():
             raise RuntimeError("cross_entropy: inplace_backward=True does not work in torch.func")
         if not (torch.is_grad_enabled() and input.requires_grad):
-            return self.call(input, target, weight, options)
+            return self.call(input, target, weight, options, False)
         _check_overwritable(input, target=target, weight=weight)
         loss: Tensor = self.apply_overwriting(input, target, weight, *options)
         return loss
@@ -679,7 +680,7 @@ class CrossEntropyLoss(_Loss):
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor | None) -> Any:
-                if grad is None or not ctx.needs_input_grad[0]:
+                if grad is None or not ctx.needs_input_grad[0] or _is_compiling():
                     return loss.backward(ctx, grad)
                 if ctx.is_overwritten:
                     raise RuntimeError(
@@ -751,11 +752,6 @@ class CrossEntropyLoss(_Loss):
         doubles = _MEAN_TERMS + (row_stats.numel() * row_stats.element_size() + 7) // 8
         saved = row_stats.new_empty((doubles,), dtype=torch.float64)
         return loss, torch.empty_like(input), saved
-
-    def keeps_gradient(
-        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
-    ) -> bool:
-        return _keeps_gradients and options[1] != "none"
 
     def backward_arguments(
         self,
