@@ -65,10 +65,16 @@ def test_signature() -> None:
         "ignore_index",
         "reduction",
         "label_smoothing",
+        "inplace_backward",
     ]
     assert parameters["weight"].default is None
     assert parameters["weight"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    for name, default in (("ignore_index", -100), ("reduction", "mean"), ("label_smoothing", 0.0)):
+    for name, default in (
+        ("ignore_index", -100),
+        ("reduction", "mean"),
+        ("label_smoothing", 0.0),
+        ("inplace_backward", False),
+    ):
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters[name].default == default
     assert str(OP.default._schema) == (
