@@ -338,6 +338,15 @@ def test_argument_that_is_not_a_tensor(name: str, wrong: object) -> None:
     assert_raises(TypeError, lambda: lossops.cross_entropy(**arguments), name)
 
 
+@pytest.mark.parametrize("name", ["ignore_index", "label_smoothing"])
+def test_option_of_another_type(name: str) -> None:
+    x, t = torch.randn(2, 3, requires_grad=True), torch.tensor([0, 1])
+    for value in ([0], {}, "0"):
+        options: dict[str, object] = {name: value}
+        with pytest.raises(TypeError, match=name):
+            lossops.cross_entropy(x, t, **options)
+
+
 # --- weights, smoothing, ignored rows -----------------------------------------------------------
 
 

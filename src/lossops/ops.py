@@ -199,6 +199,10 @@ class _Loss:
             _reject_forward_ad(self.name, input, target, weight)
         if _functorch_is_active():
             return self.call_under_functorch(input, target, weight, *options)
+        try:
+            short = self.shortened.get(options, options)
+        except TypeError:
+            short = options  # cannot be hashed, and the operator says what should be there
         loss: Tensor
         if _grad_is_enabled():
             if target.requires_grad or (weight is not None and weight.requires_grad):
@@ -208,14 +212,12 @@ class _Loss:
                 if may_keep and _keeps_gradients:
                     # A tensor that torch.func left behind has a graph of its own.
                     input = _unwrap_if_dead(input)
-                    options = self.shortened.get(options, options)
-                    loss = self.apply_keeping(input, target, weight, options)
+                    loss = self.apply_keeping(input, target, weight, short)
                 else:
                     loss = self.apply(input, target, weight, *options)
                 return loss
-        options = self.shortened.get(options, options)
-        if options or weight is not None:
-            loss = self.value_op(input, target, weight, *options)
+        if short or weight is not None:
+            loss = self.value_op(input, target, weight, *short)
         else:
             loss = self.value_op(input, target)
         return loss
