@@ -168,9 +168,9 @@ Dims to_dims(const torch::headeronly::IntHeaderOnlyArrayRef& values) {
   return dims;
 }
 
-// A tensor with its geometry read once.
+// A tensor with its geometry read once. The tensor must outlive it.
 struct View {
-  Tensor tensor;
+  const Tensor& tensor;
   Dims sizes;
   Dims strides;
   ScalarType dtype;
@@ -189,7 +189,7 @@ Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, c
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       sizes.size, sizes.values, strides.values,
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
-      like.is_cpu() ? 0 : like.get_device_index(), &handle));
+      device_type == aoti_torch_device_type_cpu() ? 0 : like.get_device_index(), &handle));
   return Tensor(handle);
 }
 
@@ -213,7 +213,12 @@ void set_result(Operand& operand, const Tensor& tensor) {
   operand.dtype = to_dtype("", tensor.scalar_type());
 }
 
-Tensor like_of(const View& view) { return torch::stable::empty_like(view.tensor); }
+// empty_like, without the search for the operator of that name where the layout is plain.
+Tensor like_of(const View& view) {
+  return is_dense(view.sizes, view.strides)
+             ? empty_strided(view.sizes, view.strides, view.dtype, view.tensor)
+             : torch::stable::empty_like(view.tensor);
+}
 
 void check_device(const char* op, const char* name, const View& view, const View& input) {
   const Tensor& a = view.tensor;
@@ -291,13 +296,34 @@ void check_cpu(const Tensor& tensor) {
 }
 #endif
 
-// The same with scratch memory of torch's allocator, which may hand it out again as
-// soon as the stream is past the launch.
-#define LOSSOPS_LAUNCH_WITH_SCRATCH(like, name, args)                                   \
-  do {                                                                                  \
-    const Tensor scratch =                                                              \
-        empty_vector(LOSSOPS_SCRATCH(like, name, args), ScalarType::Double, like);      \
-    LOSSOPS_LAUNCH(like, name, args, static_cast<double*>(scratch.mutable_data_ptr())); \
+// Memory for one call, of torch's allocator, which may hand it out again as soon as the
+// stream is past the launch. An allocation takes longer than a small loss on the CPU.
+class Scratch {
+ public:
+  Scratch(int64_t doubles, const Tensor& like) {
+    if (doubles <= kOnStack && like.is_cpu()) {
+      data_ = on_stack_;
+    } else if (doubles > 0) {
+      allocated_ = empty_vector(doubles, ScalarType::Double, like);
+      data_ = static_cast<double*>(allocated_->mutable_data_ptr());
+    }
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  double* data() const { return data_; }
+
+ private:
+  static constexpr int64_t kOnStack = 128;
+  double on_stack_[kOnStack];
+  OptionalTensor allocated_;
+  double* data_ = nullptr;
+};
+
+#define LOSSOPS_LAUNCH_WITH_SCRATCH(like, name, args)               \
+  do {                                                              \
+    const Scratch scratch(LOSSOPS_SCRATCH(like, name, args), like); \
+    LOSSOPS_LAUNCH(like, name, args, scratch.data());               \
   } while (false)
 
 // Operands of one op may not need more dimensions than a kernel's arguments hold.
@@ -463,55 +489,64 @@ const Tensor& check_kept(const char* op, const Tensor& tensor, const View& input
   return tensor;
 }
 
+// What a forward pass is to return beside the loss. A gradient is for a grad_output of 1.
+enum class Extra : int8_t { kNothing, kBackwardTerms, kGradient };
+
 struct ElementwiseResult {
   Tensor loss;
-  Tensor mean_terms;
-  OptionalTensor grad_input;  // for a grad_output of 1
+  OptionalTensor mean_terms;
+  OptionalTensor grad_input;
 };
 
 ElementwiseResult elementwise_forward(const char* op, ElementwiseLoss loss, const Tensor& input,
                                       const Tensor& target, const OptionalTensor& weight,
                                       const LossParams& params, const std::string& reduction,
-                                      bool float32_result, bool with_gradient) {
+                                      bool float32_result, Extra extra) {
   ElementwiseForwardArgs args;
   const ElementwiseProblem problem(op, input, target, weight, params, loss, reduction, args);
   const ScalarType dtype = widen_if(float32_result, problem.result_dtype);
   const bool reduce = args.reduction != Reduction::kNone;
+  const bool weighted_mean = problem.weighted_mean(args);
 
-  const Tensor output =
+  ElementwiseResult result{
       reduce
           ? empty_dense(Dims{}, dtype, input)
-          : empty_strided(problem.shape, dense_strides(problem.shape, problem.order), dtype, input);
-  const Tensor mean_terms =
-      empty_vector(problem.weighted_mean(args) ? 2 : 0, ScalarType::Double, input);
-  set_result(args.output, output);
-  if (problem.weighted_mean(args)) {
-    args.mean_terms = static_cast<double*>(mean_terms.mutable_data_ptr());
+          : empty_strided(problem.shape, dense_strides(problem.shape, problem.order), dtype, input),
+      std::nullopt, std::nullopt};
+  set_result(args.output, result.loss);
+  if (extra == Extra::kBackwardTerms) {
+    result.mean_terms = empty_vector(weighted_mean ? 2 : 0, ScalarType::Double, input);
   }
 
   SpaceBuilder builder(problem.shape);
   problem.add_inputs(builder, args);
   if (!reduce) {
-    builder.add(args.output, to_dims(output.strides()));
+    builder.add(args.output, to_dims(result.loss.strides()));
   }
-  OptionalTensor grad_input;
-  if (with_gradient) {
+  if (extra == Extra::kGradient) {
     LOSSOPS_CHECK(
         op,
-        reduce && !problem.weighted_mean(args) && is_floating(problem.input.dtype) &&
+        reduce && !weighted_mean && is_floating(problem.input.dtype) &&
             problem.input.sizes == problem.shape,
         "there is no gradient in forward without a reduction, for a weighted mean, or for "
         "an input that is broadcast or integral");
-    grad_input = like_of(problem.input);
-    set_result(args.grad_input, *grad_input);
-    builder.add(args.grad_input, to_dims(grad_input->strides()));
+    result.grad_input = like_of(problem.input);
+    set_result(args.grad_input, *result.grad_input);
+    builder.add(args.grad_input, to_dims(result.grad_input->strides()));
   }
   check_ndim(op, builder.finish(problem.order, args.space));
   const Operand absent;
   args.contiguous = is_contiguous(args.space, {&args.input, &args.target, &args.weight,
                                                &args.grad_input, reduce ? &absent : &args.output});
-  LOSSOPS_LAUNCH_WITH_SCRATCH(input, elementwise_forward, args);
-  return {output, mean_terms, grad_input};
+  const int64_t mean_doubles = weighted_mean ? 2 : 0;
+  const Scratch scratch(LOSSOPS_SCRATCH(input, elementwise_forward, args) + mean_doubles, input);
+  if (weighted_mean) {
+    args.mean_terms = result.mean_terms
+                          ? static_cast<double*>(result.mean_terms->mutable_data_ptr())
+                          : scratch.data();
+  }
+  LOSSOPS_LAUNCH(input, elementwise_forward, args, scratch.data() + mean_doubles);
+  return result;
 }
 
 // Gradient of an operand that was broadcast: summed over the added dimensions.
@@ -565,6 +600,7 @@ std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
   const ElementwiseProblem problem(op, input, target, weight, params, loss, reduction, args);
   const View grad_output(grad_output_);
   const bool reduce = args.reduction != Reduction::kNone;
+  LOSSOPS_CHECK(op, reduce || !kept, "no gradient is kept without a reduction");
   LOSSOPS_CHECK(op, output_mask.size() == 3, "output_mask must have 3 entries, but has ",
                 output_mask.size());
   LOSSOPS_CHECK(op, is_floating(grad_output.dtype), "grad_output must be floating point, but is ",
@@ -627,40 +663,42 @@ struct ElementwiseOps;
 
 template <typename Loss, ElementwiseLoss kLoss, typename... Params>
 struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
-  // The public op: the loss alone. Its autograd kernel, in ops.py, goes through forward.
+  // The public op. Its autograd kernel, in ops.py, goes through forward.
   static Tensor loss(Tensor input, Tensor target, std::string reduction, Params... params) {
-    return std::get<0>(forward(input, target, std::nullopt, reduction, false, params...));
+    return value(input, target, std::nullopt, reduction, false, params...);
   }
 
   static Tensor weighted_loss(Tensor input, Tensor target, std::string reduction,
                               OptionalTensor weight, Params... params) {
-    return std::get<0>(forward(input, target, weight, reduction, false, params...));
+    return value(input, target, weight, reduction, false, params...);
+  }
+
+  static Tensor value(Tensor input, Tensor target, OptionalTensor weight, std::string reduction,
+                      bool float32_result, Params... params) {
+    return run_forward(input, target, weight, reduction, float32_result, Extra::kNothing, params...)
+        .loss;
   }
 
   static std::tuple<Tensor, Tensor> forward(Tensor input, Tensor target, OptionalTensor weight,
                                             std::string reduction, bool float32_result,
                                             Params... params) {
-    const ElementwiseResult result = elementwise_forward(
-        name_of(kLoss), kLoss, input, target, weight, LossParams{{static_cast<double>(params)...}},
-        reduction, float32_result, false);
-    return {result.loss, result.mean_terms};
+    const ElementwiseResult result = run_forward(input, target, weight, reduction, float32_result,
+                                                 Extra::kBackwardTerms, params...);
+    return {result.loss, *result.mean_terms};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> forward_gradient(Tensor input, Tensor target,
-                                                             OptionalTensor weight,
-                                                             std::string reduction,
-                                                             bool float32_result,
-                                                             Params... params) {
-    const ElementwiseResult result = elementwise_forward(
-        name_of(kLoss), kLoss, input, target, weight, LossParams{{static_cast<double>(params)...}},
-        reduction, float32_result, true);
-    return {result.loss, result.mean_terms, *result.grad_input};
+  static std::tuple<Tensor, Tensor> forward_gradient(Tensor input, Tensor target,
+                                                     OptionalTensor weight, std::string reduction,
+                                                     bool float32_result, Params... params) {
+    const ElementwiseResult result =
+        run_forward(input, target, weight, reduction, float32_result, Extra::kGradient, params...);
+    return {result.loss, *result.grad_input};
   }
 
   static void backward_kept(Tensor grad_input, Tensor grad_output, Tensor input, Tensor target,
-                            OptionalTensor weight, OptionalTensor mean_terms, std::string reduction,
+                            OptionalTensor weight, std::string reduction, bool /*float32_result*/,
                             Params... params) {
-    elementwise_backward(name_of(kLoss), kLoss, grad_output, input, target, weight, mean_terms,
+    elementwise_backward(name_of(kLoss), kLoss, grad_output, input, target, weight, std::nullopt,
                          LossParams{{static_cast<double>(params)...}}, reduction,
                          {true, false, false}, grad_input);
   }
@@ -672,6 +710,14 @@ struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
     return elementwise_backward(name_of(kLoss), kLoss, grad_output, input, target, weight,
                                 mean_terms, LossParams{{static_cast<double>(params)...}}, reduction,
                                 output_mask);
+  }
+
+  static ElementwiseResult run_forward(const Tensor& input, const Tensor& target,
+                                       const OptionalTensor& weight, const std::string& reduction,
+                                       bool float32_result, Extra extra, Params... params) {
+    return elementwise_forward(name_of(kLoss), kLoss, input, target, weight,
+                               LossParams{{static_cast<double>(params)...}}, reduction,
+                               float32_result, extra);
   }
 
   static void define(torch::stable::detail::StableLibrary& m) {
@@ -686,16 +732,17 @@ struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
            "bool float32_result" +
            params + ") -> (Tensor loss, Tensor mean_terms)")
               .c_str());
-    m.def((name +
-           "_forward_gradient(Tensor input, Tensor target, Tensor? weight, str reduction, "
-           "bool float32_result" +
-           params + ") -> (Tensor loss, Tensor mean_terms, Tensor grad_input)")
-              .c_str());
-    m.def((name +
-           "_backward_kept(Tensor(a!) grad_input, Tensor grad_output, Tensor input, Tensor target, "
-           "Tensor? weight, Tensor? mean_terms, str reduction" +
-           params + ") -> ()")
-              .c_str());
+    // With defaults: an argument that is left out costs nothing, any other 0.15 us.
+    const std::string arguments =
+        "Tensor input, Tensor target, Tensor? weight=None, str reduction=\"mean\", "
+        "bool float32_result=False" +
+        params + ")";
+    m.def((name + "_value(" + arguments + " -> Tensor").c_str());
+    m.def(
+        (name + "_forward_gradient(" + arguments + " -> (Tensor loss, Tensor grad_input)").c_str());
+    m.def(
+        (name + "_backward_kept(Tensor(a!) grad_input, Tensor grad_output, " + arguments + " -> ()")
+            .c_str());
     m.def((name +
            "_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
            "Tensor? mean_terms, str reduction, bool[] output_mask" +
@@ -708,6 +755,7 @@ struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
     m.impl(name.c_str(), Loss::kTraits.has_weight ? TORCH_BOX(&ElementwiseOps::weighted_loss)
                                                   : TORCH_BOX(&ElementwiseOps::loss));
     m.impl((name + "_forward").c_str(), TORCH_BOX(&ElementwiseOps::forward));
+    m.impl((name + "_value").c_str(), TORCH_BOX(&ElementwiseOps::value));
     m.impl((name + "_forward_gradient").c_str(), TORCH_BOX(&ElementwiseOps::forward_gradient));
     m.impl((name + "_backward").c_str(), TORCH_BOX(&ElementwiseOps::backward));
     m.impl((name + "_backward_kept").c_str(), TORCH_BOX(&ElementwiseOps::backward_kept));
@@ -868,92 +916,134 @@ ScalarType acc_dtype(const CrossEntropyArgs& args) {
   throw std::out_of_range(message.str());
 }
 
+// Where forward leaves what backward needs, one after the other in one float64 tensor:
+// mean_terms (2,), row_stats (2 or 3, rows) of acc_t, and scratch where that is small.
+struct SavedLayout {
+  static constexpr int64_t kMeanTerms = 2;
+  static constexpr int64_t kSmallScratch = 2048;
+
+  int64_t stats_shape[2];
+  int64_t stats_doubles;
+
+  SavedLayout(const CrossEntropyArgs& args, int64_t num_rows)
+      : stats_shape{args.dense() ? 3 : 2, num_rows} {
+    const int64_t numbers = stats_shape[0] * num_rows;
+    stats_doubles = args.acc_double ? numbers : (numbers + 1) / 2;
+  }
+
+  int64_t doubles() const { return kMeanTerms + stats_doubles; }
+};
+
 struct CrossEntropyResult {
   Tensor loss;
-  Tensor row_stats;
-  Tensor mean_terms;
-  OptionalTensor grad_input;  // for a grad_output of 1
+  OptionalTensor row_stats;   // Extra::kBackwardTerms
+  OptionalTensor mean_terms;  // Extra::kBackwardTerms
+  OptionalTensor grad_input;  // Extra::kGradient
+  OptionalTensor saved;       // Extra::kGradient
 };
 
 CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor& target,
                                               const OptionalTensor& weight, int64_t ignore_index,
                                               const std::string& reduction, double label_smoothing,
-                                              bool float32_result, bool with_gradient) {
+                                              bool float32_result, Extra extra) {
   CrossEntropyForwardArgs args;
   const CrossEntropyProblem problem(input, target, weight, ignore_index, reduction, label_smoothing,
                                     float32_result, args);
   const bool reduce = args.reduction != Reduction::kNone;
-  const Dims output_shape = reduce ? Dims{} : problem.rows;
-  const Tensor output =
-      empty_dense(output_shape, widen_if(float32_result, problem.result_dtype), input);
-  Dims stats_shape;
-  stats_shape.push_back(args.dense() ? 3 : 2);
-  stats_shape.push_back(problem.rows.numel());
-  const Tensor row_stats = empty_dense(stats_shape, acc_dtype(args), input);
   const bool mean = args.reduction == Reduction::kMean;
-  const Tensor mean_terms = empty_vector(mean ? 2 : 0, ScalarType::Double, input);
-  set_result(args.output, output);
-  args.row_stats = row_stats.mutable_data_ptr();
-  args.mean_terms = mean ? static_cast<double*>(mean_terms.mutable_data_ptr()) : nullptr;
+  CrossEntropyResult result{empty_dense(reduce ? Dims{} : problem.rows,
+                                        widen_if(float32_result, problem.result_dtype), input),
+                            std::nullopt, std::nullopt, std::nullopt, std::nullopt};
+  set_result(args.output, result.loss);
 
   SpaceBuilder builder(problem.rows);
   problem.add_inputs(builder, args);
   if (!reduce) {
     builder.add(args.output, dense_strides(problem.rows, row_major_order(problem.rows.size)));
   }
-  OptionalTensor grad_input;
-  if (with_gradient) {
+  if (extra == Extra::kGradient) {
     LOSSOPS_CHECK(kCrossEntropy, reduce, "there is no gradient in forward without a reduction");
-    grad_input = like_of(problem.input);
-    const Dims strides = to_dims(grad_input->strides());
-    set_result(args.grad_input, *grad_input);
+    result.grad_input = like_of(problem.input);
+    const Dims strides = to_dims(result.grad_input->strides());
+    set_result(args.grad_input, *result.grad_input);
     args.grad_input_class_stride = class_entry(strides);
     builder.add(args.grad_input, without_class_dim(strides));
   }
   problem.finish(builder, args);
+
+  const SavedLayout layout(args, problem.rows.numel());
+  int64_t scratch_doubles = LOSSOPS_SCRATCH(input, cross_entropy_forward, args);
+  double* scratch_data = nullptr;
+  const auto carve = [&](double* memory) {
+    args.mean_terms = mean ? memory : nullptr;
+    args.row_stats = memory + SavedLayout::kMeanTerms;
+    scratch_data = memory + layout.doubles();
+  };
+  if (extra == Extra::kBackwardTerms) {
+    Dims stats_shape;
+    stats_shape.push_back(layout.stats_shape[0]);
+    stats_shape.push_back(layout.stats_shape[1]);
+    result.row_stats = empty_dense(stats_shape, acc_dtype(args), input);
+    result.mean_terms = empty_vector(mean ? 2 : 0, ScalarType::Double, input);
+    args.row_stats = result.row_stats->mutable_data_ptr();
+    args.mean_terms = mean ? static_cast<double*>(result.mean_terms->mutable_data_ptr()) : nullptr;
+  } else if (extra == Extra::kGradient) {
+    const bool carved = scratch_doubles <= SavedLayout::kSmallScratch;
+    result.saved =
+        empty_vector(layout.doubles() + (carved ? scratch_doubles : 0), ScalarType::Double, input);
+    carve(static_cast<double*>(result.saved->mutable_data_ptr()));
+    scratch_doubles = carved ? 0 : scratch_doubles;
+  } else {
+    scratch_doubles += layout.doubles();
+  }
+  const Scratch scratch(scratch_doubles, input);
+  if (extra == Extra::kNothing) {
+    carve(scratch.data());
+  } else if (scratch_doubles > 0) {
+    scratch_data = scratch.data();
+  }
   int64_t first_invalid_row = -1;
   args.first_invalid_row = &first_invalid_row;
-  LOSSOPS_LAUNCH_WITH_SCRATCH(input, cross_entropy_forward, args);
+  LOSSOPS_LAUNCH(input, cross_entropy_forward, args, scratch_data);
   if (first_invalid_row >= 0) {
     fail_invalid_target(problem, args, first_invalid_row);
   }
-  return {output, row_stats, mean_terms, grad_input};
+  return result;
+}
+
+Tensor cross_entropy_value(Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index,
+                           std::string reduction, double label_smoothing, bool float32_result) {
+  return cross_entropy_forward_pass(input, target, weight, ignore_index, reduction, label_smoothing,
+                                    float32_result, Extra::kNothing)
+      .loss;
 }
 
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(
     Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index, std::string reduction,
     double label_smoothing, bool float32_result) {
-  const CrossEntropyResult result = cross_entropy_forward_pass(
-      input, target, weight, ignore_index, reduction, label_smoothing, float32_result, false);
-  return {result.loss, result.row_stats, result.mean_terms};
+  const CrossEntropyResult result =
+      cross_entropy_forward_pass(input, target, weight, ignore_index, reduction, label_smoothing,
+                                 float32_result, Extra::kBackwardTerms);
+  return {result.loss, *result.row_stats, *result.mean_terms};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward_gradient(
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward_gradient(
     Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index, std::string reduction,
     double label_smoothing, bool float32_result) {
-  const CrossEntropyResult result = cross_entropy_forward_pass(
-      input, target, weight, ignore_index, reduction, label_smoothing, float32_result, true);
-  return {result.loss, result.row_stats, result.mean_terms, *result.grad_input};
+  const CrossEntropyResult result =
+      cross_entropy_forward_pass(input, target, weight, ignore_index, reduction, label_smoothing,
+                                 float32_result, Extra::kGradient);
+  return {result.loss, *result.grad_input, *result.saved};
 }
 
-std::vector<Tensor> cross_entropy_backward_pass(
-    const Tensor& grad_output_, const Tensor& input, const Tensor& target,
-    const OptionalTensor& weight, const Tensor& row_stats, const OptionalTensor& mean_terms,
-    int64_t ignore_index, const std::string& reduction, double label_smoothing,
-    const std::vector<bool>& output_mask, const OptionalTensor& kept) {
-  CrossEntropyBackwardArgs args;
-  args.kept = kept.has_value();
-  // The weight's dtype was checked in forward.
-  const CrossEntropyProblem problem(input, target, weight, ignore_index, reduction, label_smoothing,
-                                    true, args);
-  const View grad_output(grad_output_);
-  const bool reduce = args.reduction != Reduction::kNone;
-  const Dims loss_shape = reduce ? Dims{} : problem.rows;
-  LOSSOPS_CHECK(kCrossEntropy, is_floating(grad_output.dtype),
-                "grad_output must be floating point, but is ", name_of(grad_output.dtype));
-  LOSSOPS_CHECK(kCrossEntropy, grad_output.sizes == loss_shape, "grad_output of shape ",
-                grad_output.sizes, " must have the shape of the loss, ", loss_shape);
-  check_device(kCrossEntropy, "grad_output", grad_output, problem.input);
+// What backward gets from forward, as the launcher takes it.
+struct ForwardTerms {
+  const void* row_stats;
+  const double* mean_terms;
+};
+
+ForwardTerms check_forward_terms(const CrossEntropyProblem& problem, const CrossEntropyArgs& args,
+                                 const Tensor& row_stats, const OptionalTensor& mean_terms) {
   const View stats(row_stats);
   Dims stats_shape;
   stats_shape.push_back(args.dense() ? 3 : 2);
@@ -964,11 +1054,54 @@ std::vector<Tensor> cross_entropy_backward_pass(
       "row_stats must be the contiguous ", stats_shape, " ", name_of(acc_dtype(args)),
       " tensor that forward returned, but is ", stats.sizes, " ", name_of(stats.dtype));
   check_device(kCrossEntropy, "row_stats", stats, problem.input);
+  return {row_stats.const_data_ptr(),
+          args.reduction == Reduction::kMean
+              ? check_mean_terms(kCrossEntropy, mean_terms, problem.input)
+              : nullptr};
+}
+
+ForwardTerms check_saved(const CrossEntropyProblem& problem, const CrossEntropyArgs& args,
+                         const Tensor& tensor) {
+  const View saved(tensor);
+  const int64_t needed = SavedLayout(args, problem.rows.numel()).doubles();
+  LOSSOPS_CHECK(kCrossEntropy,
+                saved.sizes.size == 1 && saved.sizes[0] >= needed &&
+                    saved.dtype == ScalarType::Double && tensor.is_contiguous(),
+                "saved must be the float64 tensor of ", needed,
+                " or more elements that forward returned, but is ", saved.sizes, " ",
+                name_of(saved.dtype));
+  check_device(kCrossEntropy, "saved", saved, problem.input);
+  const auto* const data = static_cast<const double*>(tensor.const_data_ptr());
+  return {data + SavedLayout::kMeanTerms, data};
+}
+
+// GetTerms: ForwardTerms of a problem and its arguments. overwritten: memory for grad_input.
+template <typename GetTerms>
+std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, const Tensor& input,
+                                                const Tensor& target, const OptionalTensor& weight,
+                                                int64_t ignore_index, const std::string& reduction,
+                                                double label_smoothing,
+                                                const std::vector<bool>& output_mask, bool is_kept,
+                                                const Tensor* overwritten,
+                                                const GetTerms& get_terms) {
+  CrossEntropyBackwardArgs args;
+  args.kept = is_kept;
+  // The weight's dtype was checked in forward.
+  const CrossEntropyProblem problem(input, target, weight, ignore_index, reduction, label_smoothing,
+                                    true, args);
+  const View grad_output(grad_output_);
+  const bool reduce = args.reduction != Reduction::kNone;
+  const Dims loss_shape = reduce ? Dims{} : problem.rows;
+  LOSSOPS_CHECK(kCrossEntropy, reduce || !is_kept, "no gradient is kept without a reduction");
+  LOSSOPS_CHECK(kCrossEntropy, is_floating(grad_output.dtype),
+                "grad_output must be floating point, but is ", name_of(grad_output.dtype));
+  LOSSOPS_CHECK(kCrossEntropy, grad_output.sizes == loss_shape, "grad_output of shape ",
+                grad_output.sizes, " must have the shape of the loss, ", loss_shape);
+  check_device(kCrossEntropy, "grad_output", grad_output, problem.input);
   set_data(kCrossEntropy, args.grad_output, grad_output);
-  args.row_stats = row_stats.const_data_ptr();
-  if (args.reduction == Reduction::kMean) {
-    args.mean_terms = check_mean_terms(kCrossEntropy, mean_terms, problem.input);
-  }
+  const ForwardTerms terms = get_terms(problem, args);
+  args.row_stats = terms.row_stats;
+  args.mean_terms = args.reduction == Reduction::kMean ? terms.mean_terms : nullptr;
   LOSSOPS_CHECK(kCrossEntropy, output_mask.size() == 3, "output_mask must have 3 entries, but has ",
                 output_mask.size());
   LOSSOPS_CHECK(kCrossEntropy, args.target_is_probability || (!output_mask[1] && !output_mask[2]),
@@ -980,18 +1113,23 @@ std::vector<Tensor> cross_entropy_backward_pass(
   std::vector<Tensor> results;
   SpaceBuilder builder(problem.rows);
   problem.add_inputs(builder, args);
-  const auto add_gradient = [&](const View& operand, Operand& gradient, int64_t& class_stride) {
-    results.push_back(kept ? check_kept(kCrossEntropy, *kept, operand) : like_of(operand));
-    const Dims strides = to_dims(results.back().strides());
-    set_result(gradient, results.back());
+  const auto add_gradient = [&](const Tensor& tensor, Operand& gradient, int64_t& class_stride) {
+    const Dims strides = to_dims(tensor.strides());
+    set_result(gradient, tensor);
     class_stride = class_entry(strides);
     builder.add(gradient, without_class_dim(strides));
   };
   if (output_mask[0]) {
-    add_gradient(problem.input, args.grad_input, args.grad_input_class_stride);
+    if (overwritten == nullptr) {
+      results.push_back(like_of(problem.input));
+    }
+    add_gradient(overwritten == nullptr ? results.back()
+                                        : check_kept(kCrossEntropy, *overwritten, problem.input),
+                 args.grad_input, args.grad_input_class_stride);
   }
   if (output_mask[1]) {
-    add_gradient(problem.target, args.grad_target, args.grad_target_class_stride);
+    results.push_back(like_of(problem.target));
+    add_gradient(results.back(), args.grad_target, args.grad_target_class_stride);
   }
   if (output_mask[2]) {
     results.push_back(empty_dense(problem.weight->sizes, problem.weight->dtype, input));
@@ -1010,25 +1148,43 @@ std::vector<Tensor> cross_entropy_backward(Tensor grad_output, Tensor input, Ten
                                            OptionalTensor mean_terms, int64_t ignore_index,
                                            std::string reduction, double label_smoothing,
                                            std::vector<bool> output_mask) {
-  return cross_entropy_backward_pass(grad_output, input, target, weight, row_stats, mean_terms,
-                                     ignore_index, reduction, label_smoothing, output_mask,
-                                     std::nullopt);
+  return cross_entropy_backward_pass(
+      grad_output, input, target, weight, ignore_index, reduction, label_smoothing, output_mask,
+      false, nullptr, [&](const CrossEntropyProblem& problem, const CrossEntropyArgs& args) {
+        return check_forward_terms(problem, args, row_stats, mean_terms);
+      });
 }
 
 void cross_entropy_backward_kept(Tensor grad_input, Tensor grad_output, Tensor input, Tensor target,
-                                 OptionalTensor weight, Tensor row_stats, OptionalTensor mean_terms,
-                                 int64_t ignore_index, std::string reduction,
-                                 double label_smoothing) {
-  cross_entropy_backward_pass(grad_output, input, target, weight, row_stats, mean_terms,
-                              ignore_index, reduction, label_smoothing, {true, false, false},
-                              grad_input);
+                                 Tensor saved, OptionalTensor weight, int64_t ignore_index,
+                                 std::string reduction, double label_smoothing,
+                                 bool /*float32_result*/) {
+  cross_entropy_backward_pass(
+      grad_output, input, target, weight, ignore_index, reduction, label_smoothing,
+      {true, false, false}, true, &grad_input,
+      [&](const CrossEntropyProblem& problem, const CrossEntropyArgs& args) {
+        return check_saved(problem, args, saved);
+      });
 }
 
-// The public op: the loss alone.
+// Writes the gradient of input over input. Its memory is its own, as ops.py has checked.
+void cross_entropy_backward_inplace(Tensor input, Tensor grad_output, Tensor target,
+                                    OptionalTensor weight, Tensor row_stats,
+                                    OptionalTensor mean_terms, int64_t ignore_index,
+                                    std::string reduction, double label_smoothing) {
+  cross_entropy_backward_pass(
+      grad_output, input, target, weight, ignore_index, reduction, label_smoothing,
+      {true, false, false}, false, &input,
+      [&](const CrossEntropyProblem& problem, const CrossEntropyArgs& args) {
+        return check_forward_terms(problem, args, row_stats, mean_terms);
+      });
+}
+
+// The public op. Its autograd kernel, in ops.py, goes through forward.
 Tensor cross_entropy(Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index,
                      std::string reduction, double label_smoothing) {
-  return std::get<0>(cross_entropy_forward(input, target, weight, ignore_index, reduction,
-                                           label_smoothing, false));
+  return cross_entropy_value(input, target, weight, ignore_index, reduction, label_smoothing,
+                             false);
 }
 
 // The first row whose class index is out of range, or -1: an int64 scalar on input's device.
@@ -1080,13 +1236,21 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "str reduction, float label_smoothing, bool float32_result) "
       "-> (Tensor loss, Tensor row_stats, Tensor mean_terms)");
   m.def(
-      "cross_entropy_forward_gradient(Tensor input, Tensor target, Tensor? weight, "
-      "int ignore_index, str reduction, float label_smoothing, bool float32_result) "
-      "-> (Tensor loss, Tensor row_stats, Tensor mean_terms, Tensor grad_input)");
+      "cross_entropy_value(Tensor input, Tensor target, Tensor? weight=None, "
+      "int ignore_index=-100, str reduction=\"mean\", float label_smoothing=0.0, "
+      "bool float32_result=False) -> Tensor");
+  m.def(
+      "cross_entropy_forward_gradient(Tensor input, Tensor target, Tensor? weight=None, "
+      "int ignore_index=-100, str reduction=\"mean\", float label_smoothing=0.0, "
+      "bool float32_result=False) -> (Tensor loss, Tensor grad_input, Tensor saved)");
   m.def(
       "cross_entropy_backward_kept(Tensor(a!) grad_input, Tensor grad_output, Tensor input, "
-      "Tensor target, Tensor? weight, Tensor row_stats, Tensor? mean_terms, int ignore_index, "
-      "str reduction, float label_smoothing) -> ()");
+      "Tensor target, Tensor saved, Tensor? weight=None, int ignore_index=-100, "
+      "str reduction=\"mean\", float label_smoothing=0.0, bool float32_result=False) -> ()");
+  m.def(
+      "cross_entropy_backward_inplace(Tensor(a!) input, Tensor grad_output, Tensor target, "
+      "Tensor? weight, Tensor row_stats, Tensor? mean_terms, int ignore_index, str reduction, "
+      "float label_smoothing) -> ()");
   m.def(
       "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
       "Tensor row_stats, Tensor? mean_terms, int ignore_index, str reduction, "
@@ -1102,9 +1266,11 @@ void implement_ops(torch::stable::detail::StableLibrary& m) {
 #undef LOSSOPS_ROW
   m.impl("cross_entropy", TORCH_BOX(&cross_entropy));
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_value", TORCH_BOX(&cross_entropy_value));
   m.impl("cross_entropy_forward_gradient", TORCH_BOX(&cross_entropy_forward_gradient));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("cross_entropy_backward_kept", TORCH_BOX(&cross_entropy_backward_kept));
+  m.impl("cross_entropy_backward_inplace", TORCH_BOX(&cross_entropy_backward_inplace));
   m.impl("first_invalid_target", TORCH_BOX(&first_invalid_target));
 }
 

@@ -16,6 +16,17 @@ struct Dims {
   int size = 0;
   int64_t values[kMaxTensorDims];
 
+  // Copies are many, and dimensions few.
+  Dims() {}
+  Dims(const Dims& other) { *this = other; }
+  Dims& operator=(const Dims& other) {
+    size = other.size;
+    for (int i = 0; i < size; ++i) {
+      values[i] = other.values[i];
+    }
+    return *this;
+  }
+
   int64_t& operator[](int i) { return values[i]; }
   int64_t operator[](int i) const { return values[i]; }
   void push_back(int64_t value) { values[size++] = value; }
@@ -149,6 +160,28 @@ inline Dims dense_strides(const Dims& shape, const Dims& order) {
     stride *= shape[dim] > 1 ? shape[dim] : 1;
   }
   return strides;
+}
+
+// Whether the elements fill one stretch of memory, each its own place (torch's
+// is_non_overlapping_and_dense).
+inline bool is_dense(const Dims& sizes, const Dims& strides) {
+  int64_t next = 1;  // stride of the dimension that is looked for, fastest first
+  int left = 0;
+  for (int i = 0; i < sizes.size; ++i) {
+    left += sizes[i] > 1 ? 1 : 0;
+  }
+  for (int i = sizes.size - 1; left > 0; --left) {
+    int tried = 0;
+    while (tried < sizes.size && (sizes[i] <= 1 || strides[i] != next)) {
+      i = (i + sizes.size - 1) % sizes.size;
+      ++tried;
+    }
+    if (tried == sizes.size) {
+      return false;
+    }
+    next *= sizes[i];
+  }
+  return true;
 }
 
 // Collects operands over one shape, then writes the merged space and their strides.

@@ -119,7 +119,9 @@ struct CrossEntropyBackwardArgs : CrossEntropyArgs {
   bool kept = false;
   const void* row_stats = nullptr;
   const double* mean_terms = nullptr;  // (2,), from forward; mean only
-  Operand grad_input;                  // strides over rows; null: not wanted
+  // Strides over rows; null: not wanted. May be the input itself, with the input's strides, where
+  // no other gradient is wanted: what a row needs of its logits must be read before it is written.
+  Operand grad_input;
   int64_t grad_input_class_stride = 1;
   Operand grad_target;  // probabilities only; null: not wanted
   int64_t grad_target_class_stride = 1;

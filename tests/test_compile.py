@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from losses import (
     LOSS_IDS,
     LOSSES,
@@ -152,6 +153,29 @@ def test_training_loop_in_one_graph(loss: Loss, device: str) -> None:
         gradients.append(torch.autograd.grad(value, list(model.parameters())))
     for eager, compiled in zip(*gradients, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-2, atol=1e-4)
+
+
+@per_loss
+def test_compiled_autograd(loss: Loss) -> None:
+    """The backward pass of an eager forward pass, in one graph."""
+    options: list[dict[str, Any]] = [{}, {"reduction": "none"}]
+    if not loss.elementwise:
+        options.append({"inplace_backward": True})
+    for option in options:
+        sample = loss.variants[0].sample((6, 9)).with_options(**option)
+        x = sample.tensors["input"].requires_grad_()
+        gradients = []
+        for backend in (None, torch.compile(backend="eager", fullgraph=True)):
+            value = sample.with_tensors(input=x * 1).call(loss.function).sum()
+            x.grad = None
+            if backend is None:
+                value.backward()
+            else:
+                with torch._dynamo.compiled_autograd._enable(backend):
+                    value.backward()
+            gradients.append(x.grad)
+        assert gradients[0] is not None and gradients[1] is not None
+        assert same_bits(gradients[0], gradients[1]), sample.name
 
 
 @per_loss

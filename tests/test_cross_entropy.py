@@ -65,10 +65,16 @@ def test_signature() -> None:
         "ignore_index",
         "reduction",
         "label_smoothing",
+        "inplace_backward",
     ]
     assert parameters["weight"].default is None
     assert parameters["weight"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    for name, default in (("ignore_index", -100), ("reduction", "mean"), ("label_smoothing", 0.0)):
+    for name, default in (
+        ("ignore_index", -100),
+        ("reduction", "mean"),
+        ("label_smoothing", 0.0),
+        ("inplace_backward", False),
+    ):
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters[name].default == default
     assert str(OP.default._schema) == (
@@ -330,6 +336,15 @@ def test_reduction_that_is_not_a_string(bad: object) -> None:
 def test_argument_that_is_not_a_tensor(name: str, wrong: object) -> None:
     arguments = {"input": torch.ones(2, 3), "target": torch.tensor([0, 1]), name: wrong}
     assert_raises(TypeError, lambda: lossops.cross_entropy(**arguments), name)
+
+
+@pytest.mark.parametrize("name", ["ignore_index", "label_smoothing"])
+def test_option_of_another_type(name: str) -> None:
+    x, t = torch.randn(2, 3, requires_grad=True), torch.tensor([0, 1])
+    for value in ([0], {}, "0"):
+        options: dict[str, object] = {name: value}
+        with pytest.raises(TypeError, match=name):
+            lossops.cross_entropy(x, t, **options)
 
 
 # --- weights, smoothing, ignored rows -----------------------------------------------------------

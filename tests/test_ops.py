@@ -130,6 +130,8 @@ def computed_by_torch(sample: Sample, loss: Loss) -> set[str]:
         torch.autograd.grad(sample.call(loss.function), wanted, grad_output)
     names = {event.name for event in recorded.events() if event.name.startswith("aten::")}
     assert any("lossops" in event.name for event in recorded.events())
+    if sample.tensors["input"].is_cpu:
+        names -= {"aten::item", "aten::_local_scalar_dense"}  # whether grad_output is 1
     return {name for name in names if not VIEWS.match(name)}
 
 
@@ -173,7 +175,7 @@ def test_memory_of_a_step(loss: Loss, variant: Variant) -> None:
             torch.cuda.reset_peak_memory_stats()
             value = sample.call(loss.function)
             forward = torch.cuda.max_memory_allocated() - before
-            kept = size if value.grad_fn.kept is not None else 0
+            kept = size if getattr(value.grad_fn, "kept", None) is not None else 0
             assert forward < kept + size / 4, f"{sample.name} {layout}: forward allocates {forward}"
             gradients = torch.autograd.grad(
                 value, [sample.tensors[name] for name in sample.differentiable]

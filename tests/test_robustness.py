@@ -68,12 +68,10 @@ def call_operators_wrongly(device: str, seed: int, count: int) -> tuple[int, int
     source = random.Random(seed)
     torch.manual_seed(seed)
     raised = returned = 0
-    suffixes = ("", "_forward", "_backward")
-    operators = {
-        f"{loss.name}{suffix}": getattr(torch.ops.lossops, f"{loss.name}{suffix}").default
-        for loss in LOSSES
-        for suffix in suffixes
-    }
+    parts = ("", "_forward", "_backward", "_value", "_forward_gradient", "_backward_kept")
+    names = [f"{loss.name}{part}" for loss in LOSSES for part in parts]
+    names.append("cross_entropy_backward_inplace")
+    operators = {name: getattr(torch.ops.lossops, name).default for name in names}
     calls = [(name, operator, operator) for name, operator in operators.items()]
     calls += [(f"lossops.{loss.name}", operators[loss.name], loss.function) for loss in LOSSES]
     for name, operator, function in calls:
@@ -85,7 +83,7 @@ def call_operators_wrongly(device: str, seed: int, count: int) -> tuple[int, int
             }
             try:
                 result = function(**arguments)
-                for tensor in [result] if isinstance(result, torch.Tensor) else result:
+                for tensor in [result] if isinstance(result, torch.Tensor) else result or ():
                     if tensor.device.type != "meta":
                         tensor.sum().item() if tensor.numel() else None
                 returned += 1

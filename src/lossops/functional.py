@@ -63,9 +63,15 @@ def _cross_entropy_by_torch(
     )
 
 
-_mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch)
-_kl_div = ops.ElementwiseLoss("kl_div", _kl_div_by_torch, expands_first=False, target_first=True)
-_cross_entropy = ops.CrossEntropyLoss("cross_entropy", _cross_entropy_by_torch)
+_mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch).call
+_kl_div = ops.ElementwiseLoss(
+    "kl_div", _kl_div_by_torch, expands_first=False, target_first=True
+).call
+_cross_entropy_loss = ops.CrossEntropyLoss("cross_entropy", _cross_entropy_by_torch)
+_cross_entropy = _cross_entropy_loss.call
+
+_is_compiling = torch.compiler.is_compiling
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 _targets_are_checked = ops.environment_flag("LOSSOPS_CHECK_TARGETS", False)
 
@@ -111,18 +117,21 @@ def mse_loss(
         ValueError: unknown reduction, or weight is not of input's shape.
         RuntimeError: shapes that do not broadcast, or different devices.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         loss: Tensor = torch.ops.lossops.mse_loss(input, target, reduction=reduction, weight=weight)
         return loss
     try:
-        if input.shape != target.shape:
+        same_shape = input.shape == target.shape
+        if not same_shape:
             warnings.warn(
                 f"Using a target size ({target.size()}) that is different to the input size "
                 f"({input.size()}). This will likely lead to incorrect results due to "
                 "broadcasting. Please ensure they have the same size.",
                 stacklevel=2,
             )
-        return _mse_loss(input, target, weight, reduction, _is_autocast(input))
+        options = (reduction, _is_any_autocast_enabled() and _is_autocast(input))
+        may_keep = same_shape and weight is None and reduction != "none"
+        return _mse_loss(input, target, weight, options, may_keep)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise _as_torch_raises(
             error,
@@ -165,13 +174,16 @@ def kl_div(
         RuntimeError: input or target is not floating point, shapes that do not broadcast, or
             different devices.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         loss: Tensor = torch.ops.lossops.kl_div(
             input, target, reduction=reduction, log_target=log_target, log_input=log_input
         )
         return loss
     try:
-        return _kl_div(input, target, None, reduction, _is_autocast(input), log_target, log_input)
+        is_autocast = _is_any_autocast_enabled() and _is_autocast(input)
+        options = (reduction, is_autocast, log_target, log_input)
+        may_keep = reduction != "none" and input.shape == target.shape
+        return _kl_div(input, target, None, options, may_keep)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise _as_torch_raises(
             error,
@@ -190,6 +202,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    inplace_backward: bool = False,
 ) -> Tensor:
     """Cross entropy between logits and targets, as `torch.nn.functional.cross_entropy`.
 
@@ -206,6 +219,13 @@ def cross_entropy(
         reduction: "none", "mean" or "sum". The mean divides by the sum of `weight[target]` over
             the rows that are not ignored, or by the number of rows for probabilities.
         label_smoothing: share of the target that is spread evenly over all classes, in [0, 1].
+        inplace_backward: the backward pass writes the gradient over the logits, so that a step
+            needs no second tensor of that size. Read nothing from input after it: it holds the
+            gradient. What autograd needs of the logits must come before; an operation whose own
+            backward pass reads them afterwards, a second backward pass, create_graph and
+            torch.func raise RuntimeError. input must not be a leaf, nor a view of one, nor share
+            memory with another argument. Without a gradient for input, and in compiled code, it
+            changes nothing.
 
     Returns:
         The loss: a scalar, or of the target's shape without classes for "none".
@@ -214,11 +234,12 @@ def cross_entropy(
     Raises:
         IndexError: a class index is out of range, on the CPU (on CUDA see `check_targets`).
         NotImplementedError: input is not floating point.
-        ValueError: unknown reduction, label_smoothing negative or NaN, or batch sizes that differ.
+        ValueError: unknown reduction, label_smoothing negative or NaN, batch sizes that differ, or
+            an input that inplace_backward cannot overwrite.
         RuntimeError: other shapes or dtypes that do not fit, label_smoothing above 1,
             ignore_index >= 0 with probabilities, or weight requires grad with indices.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         loss: Tensor = torch.ops.lossops.cross_entropy(
             input,
             target,
@@ -231,9 +252,11 @@ def cross_entropy(
     try:
         if _targets_are_checked and target.is_cuda and not target.is_floating_point():
             _raise_first_invalid(input, target, ignore_index)
-        return _cross_entropy(
-            input, target, weight, ignore_index, reduction, label_smoothing, _is_autocast(input)
-        )
+        is_autocast = _is_any_autocast_enabled() and _is_autocast(input)
+        options = (ignore_index, reduction, label_smoothing, is_autocast)
+        if inplace_backward:
+            return _cross_entropy_loss.call_overwriting(input, target, weight, options)
+        return _cross_entropy(input, target, weight, options, reduction != "none")
     except (AttributeError, RuntimeError, TypeError) as error:
         if not isinstance(label_smoothing, (int, float)):
             kind = type(label_smoothing).__name__

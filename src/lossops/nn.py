@@ -69,6 +69,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         ignore_index: class index of rows without a loss.
         reduction: "none", "mean" or "sum".
         label_smoothing: share of the target that is spread over all classes, in [0, 1].
+        inplace_backward: the backward pass writes the gradient over the logits; see
+            `lossops.cross_entropy` for what that asks of them.
 
     Shape:
         input (C,), (N, C) or (N, C, d1, ...); target without the class dimension, or of input's
@@ -82,6 +84,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
+        inplace_backward: bool = False,
     ) -> None:
         super().__init__(
             weight=weight,
@@ -89,6 +92,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
+        self.inplace_backward = inplace_backward
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(
@@ -98,4 +102,5 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
+            inplace_backward=self.inplace_backward,
         )

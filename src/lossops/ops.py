@@ -55,6 +55,11 @@ def keep_gradients(enabled: bool) -> None:
     _keeps_gradients = bool(enabled)
 
 
+_functorch_is_active = torch._C._are_functorch_transforms_active
+_grad_is_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -72,6 +77,33 @@ def _reject_forward_ad(name: str, *tensors: Tensor | None) -> None:
                 f"lossops.{name} has no forward-mode derivative; "
                 f"use torch.nn.functional.{name} for it"
             )
+
+
+def _without_autograd(name: str) -> Callable[..., Any]:
+    """The operator `lossops::{name}`, which lossops alone calls, by the shortest way.
+
+    It has no formula and no fallback in its place: autograd passes it by.
+    """
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    overload = getattr(torch.ops.lossops, name).default
+    return getattr(overload, "_op", overload)  # spares a Python frame
+
+
+def _short_apply(function: Any) -> Callable[..., Any]:
+    """`function.apply` for small tensors, outside torch.func.
+
+    Without Function.apply, whose Python costs a third of the whole and does nothing but look for
+    torch.func and for tensors that it left behind, and without the search for backward and vjp in
+    each backward pass.
+    """
+    function._backward_cls.apply = function.backward
+    return super(torch.autograd.Function, function).apply
+
+
+def _is_one(grad: Tensor) -> bool:
+    """Whether a number on the CPU is 1; False where looking at it would disturb a tracer."""
+    is_plain = type(grad) is Tensor and torch._C._len_torch_dispatch_stack() == 0
+    return is_plain and grad.item() == 1
 
 
 def _check_devices(name: str, input: Tensor, *others: Tensor | None) -> None:
@@ -117,11 +149,14 @@ class _Loss:
         self.reference = reference
         self.forward_op = getattr(torch.ops.lossops, f"{name}_forward").default
         self.backward_op = getattr(torch.ops.lossops, f"{name}_backward").default
-        self.forward_gradient_op = getattr(torch.ops.lossops, f"{name}_forward_gradient").default
-        self.backward_kept_op = getattr(torch.ops.lossops, f"{name}_backward_kept").default
+        self.value_op = _without_autograd(f"{name}_value")
+        self.defaults, self.shortened = self._short_calls()
+        self.forward_gradient_op = _without_autograd(f"{name}_forward_gradient")
+        self.backward_kept_op = _without_autograd(f"{name}_backward_kept")
 
         torch.library.register_fake(f"lossops::{name}_forward", self.fake_forward)
         torch.library.register_fake(f"lossops::{name}_backward", self.fake_backward)
+        torch.library.register_fake(f"lossops::{name}_value", self.fake_value)
         torch.library.register_fake(f"lossops::{name}_forward_gradient", self.fake_forward_gradient)
         torch.library.register_fake(f"lossops::{name}_backward_kept", self.fake_backward_kept)
         torch.library.register_fake(f"lossops::{name}", self.fake_loss)
@@ -138,61 +173,121 @@ class _Loss:
         _library.impl(name, self.autograd_kernel, "Autograd")
         for device in ("CPU", "CUDA"):
             _library.impl(name, self.autocast_kernel, f"Autocast{device}")
-        self.function, self.transformable_function, self.gradient_function = self._make_functions()
+        self._make_functions()
 
     # ------------------------------------------------------------------ calling
 
-    def __call__(self, *args: Any) -> Tensor:
+    def call(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        options: tuple[Any, ...],
+        may_keep: bool,
+    ) -> Tensor:
         """The loss, by the arguments of the *_forward operator.
 
         The same as the operator with its autograd formula, without the two Python frames that
-        torch.library puts around it.
+        torch.library puts around it. Small losses take as long as the lines here.
+
+        may_keep: forward can compute the gradient of input too, and does where input alone
+        requires one. One pass then reads the inputs and writes the gradient. It is the gradient
+        for a grad_output of 1; backward looks, on the device, whether that is what it got, and
+        computes the gradient again where it is not.
         """
         if forward_ad._current_level >= 0:
-            _reject_forward_ad(self.name, *args[:3])
-        if torch.is_grad_enabled():
-            if torch._C._are_functorch_transforms_active():
-                # What requires a gradient may do so at another level than this one.
-                loss: Tensor = self.transformable_function.apply(*args)[0]
+            _reject_forward_ad(self.name, input, target, weight)
+        if _functorch_is_active():
+            return self.call_under_functorch(input, target, weight, *options)
+        try:
+            short = self.shortened.get(options, options)
+        except TypeError:
+            short = options  # cannot be hashed, and the operator says what should be there
+        loss: Tensor
+        if _grad_is_enabled():
+            if target.requires_grad or (weight is not None and weight.requires_grad):
+                loss = self.apply(input, target, weight, *options)
                 return loss
-            for tensor in args[:3]:
-                if tensor is not None and tensor.requires_grad:
-                    loss = self.function.apply(*args)
-                    return loss
+            if input.requires_grad:
+                if may_keep and _keeps_gradients:
+                    # A tensor that torch.func left behind has a graph of its own.
+                    input = _unwrap_if_dead(input)
+                    loss = self.apply_keeping(input, target, weight, short)
+                else:
+                    loss = self.apply(input, target, weight, *options)
+                return loss
+        if short or weight is not None:
+            loss = self.value_op(input, target, weight, *short)
+        else:
+            loss = self.value_op(input, target)
+        return loss
+
+    def call_under_functorch(self, *args: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            # What requires a gradient may do so at another level than this one.
+            loss: Tensor = self.transformable_function.apply(*args)[0]
+            return loss
         with torch._C._AutoDispatchBelowAutograd():
             loss = self.forward_op(*args)[0]
             return loss
 
-    def _make_functions(self) -> tuple[type[torch.autograd.Function], ...]:
-        """The loss, the loss in the form that torch.func takes, and its gradients.
+    def _make_functions(self) -> None:
+        """The loss, by three Functions, and its gradients, by one.
 
         torch.func wants setup_context, which costs 10 us a call, and takes no formula of
         register_autograd.
         """
         loss = self
+        forward_gradient_op, backward_kept_op = self.forward_gradient_op, self.backward_kept_op
 
         class Function(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *args: Any) -> Tensor:
                 with torch._C._AutoDispatchBelowAutograd():
-                    if loss.keeps_gradient(*args):
-                        *output, ctx.kept = loss.forward_gradient_op(*args)
-                    else:
-                        output = loss.forward_op(*args)
-                        ctx.kept = None
+                    output = loss.forward_op(*args)
                 loss.save_for_backward(ctx, args, output)
                 result: Tensor = output[0]
                 return result
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor | None) -> Any:
+                return loss.backward(ctx, grad)
+
+        class KeepingFunction(torch.autograd.Function):
+            """The gradient comes with the loss."""
+
+            @staticmethod
+            def forward(
+                ctx: Any,
+                input: Tensor,
+                target: Tensor,
+                weight: Tensor | None,
+                options: Sequence[Any],
+            ) -> Tensor:
+                result: Tensor
+                if options or weight is not None:
+                    result, ctx.kept, *saved = forward_gradient_op(input, target, weight, *options)
+                    ctx.save_for_backward(input, target, *saved, weight)
+                else:
+                    result, ctx.kept, *saved = forward_gradient_op(input, target)
+                    ctx.save_for_backward(input, target, *saved)
+                ctx.options = options
+                ctx.materialize_grads = False
+                return result
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor | None) -> Any:
+                if grad is None:
+                    return None, None, None, None
                 # The gradient that forward left is given away once: nothing may change it then.
                 kept, ctx.kept = ctx.kept, None
-                if kept is None or grad is None or torch.is_grad_enabled():
-                    return loss.backward(ctx, grad)
-                with torch._C._AutoDispatchBelowAutograd():
-                    loss.backward_kept_op(kept, grad, *loss.saved_arguments(ctx))
-                return kept, *(None,) * (len(ctx.needs_input_grad) - 1)
+                if kept is None or _grad_is_enabled() or _is_compiling():
+                    arguments = loss.backward_arguments(*ctx.saved_tensors, *ctx.options)
+                    return *loss.gradients(ctx, grad, *arguments), None
+                saved = ctx.saved_tensors  # raises where one has changed
+                if not (grad.is_cpu and _is_one(grad)):
+                    backward_kept_op(kept, grad, *saved, *ctx.options)
+                return kept, None, None, None
 
         class TransformableFunction(torch.autograd.Function):
             generate_vmap_rule = True
@@ -219,21 +314,32 @@ class _Loss:
             def backward(ctx: Any, *grads: Tensor | None) -> Any:
                 return loss.double_backward(ctx, grads)
 
-        for function in (Function, TransformableFunction, GradientFunction):
+        for function in (Function, KeepingFunction, TransformableFunction, GradientFunction):
             function.__name__ = function.__qualname__ = f"lossops_{self.name}"
-        return Function, TransformableFunction, GradientFunction
+            function._backward_cls.__name__ = f"lossops_{self.name}Backward"
+        self.apply = Function.apply
+        self.apply_keeping = _short_apply(KeepingFunction)
+        self.transformable_function = TransformableFunction
+        self.gradient_function = GradientFunction
 
-    def keeps_gradient(self, *args: Any) -> bool:
-        """Whether forward computes the gradient too, by the arguments of the *_forward operator.
+    def _short_calls(self) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], tuple[Any, ...]]]:
+        """The options' defaults, and for each choice of reduction beside them what to pass."""
+        schema = getattr(torch.ops.lossops, f"{self.name}_value").default._schema
+        arguments = schema.arguments[3:]
+        defaults = tuple(argument.default_value for argument in arguments)
+        shortened: dict[tuple[Any, ...], tuple[Any, ...]] = {defaults: ()}
+        position = [argument.name for argument in arguments].index("reduction")
+        for reduction in ("sum", "batchmean"):
+            options = (*defaults[:position], reduction, *defaults[position + 1 :])
+            shortened[options] = options[: position + 1]
+        return defaults, shortened
 
-        One pass then reads the inputs and writes the gradient. It is the gradient for a
-        grad_output of 1; backward looks, on the device, whether that is what it got, and computes
-        the gradient again where it is not.
-        """
-        raise NotImplementedError
+    def completed(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The options with their defaults in the place of those that were left out."""
+        return options + self.defaults[len(options) :]
 
-    def saved_arguments(self, ctx: Any) -> tuple[Any, ...]:
-        """What *_backward and *_backward_kept take after grad_output, output_mask excepted."""
+    def backward_arguments(self, *args: Any) -> tuple[Any, ...]:
+        """Those of *_backward after grad_output, by those of *_backward_kept after it."""
         raise NotImplementedError
 
     def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -257,8 +363,15 @@ class _Loss:
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
-    def fake_forward_gradient(self, *args: Any) -> tuple[Tensor, ...]:
-        return *self.fake_forward(*args), torch.empty_like(args[0])
+    def fake_value(
+        self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
+    ) -> Tensor:
+        return self.fake_forward(input, target, weight, *self.completed(options))[0]
+
+    def fake_forward_gradient(
+        self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
+    ) -> tuple[Tensor, ...]:
+        return self.fake_value(input, target, weight, *options), torch.empty_like(input)
 
     def fake_backward_kept(self, *args: Any) -> None:
         return None
@@ -292,17 +405,25 @@ class _Loss:
     ) -> None:
         raise NotImplementedError
 
-    def backward(self, ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError
+    def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
+        """By what save_for_backward left: the arguments of *_backward."""
+        nones = (None,) * (len(ctx.needs_input_grad) - 3)
+        if grads[0] is None:
+            return None, None, None, *nones
+        return *self.gradients(ctx, grads[0], *ctx.saved_tensors, *ctx.arguments), *nones
 
-    def gradients(
-        self, ctx: Any, make_arguments: Callable[[list[bool]], tuple[Any, ...]]
-    ) -> list[Tensor | None]:
-        """Gradients of input, target and weight, None where none is needed."""
+    def gradients(self, ctx: Any, grad_output: Tensor, *arguments: Any) -> list[Tensor | None]:
+        """Gradients of input, target and weight, None where none is needed.
+
+        `arguments` are those of *_backward after grad_output, without output_mask.
+        """
         needed = [bool(needs) for needs in ctx.needs_input_grad[:3]]
-        arguments = make_arguments(needed)
+        position = self.mask_position - 1
+        arguments = (grad_output, *arguments[:position], needed, *arguments[position:])
         if torch.is_grad_enabled():  # create_graph=True
             found = iter(self.gradient_function.apply(*arguments))
+        elif _is_compiling():  # compiled autograd
+            found = iter(self.backward_op(*arguments))
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = iter(self.backward_op(*arguments))
@@ -417,16 +538,11 @@ class ElementwiseLoss(_Loss):
         weighted_mean = weight is not None and reduction == "mean"
         return loss, input.new_empty((2 if weighted_mean else 0,), dtype=torch.float64)
 
-    def keeps_gradient(self, *args: Any) -> bool:
-        input, target, weight, reduction = args[:4]
-        return (
-            _keeps_gradients
-            and reduction != "none"
-            and weight is None
-            and input.requires_grad
-            and not target.requires_grad
-            and input.shape == target.shape
-        )
+    def backward_arguments(
+        self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
+    ) -> tuple[Any, ...]:
+        reduction, _float32_result, *params = self.completed(options)
+        return (input, target, weight, None, reduction, *params)
 
     def save_for_backward(
         self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
@@ -438,22 +554,7 @@ class ElementwiseLoss(_Loss):
             ctx.save_for_backward(input, target, weight, mean_terms)
         else:
             ctx.save_for_backward(input, target, weight, None)
-        ctx.reduction = reduction
-        ctx.params = inputs[5:]
-
-    def backward(self, ctx: Any, *grads: Any) -> Any:
-        nones = (None,) * (2 + len(ctx.params))
-        grad_output = grads[0]
-        if grad_output is None:
-            return None, None, None, *nones
-
-        def arguments(needed: list[bool]) -> tuple[Any, ...]:
-            return (grad_output, *ctx.saved_tensors, ctx.reduction, needed, *ctx.params)
-
-        return *self.gradients(ctx, arguments), *nones
-
-    def saved_arguments(self, ctx: Any) -> tuple[Any, ...]:
-        return (*ctx.saved_tensors, ctx.reduction, *ctx.params)
+        ctx.arguments = (reduction, *inputs[5:])
 
     def reference_loss(
         self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
@@ -462,12 +563,160 @@ class ElementwiseLoss(_Loss):
         return self.reference(input, target, weight, reduction, *params)
 
 
+# Doubles that csrc/bindings.cpp puts before row_stats in what forward_gradient saves.
+_MEAN_TERMS = 2
+
+
+def _rows_of(input: Tensor) -> list[int]:
+    """The shape without the class dimension."""
+    class_dim = 0 if input.dim() == 1 else 1
+    return [size for dim, size in enumerate(input.shape) if dim != class_dim]
+
+
+def _is_probability(input: Tensor, target: Tensor) -> bool:
+    return target.dim() == input.dim() and target.is_floating_point()
+
+
+def _row_stats_of(
+    input: Tensor, target: Tensor, weight: Tensor | None, label_smoothing: float
+) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape and dtype of row_stats."""
+    is_probability = _is_probability(input, target)
+    operands = [input, target, weight] if is_probability else [input, weight]
+    acc_double = any(x is not None and x.dtype == torch.float64 for x in operands)
+    num_rows = 1
+    for size in _rows_of(input):
+        num_rows = num_rows * size
+    shape = (3 if is_probability or label_smoothing > 0 else 2, num_rows)
+    return shape, torch.float64 if acc_double else torch.float32
+
+
+def _count_versions(name: str) -> None:
+    """Makes autograd notice that the operator changes its first argument, as its schema says."""
+    overload = getattr(torch.ops.lossops, name).default
+
+    def kernel(keyset: Any, changed: Tensor, *args: Any) -> None:
+        torch.autograd.graph.increment_version(changed)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, changed, *args)
+
+    _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+def _check_overwritable(input: Tensor, **others: Tensor | None) -> None:
+    """Raises where a gradient in the place of the logits would destroy something else."""
+    problem = "cross_entropy: inplace_backward=True cannot overwrite input, "
+    if input.is_leaf:
+        raise ValueError(
+            problem + "which is a leaf that requires grad: its values are yours, and input.grad "
+            "would share their memory; pass what a layer computed"
+        )
+    if input._base is not None and input._base.is_leaf:
+        raise ValueError(
+            problem
+            + "which is a view of a leaf, whose values are yours; pass what a layer computed"
+        )
+    _check_storage(input, **others)
+    last = 0
+    for stride, size in sorted(zip(input.stride(), input.shape, strict=True)):
+        if size > 1:
+            if stride <= last:
+                raise ValueError(
+                    problem + f"whose elements share memory (shape {tuple(input.shape)}, strides "
+                    f"{input.stride()}); pass input.contiguous()"
+                )
+            last += (size - 1) * stride
+
+
+def _check_storage(input: Tensor, **others: Tensor | None) -> None:
+    storage = input.untyped_storage()._cdata
+    for name, tensor in others.items():
+        if tensor is not None and tensor.untyped_storage()._cdata == storage:
+            raise ValueError(
+                "cross_entropy: inplace_backward=True cannot overwrite input, which shares memory "
+                f"with {name}; pass a copy of {name}"
+            )
+
+
 class CrossEntropyLoss(_Loss):
     """`lossops::cross_entropy_forward(input, target, weight, ignore_index, reduction,
     label_smoothing, float32_result)` returns the loss, {max, sum of exp(x - max) less 1[, sum of
     coefficients]} of every row, and for a mean its denominator and its value before rounding."""
 
     mask_position = 9
+
+    def __init__(self, name: str, reference: Reference) -> None:
+        super().__init__(name, reference)
+        self.backward_inplace_op = _without_autograd(f"{name}_backward_inplace")
+        torch.library.register_fake(f"lossops::{name}_backward_inplace", self.fake_backward_kept)
+        _count_versions(f"{name}_backward_inplace")
+        self.apply_overwriting = self._make_overwriting_function().apply
+
+    def call_overwriting(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
+    ) -> Tensor:
+        """call() with inplace_backward=True."""
+        _reject_forward_ad(self.name, input, target, weight)
+        if _functorch_is_active():
+            raise RuntimeError("cross_entropy: inplace_backward=True does not work in torch.func")
+        if not (torch.is_grad_enabled() and input.requires_grad):
+            return self.call(input, target, weight, options, False)
+        _check_overwritable(input, target=target, weight=weight)
+        loss: Tensor = self.apply_overwriting(input, target, weight, *options)
+        return loss
+
+    def _make_overwriting_function(self) -> type[torch.autograd.Function]:
+        loss = self
+
+        class OverwritingFunction(torch.autograd.Function):
+            """The gradient of input takes the memory of input."""
+
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Tensor:
+                with torch._C._AutoDispatchBelowAutograd():
+                    output = loss.forward_op(*args)
+                loss.save_for_backward(ctx, args, output)
+                ctx.is_overwritten = False
+                result: Tensor = output[0]
+                return result
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor | None) -> Any:
+                if grad is None or not ctx.needs_input_grad[0] or _is_compiling():
+                    return loss.backward(ctx, grad)
+                if ctx.is_overwritten:
+                    raise RuntimeError(
+                        "cross_entropy: a backward pass has overwritten input, and with "
+                        "inplace_backward=True there cannot be another; leave out retain_graph or "
+                        "inplace_backward"
+                    )
+                if torch.is_grad_enabled():
+                    raise RuntimeError(
+                        "cross_entropy: inplace_backward=True does not work with create_graph=True"
+                    )
+                if _functorch_is_active() or torch._C._functorch.is_legacy_batchedtensor(grad):
+                    raise RuntimeError(
+                        "cross_entropy: inplace_backward=True does not work in torch.func, nor "
+                        "with is_grads_batched=True"
+                    )
+                input, *others = ctx.saved_tensors
+                _check_storage(input, grad_output=grad)
+                # The other gradients first, while the logits are there.
+                needed = [False, *ctx.needs_input_grad[1:3]]
+                found: Any = iter(())
+                with torch._C._AutoDispatchBelowAutograd():
+                    if any(needed):
+                        arguments = (grad, input, *others, *ctx.arguments, needed)
+                        found = iter(loss.backward_op(*arguments))
+                    ctx.is_overwritten = True
+                    loss.backward_inplace_op(input, grad, *others, *ctx.arguments)
+                rest = [next(found) if needs else None for needs in needed[1:]]
+                return input.detach(), *rest, *(None,) * 4
+
+        name = f"lossops_{self.name}_inplace"
+        OverwritingFunction.__name__ = OverwritingFunction.__qualname__ = name
+        OverwritingFunction._backward_cls.__name__ = f"{name}Backward"
+        return OverwritingFunction
 
     def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         float32_result, input, target, *rest = args
@@ -485,37 +734,48 @@ class CrossEntropyLoss(_Loss):
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, _ignore_index, reduction, label_smoothing, float32_result = args
         _check_devices(self.name, input, target, weight)
-        class_dim = 0 if input.dim() == 1 else 1
-        rows = [size for dim, size in enumerate(input.shape) if dim != class_dim]
-        is_probability = target.dim() == input.dim() and target.is_floating_point()
         dtype = input.dtype
-        if is_probability:
+        if _is_probability(input, target):
             dtype = torch.promote_types(dtype, target.dtype)
             if weight is not None:
                 dtype = torch.promote_types(dtype, weight.dtype)
-        loss = input.new_empty(
-            rows if reduction == "none" else (), dtype=_widened(dtype, float32_result)
-        )
-        operands = [input, target, weight] if is_probability else [input, weight]
-        acc_double = any(x is not None and x.dtype == torch.float64 for x in operands)
-        num_rows = 1
-        for size in rows:
-            num_rows = num_rows * size
-        row_stats = input.new_empty(
-            (3 if is_probability or label_smoothing > 0 else 2, num_rows),
-            dtype=torch.float64 if acc_double else torch.float32,
-        )
+        shape = _rows_of(input) if reduction == "none" else ()
+        loss = input.new_empty(shape, dtype=_widened(dtype, float32_result))
+        stats_shape, stats_dtype = _row_stats_of(input, target, weight, label_smoothing)
+        row_stats = input.new_empty(stats_shape, dtype=stats_dtype)
         mean_terms = input.new_empty((2 if reduction == "mean" else 0,), dtype=torch.float64)
         return loss, row_stats, mean_terms
 
-    def keeps_gradient(self, *args: Any) -> bool:
-        input, target, weight, _ignore_index, reduction = args[:5]
+    def fake_forward_gradient(
+        self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
+    ) -> tuple[Tensor, ...]:
+        loss, row_stats, _ = self.fake_forward(input, target, weight, *self.completed(options))
+        # Without the scratch memory that may come after it.
+        doubles = _MEAN_TERMS + (row_stats.numel() * row_stats.element_size() + 7) // 8
+        saved = row_stats.new_empty((doubles,), dtype=torch.float64)
+        return loss, torch.empty_like(input), saved
+
+    def backward_arguments(
+        self,
+        input: Tensor,
+        target: Tensor,
+        packed: Tensor,
+        weight: Tensor | None = None,
+        *options: Any,
+    ) -> tuple[Any, ...]:
+        ignore_index, reduction, label_smoothing, _float32_result = self.completed(options)
+        shape, dtype = _row_stats_of(input, target, weight, label_smoothing)
+        row_stats = packed[_MEAN_TERMS:].view(dtype)[: shape[0] * shape[1]].view(shape)
+        mean_terms = packed[:_MEAN_TERMS] if reduction == "mean" else None
         return (
-            _keeps_gradients
-            and reduction != "none"
-            and input.requires_grad
-            and not target.requires_grad
-            and (weight is None or not weight.requires_grad)
+            input,
+            target,
+            weight,
+            row_stats,
+            mean_terms,
+            ignore_index,
+            reduction,
+            label_smoothing,
         )
 
     def save_for_backward(
@@ -533,20 +793,6 @@ class CrossEntropyLoss(_Loss):
             input, target, weight, row_stats, mean_terms if reduction == "mean" else None
         )
         ctx.arguments = (ignore_index, reduction, label_smoothing)
-
-    def backward(self, ctx: Any, *grads: Any) -> Any:
-        nones = (None,) * 4
-        grad_output = grads[0]
-        if grad_output is None:
-            return None, None, None, *nones
-
-        def arguments(needed: list[bool]) -> tuple[Any, ...]:
-            return (grad_output, *ctx.saved_tensors, *ctx.arguments, needed)
-
-        return *self.gradients(ctx, arguments), *nones
-
-    def saved_arguments(self, ctx: Any) -> tuple[Any, ...]:
-        return (*ctx.saved_tensors, *ctx.arguments)
 
     def reference_loss(
         self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
