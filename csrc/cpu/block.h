@@ -255,19 +255,23 @@ struct LaneSum {
   // Adds values[0..width), where width is padded and the padding 0.
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE void add(const acc_t* values, int width) {
+    double sums[kVector];  // a local array stays in registers
     int j = 0;
     if (empty) {
       for (int lane = 0; lane < kVector; ++lane) {
-        lanes[lane] = static_cast<double>(values[lane]);
+        sums[lane] = static_cast<double>(values[lane]);
       }
       empty = false;
       j = kVector;
+    } else {
+      std::copy_n(lanes, kVector, sums);
     }
     for (; j < width; j += kVector) {
       for (int lane = 0; lane < kVector; ++lane) {
-        lanes[lane] += static_cast<double>(values[j + lane]);
+        sums[lane] += static_cast<double>(values[j + lane]);
       }
     }
+    std::copy_n(sums, kVector, lanes);
   }
 
   // The same where the padding is yet to be overwritten.

@@ -280,7 +280,7 @@ LOSSOPS_HOST_DEVICE void reduce_rows(const CrossEntropyForwardArgs& args,
       }
       const acc_t shift = softmax_shift(max[r]);
       for (int i = 0; i < width; ++i) {
-        terms[i] = math::exp(x[r][i] - shift);
+        terms[i] = math::exp_in_sum<true>(x[r][i] - shift);
       }
       sum[r].add(terms, width);  // exp(-inf) is 0
       if (kDense) {
@@ -377,7 +377,7 @@ LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& a
     for (int64_t c = 0; c < args.num_classes; ++c) {
       const acc_t* x = logits(c);
       for (int j = 0; j < width; ++j) {
-        states.sum[j] += static_cast<double>(math::exp(x[j] - shift[j]));
+        states.sum[j] += static_cast<double>(math::exp_in_sum<true>(x[j] - shift[j]));
       }
       if (args.dense()) {
         coefficients.load_probabilities(walker[1].shifted(c * args.target_class_stride), count, q);

@@ -158,28 +158,40 @@ LOSSOPS_HOST_DEVICE float log(float x) {
   return x < infinity<float>() ? result : x;  // inf, NaN
 }
 
-// x = n ln 2 + r with |r| <= ln 2 / 2; exp x = 2^n (1 + r + r^2 P(r)).
-LOSSOPS_HOST_DEVICE float exp(float x) {
-  // Adding 1.5 2^23 rounds to an integer; the other addend makes its low bits a biased
-  // exponent. 2^n may be out of range where the result is not (subnormals, the largest
-  // floats), so the power is 2^(n + 64) or 2^(n - 1), and the rest comes last.
-  const bool negative = x < 0.0f;
-  const float round = 0x1.8p23f + (negative ? 127.0f + 64.0f : 127.0f - 1.0f);
-  const float rest = negative ? 0x1p-64f : 2.0f;
+namespace detail {
+
+// x = n ln 2 + r with |r| <= ln 2 / 2; exp x = 2^n (1 + r + r^2 P(r)). round is 1.5 2^23, which
+// rounds to an integer when it is added, plus what the low bits of `biased` shall have beside n.
+struct ExpParts {
+  uint32_t biased;  // n + what round has
+  float e;          // r + r^2 P(r)
+};
+
+template <typename... Lost>
+LOSSOPS_HOST_DEVICE ExpParts split_exp(float x, float round, Lost... lost) {
   const float biased = x * 0x1.715476p+0f + round;
-  const float power = detail::float_from_bits(detail::bits_of_float(biased) << 23);
   const float n = biased - round;
   // ln 2 in two parts: the product with the first is exact.
-  const float r = x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f;
+  const float r = ((x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f) + ... + lost);
   float p = 0x1.6a244ep-10f;
   p = p * r + 0x1.1239d4p-7f;
   p = p * r + 0x1.5558f2p-5f;
   p = p * r + 0x1.555492p-3f;
   p = p * r + 0x1.fffffcp-2f;
-  const float result = (p * (r * r) + r + 1.0f) * power * rest;
-  // Beyond these the power has wrapped around. A NaN passes.
-  const float not_over = x > 89.0f ? infinity<float>() : result;
-  return x < -104.0f ? 0.0f : not_over;
+  return {bits_of_float(biased), p * (r * r) + r};
+}
+
+}  // namespace detail
+
+LOSSOPS_HOST_DEVICE float exp(float x) {
+  // Beyond these exp is 0 or infinite. A NaN passes.
+  float clamped = -104.0f > x ? -104.0f : x;
+  clamped = 89.0f < clamped ? 89.0f : clamped;
+  // 2^n may be out of range where the result is not (subnormals, the largest floats): two factors.
+  const detail::ExpParts parts = detail::split_exp(clamped, 0x1.8p23f + 254.0f);
+  const uint32_t half = parts.biased >> 1;
+  const float power = detail::float_from_bits(half << 23);
+  return (parts.e * power + power) * detail::float_from_bits((parts.biased - half) << 23);
 }
 
 // log(u) of the rounded u = 1 + x, and what rounding took from it.
@@ -199,8 +211,16 @@ LOSSOPS_HOST_DEVICE acc_t max_number(acc_t a, acc_t b) {
   return a > b || b != b ? a : b;
 }
 
-template <bool kExact, typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t exp_in_sum(acc_t x) {
+// exp of a term x <= 0 of a sum of exponentials; exactly 1 at 0, 0 for what is subnormal.
+template <bool kExact>
+LOSSOPS_HOST_DEVICE float exp_in_sum(float x) {
+  const float clamped = -88.0f > x ? -88.0f : x;  // there n is -127, and the power 0
+  const detail::ExpParts parts = detail::split_exp(clamped, 0x1.8p23f + 127.0f);
+  const float power = detail::float_from_bits(parts.biased << 23);
+  return parts.e * power + power;
+}
+template <bool kExact>
+LOSSOPS_HOST_DEVICE double exp_in_sum(double x) {
   return exp(x);
 }
 
@@ -209,25 +229,15 @@ LOSSOPS_HOST_DEVICE acc_t log_in_sum(acc_t x) {
   return log(x);
 }
 
-// The same, within 1.5 units in the last place.
+// factor exp(x + lost) for x <= 0 and a lost that is nothing beside x, within 1.5 units in the last
+// place.
 LOSSOPS_HOST_DEVICE float exp_times(float factor, float x, float lost) {
-  // x = n ln 2 + r with |r| <= ln 2 / 2; exp x = 2^n (1 + r + r^2 P(r)). Adding 1.5 2^23 rounds to
-  // an integer; the other addend makes its low bits a biased exponent, of a power that is in
-  // range: where 2^n might not be, 2^(n + 64).
+  // Where 2^n might be out of range, the power is 2^(n + 64), and the rest comes last.
   const bool deep = x < -45.0f;
   const float round = 0x1.8p23f + (deep ? 127.0f + 64.0f : 127.0f);
-  const float biased = x * 0x1.715476p+0f + round;
-  const float power = detail::float_from_bits(detail::bits_of_float(biased) << 23);
-  const float n = biased - round;
-  // ln 2 in two parts: the product with the first is exact.
-  const float r = (x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f) + lost;
-  float p = 0x1.6a244ep-10f;
-  p = p * r + 0x1.1239d4p-7f;
-  p = p * r + 0x1.5558f2p-5f;
-  p = p * r + 0x1.555492p-3f;
-  p = p * r + 0x1.fffffcp-2f;
-  const float scaled = factor * power;
-  const float result = ((p * (r * r) + r) * scaled + scaled) * (deep ? 0x1p-64f : 1.0f);
+  const detail::ExpParts parts = detail::split_exp(x, round, lost);
+  const float scaled = factor * detail::float_from_bits(parts.biased << 23);
+  const float result = (parts.e * scaled + scaled) * (deep ? 0x1p-64f : 1.0f);
   return x < -131.0f ? factor * 0.0f : result;  // there the power wraps around; -inf
 }
 
