@@ -287,7 +287,7 @@ LOSSOPS_HOST_DEVICE void reduce_rows(const CrossEntropyForwardArgs& args,
         const double rise = static_cast<double>(softmax_shift(new_max[r])) -
                             static_cast<double>(softmax_shift(max[r]));
         if (max[r] > -math::infinity<acc_t>()) {
-          sum[r].scale(std::exp(-rise));
+          sum[r].scale(math::exp(-rise));
         }
         if (kDense && c > 0) {
           const double q_so_far = q_sum[r].total();
@@ -434,7 +434,7 @@ LOSSOPS_HOST_DEVICE void fold_columns(const Columns<acc_t>& x, const Probability
     }
     if (risen) {
       for (int lane = 0; lane < kVector; ++lane) {
-        sums[lane] *= std::exp(-rises[lane]);
+        sums[lane] *= math::exp(-rises[lane]);
       }
     }
   }
