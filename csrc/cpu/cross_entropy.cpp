@@ -116,10 +116,11 @@ struct RowStates {
   double dot[kBlock] = {};
 };
 
-// Sums over the rows of a chunk.
+// Over the rows of a chunk.
 struct ChunkSums {
   LaneSum loss;
-  LaneSum weight;  // the mean's denominator
+  LaneSum weight;          // the mean's denominator
+  bool all_valid = true;  // no class index is out of range
 };
 
 using ForwardWalker = BlockWalker<3>;  // over input, target, output
@@ -151,6 +152,39 @@ LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int
   return static_cast<acc_t>(sum.total());
 }
 
+// What class indices choose of a block of rows: x, the logits there, and the coefficients and
+// weights of rows without class weights. False, and nothing done, unless rows are that simple, as
+// most are, and all have a loss: it takes no branch a row, so that vectors can do it.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE bool choose_simply(const CrossEntropyForwardArgs& args,
+                                       const Coefficients<acc_t>& coefficients,
+                                       const ForwardWalker& walker, int count, acc_t* x, acc_t* q,
+                                       acc_t* weight) {
+  const BlockOffsets& rows = walker[0];
+  const BlockOffsets& targets = walker[1];
+  if (args.target_is_probability || args.weight != nullptr || args.num_classes == 0 ||
+      args.target.dtype != DType::kInt64 || args.input.dtype != dtype_of<acc_t>::value ||
+      count > rows.first_length || count > targets.first_length) {
+    return false;
+  }
+  const int64_t* index = static_cast<const int64_t*>(args.target.data) + targets.base;
+  const acc_t* logits = static_cast<const acc_t*>(args.input.data) + rows.base;
+  int without_loss = 0;
+  for (int j = 0; j < count; ++j) {
+    const int64_t t = index[j * targets.stride];
+    without_loss += t == args.ignore_index || t < 0 || t >= args.num_classes;
+  }
+  if (without_loss != 0) {
+    return false;
+  }
+  for (int j = 0; j < count; ++j) {
+    x[j] = logits[j * rows.stride + index[j * targets.stride] * args.input_class_stride];
+  }
+  std::fill_n(q, count, coefficients.unsmoothed());
+  std::fill_n(weight, count, acc_t(1));
+  return true;
+}
+
 // Completes rows [first, first + count) by their class indices, and leaves behind their
 // statistics and losses. A sum of states has added up terms_per_sum terms one after the other.
 template <typename acc_t>
@@ -168,19 +202,22 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
   acc_t q_sum[kBlock];
   acc_t loss[kBlock];
   bool all_have_loss = args.num_classes > 0;
-  for (int j = 0; j < count; ++j) {
-    const RowTarget<acc_t> target(args, walker[1][j]);
-    x[j] = q[j] = without_loss[j] = 0;
-    weight[j] = target.mean_weight();
-    if (!target.has_loss()) {
-      all_have_loss = false;
-      without_loss[j] = value_without_loss(target);
-      states.max[j] = 0;
-      states.sum[j] = 1;
-    } else if (!args.target_is_probability) {
-      const int64_t offset = walker[0][j] + target.index * args.input_class_stride;
-      x[j] = load_operand<acc_t>(args.input, offset);
-      q[j] = coefficients.at_index(target);
+  if (!choose_simply(args, coefficients, walker, count, x, q, weight)) {
+    for (int j = 0; j < count; ++j) {
+      const RowTarget<acc_t> target(args, walker[1][j]);
+      x[j] = q[j] = without_loss[j] = 0;
+      weight[j] = target.mean_weight();
+      chunk.all_valid = chunk.all_valid && target.valid;
+      if (!target.has_loss()) {
+        all_have_loss = false;
+        without_loss[j] = value_without_loss(target);
+        states.max[j] = 0;
+        states.sum[j] = 1;
+      } else if (!args.target_is_probability) {
+        const int64_t offset = walker[0][j] + target.index * args.input_class_stride;
+        x[j] = load_operand<acc_t>(args.input, offset);
+        q[j] = coefficients.at_index(target);
+      }
     }
   }
   std::fill(x + count, x + width, acc_t(0));
@@ -888,6 +925,7 @@ int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
 void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,
                                   Context context) {
   const bool none = args.reduction == Reduction::kNone;
+  std::atomic<bool> all_valid{true};
   const Walk walk = choose_walk(args, kShortRow);
   const int64_t chunks = num_chunks(args, walk);
   const int64_t chunk_rows = rows_per_chunk(args, walk);
@@ -902,6 +940,9 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
         walk == Walk::kRowByRow ? forward_row_by_row(args, coefficients, begin, end, sums)
                                 : forward_class_by_class(args, coefficients, begin, end, sums);
       });
+      if (!sums.all_valid) {
+        all_valid = false;
+      }
       if (!none) {
         scratch[2 * chunk] = sums.loss.total();
         scratch[2 * chunk + 1] = sums.weight.total();
@@ -918,7 +959,10 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
     store_operand(args.output, 0, result);
   }
   if (args.first_invalid_row != nullptr) {
-    launch_first_invalid_target(args, args.first_invalid_row, context);
+    *args.first_invalid_row = -1;
+    if (!all_valid) {
+      launch_first_invalid_target(args, args.first_invalid_row, context);
+    }
   }
   if (args.grad_input.data != nullptr) {
     launch_cross_entropy_backward(unit_backward(args), nullptr, context);
