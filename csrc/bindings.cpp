@@ -186,9 +186,8 @@ struct View {
 // A tensor that was just allocated, on its way to whoever fills it.
 Tensor fresh(Tensor tensor) {
   if (tensor.is_cpu()) {
-    cpu::advise_huge_pages(
-        tensor.mutable_data_ptr(),
-        tensor.numel() * static_cast<int64_t>(tensor.element_size()));
+    cpu::advise_huge_pages(tensor.mutable_data_ptr(),
+                           tensor.numel() * static_cast<int64_t>(tensor.element_size()));
   }
   return tensor;
 }

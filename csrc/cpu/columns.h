@@ -156,7 +156,7 @@ LOSSOPS_HOST_DEVICE void store_columns(const Operand& operand, const ColumnsAt& 
   }
   if (operand.dtype == dtype_of<acc_t>::value) {
     transpose<false>(values, width, at.classes, at.count,
-              static_cast<acc_t*>(operand.data) + at.base(), at.rows.stride);
+                     static_cast<acc_t*>(operand.data) + at.base(), at.rows.stride);
     return;
   }
   acc_t staging[kColumns];

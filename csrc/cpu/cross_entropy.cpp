@@ -119,7 +119,7 @@ struct RowStates {
 // Over the rows of a chunk.
 struct ChunkSums {
   LaneSum loss;
-  LaneSum weight;          // the mean's denominator
+  LaneSum weight;         // the mean's denominator
   bool all_valid = true;  // no class index is out of range
 };
 
@@ -430,8 +430,7 @@ struct ColumnsPlan {
     // Where a class is a run of rows, the run should be long enough to be read at full speed.
     const bool image = std::abs(args.input_class_stride) > kNear;
     const int64_t least_rows = image ? 128 : kVector;
-    classes = static_cast<int>(
-        std::clamp<int64_t>(args.num_classes, 1, kColumns / least_rows));
+    classes = static_cast<int>(std::clamp<int64_t>(args.num_classes, 1, kColumns / least_rows));
     rows = static_cast<int>(
         std::clamp<int64_t>(kElements / classes / kVector * kVector, least_rows, kBlock));
   }
@@ -919,7 +918,8 @@ void visit_acc_type(const CrossEntropyArgs& args, const Body& body) {
 }  // namespace
 
 int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
-  return args.reduction == Reduction::kNone ? 0 : 2 * num_chunks(args, choose_walk(args, kShortRow));
+  return args.reduction == Reduction::kNone ? 0
+                                            : 2 * num_chunks(args, choose_walk(args, kShortRow));
 }
 
 void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,

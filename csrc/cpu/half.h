@@ -21,8 +21,8 @@ __attribute__((target("avx2,f16c"), noinline)) inline void halves_to_floats(cons
                                                                             int count, float* to) {
   int i = 0;
   for (; i + 8 <= count; i += 8) {
-    _mm256_storeu_ps(
-        to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+    _mm256_storeu_ps(to + i,
+                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
   }
   if (i < count) {
     half_t tail[8] = {};
