@@ -549,7 +549,7 @@ struct RowGradients {
   acc_t q_at_index[kBlock] = {};
   int64_t index[kBlock] = {};
   bool all_have_loss = true;
-  int32_t has_loss[kBlock] = {};
+  acc_t has_loss[kBlock] = {};  // 0 or 1: as wide as what it chooses, for the vectors' sake
   acc_t without_loss[kBlock] = {};
 
   // Rows [first, first + count), which lie in target and grad_output as given.
@@ -571,7 +571,7 @@ struct RowGradients {
       const RowTarget<acc_t> target(args, target_at[j]);
       index[j] = target.index;
       q_at_index[j] = coefficients.at_index(target);
-      has_loss[j] = target.has_loss();
+      has_loss[j] = target.has_loss() ? acc_t(1) : acc_t(0);
       without_loss[j] = value_without_loss(target);
       all_have_loss = all_have_loss && target.has_loss();
     }
@@ -609,7 +609,7 @@ LOSSOPS_HOST_DEVICE void backward_row(const CrossEntropyBackwardArgs& args,
     const int width = padded(count);
     const BlockOffsets grad_input_at =
         classes_of_row(walker[3][j], args.grad_input_class_stride, c);
-    if (!rows.has_loss[j]) {
+    if (rows.has_loss[j] == acc_t(0)) {
       std::fill_n(grad, count, rows.without_loss[j]);
       store_block(args.grad_input, grad_input_at, count, grad);
       continue;
@@ -714,6 +714,24 @@ LOSSOPS_HOST_DEVICE void gradient_columns(const Columns<acc_t>& x,
   }
 }
 
+// Gives rows [first, first + kVector) without a loss the gradient of such.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void silence_rows(const RowGradients<acc_t>& rows, int classes, int first,
+                                      int width, acc_t* grad) {
+  acc_t has_loss[kVector];
+  acc_t without_loss[kVector];
+  std::copy_n(rows.has_loss + first, kVector, has_loss);
+  std::copy_n(rows.without_loss + first, kVector, without_loss);
+  for (int c = 0; c < classes; ++c) {
+    acc_t result[kVector];
+    std::copy_n(grad + c * width + first, kVector, result);
+    for (int lane = 0; lane < kVector; ++lane) {
+      result[lane] = has_loss[lane] != acc_t(0) ? result[lane] : without_loss[lane];
+    }
+    std::copy_n(result, kVector, grad + c * width + first);
+  }
+}
+
 // The gradient at the class index of each row, which the loops over classes have left out.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE void gradient_at_indices(const CrossEntropyArgs& args, const Columns<acc_t>& x,
@@ -792,10 +810,8 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
           gradient_at_indices(args, x, p, weights, rows, first_class, classes, count, grad);
         }
         if (!rows.all_have_loss) {
-          for (int c = 0; c < classes; ++c) {
-            for (int j = 0; j < width; ++j) {
-              grad[c * width + j] = rows.has_loss[j] ? grad[c * width + j] : rows.without_loss[j];
-            }
+          for (int j = 0; j < width; j += kVector) {
+            silence_rows(rows, classes, j, width, grad);
           }
         }
         store_columns(args.grad_input,
