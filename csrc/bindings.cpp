@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu/huge_pages.h"
 #include "iteration_space.h"
 #include "launchers.h"
 
@@ -182,6 +183,15 @@ struct View {
         dtype(source.scalar_type()) {}
 };
 
+// A tensor that was just allocated, on its way to whoever fills it.
+Tensor fresh(Tensor tensor) {
+  if (tensor.is_cpu()) {
+    cpu::advise_huge_pages(tensor.mutable_data_ptr(),
+                           tensor.numel() * static_cast<int64_t>(tensor.element_size()));
+  }
+  return tensor;
+}
+
 Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& like) {
   int32_t device_type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
@@ -190,7 +200,7 @@ Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, c
       sizes.size, sizes.values, strides.values,
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
       device_type == aoti_torch_device_type_cpu() ? 0 : like.get_device_index(), &handle));
-  return Tensor(handle);
+  return fresh(Tensor(handle));
 }
 
 Tensor empty_dense(const Dims& sizes, ScalarType dtype, const Tensor& like) {
@@ -217,7 +227,7 @@ void set_result(Operand& operand, const Tensor& tensor) {
 Tensor like_of(const View& view) {
   return is_dense(view.sizes, view.strides)
              ? empty_strided(view.sizes, view.strides, view.dtype, view.tensor)
-             : torch::stable::empty_like(view.tensor);
+             : fresh(torch::stable::empty_like(view.tensor));
 }
 
 void check_device(const char* op, const char* name, const View& view, const View& input) {

@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
+#include "cpu/half.h"
 #include "cpu/simd.h"
 #include "launchers.h"
 
@@ -137,6 +139,11 @@ LOSSOPS_HOST_DEVICE void load_typed(const scalar_t* data, const BlockOffsets& at
                                     acc_t* values) {
   at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
     const scalar_t* run = data + offset;
+    if constexpr (std::is_same_v<scalar_t, half_t> && std::is_same_v<acc_t, float>) {
+      if (at.stride == 1 && has_half_conversions()) {
+        return halves_to_floats(run, length, values + j);
+      }
+    }
     if (at.stride == 1) {
       for (int i = 0; i < length; ++i) {
         values[j + i] = to_acc<acc_t>(run[i]);
@@ -154,6 +161,11 @@ LOSSOPS_HOST_DEVICE void store_typed(scalar_t* data, const BlockOffsets& at, int
                                      const acc_t* values) {
   at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
     scalar_t* run = data + offset;
+    if constexpr (std::is_same_v<scalar_t, half_t> && std::is_same_v<acc_t, float>) {
+      if (at.stride == 1 && has_half_conversions()) {
+        return floats_to_halves(values + j, length, run);
+      }
+    }
     if (at.stride == 1) {
       for (int i = 0; i < length; ++i) {
         run[i] = from_acc<scalar_t>(values[j + i]);
@@ -255,19 +267,23 @@ struct LaneSum {
   // Adds values[0..width), where width is padded and the padding 0.
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE void add(const acc_t* values, int width) {
+    double sums[kVector];  // a local array stays in registers
     int j = 0;
     if (empty) {
       for (int lane = 0; lane < kVector; ++lane) {
-        lanes[lane] = static_cast<double>(values[lane]);
+        sums[lane] = static_cast<double>(values[lane]);
       }
       empty = false;
       j = kVector;
+    } else {
+      std::copy_n(lanes, kVector, sums);
     }
     for (; j < width; j += kVector) {
       for (int lane = 0; lane < kVector; ++lane) {
-        lanes[lane] += static_cast<double>(values[j + lane]);
+        sums[lane] += static_cast<double>(values[j + lane]);
       }
     }
+    std::copy_n(sums, kVector, lanes);
   }
 
   // The same where the padding is yet to be overwritten.

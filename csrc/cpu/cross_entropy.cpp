@@ -1,8 +1,8 @@
 // Cross entropy on the CPU.
 //
-// Two walks through the logits, chosen by their layout. Row by row, along the classes,
-// where those are closer together in memory than the rows are. Else class by class, along
-// a block of rows, as the spatial dimensions of an image want it.
+// Two walks through the logits. Row by row, along the classes, where those lie together in memory
+// and are many. Else class by class, along a block of rows: as the spatial dimensions of an image
+// want it, and rows so short that what a row costs beside its elements would count.
 #include "losses/cross_entropy.h"
 
 #include <atomic>
@@ -10,6 +10,7 @@
 #include <cstdlib>
 
 #include "cpu/block.h"
+#include "cpu/columns.h"
 #include "cpu/parallel.h"
 #include "cross_entropy_row.h"
 
@@ -23,6 +24,13 @@ BlockOffsets classes_of_row(int64_t row_offset, int64_t class_stride, int64_t fi
   result.stride = class_stride;
   return result;
 }
+
+// Classes further apart than this are those of an image, whose rows are neighbours.
+constexpr int64_t kNear = 16;
+
+// Rows of up to this many classes are taken many at a time.
+constexpr int64_t kShortRow = 256;
+constexpr int64_t kShortGradientRow = 64;  // which are also written
 
 // ------------------------------------------------------------------ coefficients
 
@@ -63,13 +71,22 @@ class Coefficients {
     }
   }
 
+  // w_c of the classes [first, first + count).
+  LOSSOPS_HOST_DEVICE void load_weights(int64_t first, int count, acc_t* w) const {
+    if (args_.weight == nullptr) {
+      std::fill_n(w, padded(count), acc_t(1));
+    } else {
+      load_block(weight_, classes_of_row(0, args_.weight_stride, first), count, w);
+    }
+  }
+
   // Multiplies by w_c of the classes [first, first + count).
   LOSSOPS_HOST_DEVICE void multiply_by_weights(int64_t first, int count, acc_t* values) const {
     if (args_.weight == nullptr) {
       return;
     }
     acc_t w[kBlock];
-    load_block(weight_, classes_of_row(0, args_.weight_stride, first), count, w);
+    load_weights(first, count, w);
     for (int j = 0; j < padded(count); ++j) {
       values[j] *= w[j];
     }
@@ -99,10 +116,11 @@ struct RowStates {
   double dot[kBlock] = {};
 };
 
-// Sums over the rows of a chunk.
+// Over the rows of a chunk.
 struct ChunkSums {
   LaneSum loss;
-  LaneSum weight;  // the mean's denominator
+  LaneSum weight;         // the mean's denominator
+  bool all_valid = true;  // no class index is out of range
 };
 
 using ForwardWalker = BlockWalker<3>;  // over input, target, output
@@ -134,6 +152,39 @@ LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int
   return static_cast<acc_t>(sum.total());
 }
 
+// What class indices choose of a block of rows: x, the logits there, and the coefficients and
+// weights of rows without class weights. False, and nothing done, unless rows are that simple, as
+// most are, and all have a loss: it takes no branch a row, so that vectors can do it.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE bool choose_simply(const CrossEntropyForwardArgs& args,
+                                       const Coefficients<acc_t>& coefficients,
+                                       const ForwardWalker& walker, int count, acc_t* x, acc_t* q,
+                                       acc_t* weight) {
+  const BlockOffsets& rows = walker[0];
+  const BlockOffsets& targets = walker[1];
+  if (args.target_is_probability || args.weight != nullptr || args.num_classes == 0 ||
+      args.target.dtype != DType::kInt64 || args.input.dtype != dtype_of<acc_t>::value ||
+      count > rows.first_length || count > targets.first_length) {
+    return false;
+  }
+  const int64_t* index = static_cast<const int64_t*>(args.target.data) + targets.base;
+  const acc_t* logits = static_cast<const acc_t*>(args.input.data) + rows.base;
+  int without_loss = 0;
+  for (int j = 0; j < count; ++j) {
+    const int64_t t = index[j * targets.stride];
+    without_loss += t == args.ignore_index || t < 0 || t >= args.num_classes;
+  }
+  if (without_loss != 0) {
+    return false;
+  }
+  for (int j = 0; j < count; ++j) {
+    x[j] = logits[j * rows.stride + index[j * targets.stride] * args.input_class_stride];
+  }
+  std::fill_n(q, count, coefficients.unsmoothed());
+  std::fill_n(weight, count, acc_t(1));
+  return true;
+}
+
 // Completes rows [first, first + count) by their class indices, and leaves behind their
 // statistics and losses. A sum of states has added up terms_per_sum terms one after the other.
 template <typename acc_t>
@@ -151,19 +202,22 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
   acc_t q_sum[kBlock];
   acc_t loss[kBlock];
   bool all_have_loss = args.num_classes > 0;
-  for (int j = 0; j < count; ++j) {
-    const RowTarget<acc_t> target(args, walker[1][j]);
-    x[j] = q[j] = without_loss[j] = 0;
-    weight[j] = target.mean_weight();
-    if (!target.has_loss()) {
-      all_have_loss = false;
-      without_loss[j] = value_without_loss(target);
-      states.max[j] = 0;
-      states.sum[j] = 1;
-    } else if (!args.target_is_probability) {
-      const int64_t offset = walker[0][j] + target.index * args.input_class_stride;
-      x[j] = load_operand<acc_t>(args.input, offset);
-      q[j] = coefficients.at_index(target);
+  if (!choose_simply(args, coefficients, walker, count, x, q, weight)) {
+    for (int j = 0; j < count; ++j) {
+      const RowTarget<acc_t> target(args, walker[1][j]);
+      x[j] = q[j] = without_loss[j] = 0;
+      weight[j] = target.mean_weight();
+      chunk.all_valid = chunk.all_valid && target.valid;
+      if (!target.has_loss()) {
+        all_have_loss = false;
+        without_loss[j] = value_without_loss(target);
+        states.max[j] = 0;
+        states.sum[j] = 1;
+      } else if (!args.target_is_probability) {
+        const int64_t offset = walker[0][j] + target.index * args.input_class_stride;
+        x[j] = load_operand<acc_t>(args.input, offset);
+        q[j] = coefficients.at_index(target);
+      }
     }
   }
   std::fill(x + count, x + width, acc_t(0));
@@ -270,7 +324,7 @@ LOSSOPS_HOST_DEVICE void reduce_rows(const CrossEntropyForwardArgs& args,
         const double rise = static_cast<double>(softmax_shift(new_max[r])) -
                             static_cast<double>(softmax_shift(max[r]));
         if (max[r] > -math::infinity<acc_t>()) {
-          sum[r].scale(std::exp(-rise));
+          sum[r].scale(math::exp(-rise));
         }
         if (kDense && c > 0) {
           const double q_so_far = q_sum[r].total();
@@ -280,7 +334,7 @@ LOSSOPS_HOST_DEVICE void reduce_rows(const CrossEntropyForwardArgs& args,
       }
       const acc_t shift = softmax_shift(max[r]);
       for (int i = 0; i < width; ++i) {
-        terms[i] = math::exp(x[r][i] - shift);
+        terms[i] = math::exp_in_sum<true>(x[r][i] - shift);
       }
       sum[r].add(terms, width);  // exp(-inf) is 0
       if (kDense) {
@@ -335,12 +389,115 @@ LOSSOPS_HOST_DEVICE void forward_row_by_row(const CrossEntropyForwardArgs& args,
 
 // -------------------------------------------------------- forward, class by class
 
-// Rows of a block: what is read twice should stay in an L1 cache meanwhile, but a run of
-// rows be long enough to be read at full speed.
-int rows_per_block(const CrossEntropyArgs& args) {
-  constexpr int64_t kLogits = 4096;
-  return static_cast<int>(std::clamp<int64_t>(
-      kLogits / std::max<int64_t>(args.num_classes, 1) / kVector * kVector, 4 * kVector, kBlock));
+// p'_c of a block of rows and classes.
+template <typename acc_t>
+class ProbabilityColumns {
+ public:
+  LOSSOPS_HOST_DEVICE void load(const CrossEntropyArgs& args, const BlockOffsets& rows,
+                                int64_t first_class, int classes, int count) {
+    smoothing_ = static_cast<acc_t>(args.label_smoothing);
+    smoothing_per_class_ =
+        static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
+    if (args.target_is_probability) {
+      columns_ = load_columns(
+          args.target, {rows, args.target_class_stride, first_class, classes, count}, buffer_);
+    } else {
+      // The class index comes on top.
+      std::fill_n(buffer_, padded(count), acc_t(0));
+      columns_ = {buffer_, 0};
+    }
+  }
+
+  LOSSOPS_HOST_DEVICE acc_t operator()(int c, int j) const {
+    return smoothed(columns_.first[c * columns_.stride + j], smoothing_, smoothing_per_class_);
+  }
+
+ private:
+  acc_t smoothing_ = 0;
+  acc_t smoothing_per_class_ = 0;
+  Columns<acc_t> columns_ = {};
+  acc_t buffer_[kColumns];
+};
+
+// The walk class by class takes blocks of rows and classes.
+struct ColumnsPlan {
+  int classes;  // of a block at most
+  int rows;
+
+  explicit ColumnsPlan(const CrossEntropyArgs& args) {
+    // What is read more than once should stay in an L1 cache meanwhile.
+    constexpr int64_t kElements = kColumns / 2;
+    // Where a class is a run of rows, the run should be long enough to be read at full speed.
+    const bool image = std::abs(args.input_class_stride) > kNear;
+    const int64_t least_rows = image ? 128 : kVector;
+    classes = static_cast<int>(std::clamp<int64_t>(args.num_classes, 1, kColumns / least_rows));
+    rows = static_cast<int>(
+        std::clamp<int64_t>(kElements / classes / kVector * kVector, least_rows, kBlock));
+  }
+};
+
+// Folds a block of classes into the states of rows [first, first + kVector).
+template <bool kDense, typename acc_t>
+LOSSOPS_HOST_DEVICE void fold_columns(const Columns<acc_t>& x, const ProbabilityColumns<acc_t>& p,
+                                      const acc_t* weights, int classes, int first,
+                                      RowStates<acc_t>& states) {
+  acc_t shift[kVector];
+  double sums[kVector];
+  std::copy_n(states.sum + first, kVector, sums);
+  {
+    acc_t max[kVector];
+    double rises[kVector];
+    bool risen = false;
+    std::copy_n(states.max + first, kVector, max);
+    for (int c = 0; c < classes; ++c) {
+      const acc_t* column = x.first + c * x.stride + first;
+      for (int lane = 0; lane < kVector; ++lane) {
+        max[lane] = column[lane] > max[lane] ? column[lane] : max[lane];
+      }
+    }
+    for (int lane = 0; lane < kVector; ++lane) {
+      const int j = first + lane;
+      shift[lane] = softmax_shift(max[lane]);
+      // In fp64, so that a maximum that rises in every block costs no accuracy.
+      const double rise =
+          static_cast<double>(shift[lane]) - static_cast<double>(softmax_shift(states.max[j]));
+      rises[lane] = sums[lane] == 0 ? 0 : rise;
+      if (kDense) {
+        states.dot[j] += states.q_sum[j] == 0 ? 0 : states.q_sum[j] * rise;
+      }
+      states.max[j] = max[lane];
+      risen = risen || rises[lane] != 0;
+    }
+    if (risen) {
+      for (int lane = 0; lane < kVector; ++lane) {
+        sums[lane] *= math::exp(-rises[lane]);
+      }
+    }
+  }
+  for (int c = 0; c < classes; ++c) {
+    const acc_t* column = x.first + c * x.stride + first;
+    for (int lane = 0; lane < kVector; ++lane) {
+      sums[lane] += static_cast<double>(math::exp_in_sum<true>(column[lane] - shift[lane]));
+    }
+  }
+  std::copy_n(sums, kVector, states.sum + first);
+  if (kDense) {
+    double q_sums[kVector];
+    double dots[kVector];
+    std::copy_n(states.q_sum + first, kVector, q_sums);
+    std::copy_n(states.dot + first, kVector, dots);
+    for (int c = 0; c < classes; ++c) {
+      const acc_t* column = x.first + c * x.stride + first;
+      for (int lane = 0; lane < kVector; ++lane) {
+        const acc_t q = p(c, first + lane) * weights[c];
+        const acc_t term = q * (shift[lane] - column[lane]);
+        q_sums[lane] += static_cast<double>(q);
+        dots[lane] += static_cast<double>(q == acc_t(0) ? acc_t(0) : term);
+      }
+    }
+    std::copy_n(q_sums, kVector, states.q_sum + first);
+    std::copy_n(dots, kVector, states.dot + first);
+  }
 }
 
 template <typename acc_t>
@@ -348,46 +505,30 @@ LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& a
                                                 const Coefficients<acc_t>& coefficients,
                                                 int64_t begin, int64_t end, ChunkSums& chunk) {
   ForwardWalker walker(args.rows, {&args.input, &args.target, &args.output}, begin);
-  const int block = rows_per_block(args);
-  acc_t x_buffer[kBlock];
-  acc_t q[kBlock];
-  acc_t shift[kBlock];
+  const ColumnsPlan plan(args);
+  acc_t x_buffer[kColumns];
+  acc_t weights[kBlock];
+  ProbabilityColumns<acc_t> p;
   RowStates<acc_t> states;
-  for (int64_t first = begin; first < end; first += block) {
-    const int count = static_cast<int>(std::min<int64_t>(block, end - first));
+  for (int64_t first = begin; first < end; first += plan.rows) {
+    const int count = static_cast<int>(std::min<int64_t>(plan.rows, end - first));
     const int width = padded(count);
     walker.next(count);
-    const auto logits = [&](int64_t c) LOSSOPS_ALWAYS_INLINE {
-      return view_block(args.input, walker[0].shifted(c * args.input_class_stride), count,
-                        x_buffer);
-    };
     std::fill_n(states.max, width, -math::infinity<acc_t>());
     std::fill_n(states.sum, width, 0);
     std::fill_n(states.q_sum, width, 0);
     std::fill_n(states.dot, width, 0);
-    for (int64_t c = 0; c < args.num_classes; ++c) {
-      const acc_t* x = logits(c);
-      for (int j = 0; j < width; ++j) {
-        states.max[j] = x[j] > states.max[j] ? x[j] : states.max[j];
-      }
-    }
-    for (int j = 0; j < width; ++j) {
-      shift[j] = softmax_shift(states.max[j]);
-    }
-    for (int64_t c = 0; c < args.num_classes; ++c) {
-      const acc_t* x = logits(c);
-      for (int j = 0; j < width; ++j) {
-        states.sum[j] += static_cast<double>(math::exp(x[j] - shift[j]));
-      }
+    for (int64_t c = 0; c < args.num_classes; c += plan.classes) {
+      const int classes = static_cast<int>(std::min<int64_t>(plan.classes, args.num_classes - c));
+      const Columns<acc_t> x = load_columns(
+          args.input, {walker[0], args.input_class_stride, c, classes, count}, x_buffer);
       if (args.dense()) {
-        coefficients.load_probabilities(walker[1].shifted(c * args.target_class_stride), count, q);
-        const acc_t w = class_weight<acc_t>(args, c);
-        for (int j = 0; j < width; ++j) {
-          const acc_t weighted = q[j] * w;
-          const acc_t term = weighted * (shift[j] - x[j]);
-          states.q_sum[j] += static_cast<double>(weighted);
-          states.dot[j] += static_cast<double>(weighted == acc_t(0) ? acc_t(0) : term);
-        }
+        p.load(args, walker[1], c, classes, count);
+        coefficients.load_weights(c, classes, weights);
+      }
+      for (int j = 0; j < width; j += kVector) {
+        args.dense() ? fold_columns<true>(x, p, weights, classes, j, states)
+                     : fold_columns<false>(x, p, weights, classes, j, states);
       }
     }
     finish_rows(args, coefficients, walker, first, count, args.num_classes, states, chunk);
@@ -408,7 +549,7 @@ struct RowGradients {
   acc_t q_at_index[kBlock] = {};
   int64_t index[kBlock] = {};
   bool all_have_loss = true;
-  int32_t has_loss[kBlock] = {};
+  acc_t has_loss[kBlock] = {};  // 0 or 1: as wide as what it chooses, for the vectors' sake
   acc_t without_loss[kBlock] = {};
 
   // Rows [first, first + count), which lie in target and grad_output as given.
@@ -430,7 +571,7 @@ struct RowGradients {
       const RowTarget<acc_t> target(args, target_at[j]);
       index[j] = target.index;
       q_at_index[j] = coefficients.at_index(target);
-      has_loss[j] = target.has_loss();
+      has_loss[j] = target.has_loss() ? acc_t(1) : acc_t(0);
       without_loss[j] = value_without_loss(target);
       all_have_loss = all_have_loss && target.has_loss();
     }
@@ -468,7 +609,7 @@ LOSSOPS_HOST_DEVICE void backward_row(const CrossEntropyBackwardArgs& args,
     const int width = padded(count);
     const BlockOffsets grad_input_at =
         classes_of_row(walker[3][j], args.grad_input_class_stride, c);
-    if (!rows.has_loss[j]) {
+    if (rows.has_loss[j] == acc_t(0)) {
       std::fill_n(grad, count, rows.without_loss[j]);
       store_block(args.grad_input, grad_input_at, count, grad);
       continue;
@@ -529,6 +670,107 @@ LOSSOPS_HOST_DEVICE void backward_row_by_row(const CrossEntropyBackwardArgs& arg
 
 // -------------------------------------------------------- backward, class by class
 
+// A gradient of rows [first, first + kVector) for all classes of a block. What a row has in common
+// is in local arrays: the compiler would otherwise have to fear that the results overwrite it.
+template <Wanted kWanted, bool kDense, typename acc_t>
+LOSSOPS_HOST_DEVICE void gradient_columns(const Columns<acc_t>& x,
+                                          const ProbabilityColumns<acc_t>& p, const acc_t* weights,
+                                          acc_t unsmoothed, const RowGradients<acc_t>& rows,
+                                          int classes, int first, int width, acc_t* grad) {
+  acc_t max[kVector];
+  acc_t rest[kVector];
+  acc_t factors[kVector];
+  acc_t log_sum[kVector];
+  acc_t scale[kVector];
+  acc_t q_sum[kVector];
+  std::copy_n(rows.max + first, kVector, max);
+  std::copy_n(rows.rest + first, kVector, rest);
+  std::copy_n(rows.factor + first, kVector, factors);
+  std::copy_n(rows.log_sum + first, kVector, log_sum);
+  std::copy_n(rows.scale + first, kVector, scale);
+  std::copy_n(rows.q_sum + first, kVector, q_sum);
+  const auto softmax = [&](int lane) LOSSOPS_ALWAYS_INLINE {
+    return RowSoftmax<acc_t>{max[lane], rest[lane], factors[lane], log_sum[lane]};
+  };
+  for (int c = 0; c < classes; ++c) {
+    const acc_t* column = x.first + c * x.stride + first;
+    acc_t result[kVector];
+    if constexpr (kWanted == Wanted::kTarget) {
+      const acc_t factor = unsmoothed * weights[c];
+      for (int lane = 0; lane < kVector; ++lane) {
+        result[lane] = scale[lane] * factor * softmax(lane).surprise(column[lane]);
+      }
+    } else if constexpr (kDense) {
+      for (int lane = 0; lane < kVector; ++lane) {
+        result[lane] = softmax(lane).dense_gradient(column[lane], scale[lane], q_sum[lane],
+                                                    p(c, first + lane) * weights[c]);
+      }
+    } else {
+      for (int lane = 0; lane < kVector; ++lane) {
+        result[lane] = softmax(lane).gradient(column[lane]);
+      }
+    }
+    std::copy_n(result, kVector, grad + c * width + first);
+  }
+}
+
+// Gives rows [first, first + kVector) without a loss the gradient of such.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void silence_rows(const RowGradients<acc_t>& rows, int classes, int first,
+                                      int width, acc_t* grad) {
+  acc_t has_loss[kVector];
+  acc_t without_loss[kVector];
+  std::copy_n(rows.has_loss + first, kVector, has_loss);
+  std::copy_n(rows.without_loss + first, kVector, without_loss);
+  for (int c = 0; c < classes; ++c) {
+    acc_t result[kVector];
+    std::copy_n(grad + c * width + first, kVector, result);
+    for (int lane = 0; lane < kVector; ++lane) {
+      result[lane] = has_loss[lane] != acc_t(0) ? result[lane] : without_loss[lane];
+    }
+    std::copy_n(result, kVector, grad + c * width + first);
+  }
+}
+
+// The gradient at the class index of each row, which the loops over classes have left out.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void gradient_at_indices(const CrossEntropyArgs& args, const Columns<acc_t>& x,
+                                             const ProbabilityColumns<acc_t>& p,
+                                             const acc_t* weights, const RowGradients<acc_t>& rows,
+                                             int64_t first_class, int classes, int count,
+                                             acc_t* grad) {
+  const int width = padded(count);
+  int at[kBlock];  // in grad; -1: the class is not in this block
+  acc_t x_at[kBlock] = {};
+  acc_t q[kBlock] = {};
+  acc_t result[kBlock];
+  for (int j = 0; j < count; ++j) {
+    const int64_t c = rows.index[j] - first_class;
+    at[j] = c >= 0 && c < classes ? static_cast<int>(c) * width + j : -1;
+    if (at[j] >= 0) {
+      x_at[j] = x.first[c * x.stride + j];
+      q[j] = rows.q_at_index[j];
+      if (args.dense()) {
+        q[j] += p(static_cast<int>(c), j) * weights[c];
+      }
+    }
+  }
+  if (args.dense()) {
+    for (int j = 0; j < width; ++j) {
+      result[j] = rows.softmax(j).dense_gradient(x_at[j], rows.scale[j], rows.q_sum[j], q[j]);
+    }
+  } else {
+    for (int j = 0; j < width; ++j) {
+      result[j] = rows.softmax(j).gradient_at_index(x_at[j]);
+    }
+  }
+  for (int j = 0; j < count; ++j) {
+    if (at[j] >= 0) {
+      grad[at[j]] = result[j];
+    }
+  }
+}
+
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs& args,
                                                  const Coefficients<acc_t>& coefficients,
@@ -536,44 +778,53 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
   BackwardWalker walker(
       args.rows,
       {&args.input, &args.target, &args.grad_output, &args.grad_input, &args.grad_target}, begin);
-  acc_t x_buffer[kBlock];
-  acc_t q[kBlock] = {};
-  acc_t grad[kBlock];
+  const ColumnsPlan plan(args);
+  const acc_t unsmoothed = coefficients.unsmoothed();
+  acc_t x_buffer[kColumns];
+  acc_t grad[kColumns];
+  acc_t weights[kBlock];
+  ProbabilityColumns<acc_t> p;
   RowGradients<acc_t> rows;
-  for (int64_t first = begin; first < end; first += kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, end - first));
+  for (int64_t first = begin; first < end; first += plan.rows) {
+    const int count = static_cast<int>(std::min<int64_t>(plan.rows, end - first));
     const int width = padded(count);
     walker.next(count);
     rows.load(args, coefficients, walker[1], walker[2], first, count);
-    for (int64_t c = 0; c < args.num_classes; ++c) {
-      const acc_t* x =
-          view_block(args.input, walker[0].shifted(c * args.input_class_stride), count, x_buffer);
-      const acc_t w = class_weight<acc_t>(args, c);
+    for (int64_t first_class = 0; first_class < args.num_classes; first_class += plan.classes) {
+      const int classes =
+          static_cast<int>(std::min<int64_t>(plan.classes, args.num_classes - first_class));
+      const Columns<acc_t> x = load_columns(
+          args.input, {walker[0], args.input_class_stride, first_class, classes, count}, x_buffer);
+      coefficients.load_weights(first_class, classes, weights);
       if (args.grad_input.data != nullptr) {
         if (args.dense()) {
-          coefficients.load_probabilities(walker[1].shifted(c * args.target_class_stride), count,
-                                          q);
+          p.load(args, walker[1], first_class, classes, count);
         }
-        for (int j = 0; j < width; ++j) {
-          const acc_t at_index = rows.index[j] == c ? rows.q_at_index[j] : acc_t(0);
-          grad[j] = rows.softmax(j).dense_gradient(x[j], rows.scale[j], rows.q_sum[j],
-                                                   q[j] * w + at_index);
+        for (int j = 0; j < width; j += kVector) {
+          args.dense() ? gradient_columns<Wanted::kInput, true>(x, p, weights, unsmoothed, rows,
+                                                                classes, j, width, grad)
+                       : gradient_columns<Wanted::kInput, false>(x, p, weights, unsmoothed, rows,
+                                                                 classes, j, width, grad);
+        }
+        if (!args.target_is_probability) {
+          gradient_at_indices(args, x, p, weights, rows, first_class, classes, count, grad);
         }
         if (!rows.all_have_loss) {
-          for (int j = 0; j < width; ++j) {
-            grad[j] = rows.has_loss[j] ? grad[j] : rows.without_loss[j];
+          for (int j = 0; j < width; j += kVector) {
+            silence_rows(rows, classes, j, width, grad);
           }
         }
-        store_block(args.grad_input, walker[3].shifted(c * args.grad_input_class_stride), count,
-                    grad);
+        store_columns(args.grad_input,
+                      {walker[3], args.grad_input_class_stride, first_class, classes, count}, grad);
       }
       if (args.grad_target.data != nullptr) {
-        const acc_t factor = coefficients.unsmoothed() * w;
-        for (int j = 0; j < width; ++j) {
-          grad[j] = rows.scale[j] * factor * rows.softmax(j).surprise(x[j]);
+        for (int j = 0; j < width; j += kVector) {
+          gradient_columns<Wanted::kTarget, true>(x, p, weights, unsmoothed, rows, classes, j,
+                                                  width, grad);
         }
-        store_block(args.grad_target, walker[4].shifted(c * args.grad_target_class_stride), count,
-                    grad);
+        store_columns(args.grad_target,
+                      {walker[4], args.grad_target_class_stride, first_class, classes, count},
+                      grad);
       }
     }
   }
@@ -655,25 +906,24 @@ void weight_gradient(const CrossEntropyBackwardArgs& args, const Coefficients<ac
 
 enum class Walk : int8_t { kRowByRow, kClassByClass };
 
-Walk choose_walk(const CrossEntropyArgs& args) {
-  // Below this, a block of classes would be padding for the most part, and reading a
-  // class with a stride costs less.
-  constexpr int64_t kFewClasses = 16;
-  // Classes further apart than this are those of an image, whose rows are neighbours. The rows'
-  // own strides do not count: a row's loss is the same alone and in a batch.
-  constexpr int64_t kNear = 16;
+Walk choose_walk(const CrossEntropyArgs& args, int64_t short_row) {
+  // The rows' own strides do not count: a row's loss is the same alone and in a batch.
   const bool near = std::abs(args.input_class_stride) <= kNear;
-  return near && args.num_classes > kFewClasses ? Walk::kRowByRow : Walk::kClassByClass;
+  return near && args.num_classes > short_row ? Walk::kRowByRow : Walk::kClassByClass;
 }
 
 // Rows of a chunk: by the size of the problem alone, never by the number of threads.
-int64_t rows_per_chunk(const CrossEntropyArgs& args) {
+int64_t rows_per_chunk(const CrossEntropyArgs& args, Walk walk) {
   const int64_t rows = std::max<int64_t>(kChunk / std::max<int64_t>(args.num_classes, 1), 1);
-  return choose_walk(args) == Walk::kRowByRow ? rows : divide_up(rows, kBlock) * kBlock;
+  if (walk == Walk::kRowByRow) {
+    return rows;
+  }
+  const int64_t block = ColumnsPlan(args).rows;
+  return divide_up(rows, block) * block;
 }
 
-int64_t num_chunks(const CrossEntropyArgs& args) {
-  return divide_up(args.rows.numel, rows_per_chunk(args));
+int64_t num_chunks(const CrossEntropyArgs& args, Walk walk) {
+  return divide_up(args.rows.numel, rows_per_chunk(args, walk));
 }
 
 template <typename Body>
@@ -684,15 +934,17 @@ void visit_acc_type(const CrossEntropyArgs& args, const Body& body) {
 }  // namespace
 
 int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
-  return args.reduction == Reduction::kNone ? 0 : 2 * num_chunks(args);
+  return args.reduction == Reduction::kNone ? 0
+                                            : 2 * num_chunks(args, choose_walk(args, kShortRow));
 }
 
 void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,
                                   Context context) {
   const bool none = args.reduction == Reduction::kNone;
-  const Walk walk = choose_walk(args);
-  const int64_t chunks = num_chunks(args);
-  const int64_t chunk_rows = rows_per_chunk(args);
+  std::atomic<bool> all_valid{true};
+  const Walk walk = choose_walk(args, kShortRow);
+  const int64_t chunks = num_chunks(args, walk);
+  const int64_t chunk_rows = rows_per_chunk(args, walk);
   visit_acc_type(args, [&](auto acc) {
     using acc_t = decltype(acc);
     const Coefficients<acc_t> coefficients(args);
@@ -704,6 +956,9 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
         walk == Walk::kRowByRow ? forward_row_by_row(args, coefficients, begin, end, sums)
                                 : forward_class_by_class(args, coefficients, begin, end, sums);
       });
+      if (!sums.all_valid) {
+        all_valid = false;
+      }
       if (!none) {
         scratch[2 * chunk] = sums.loss.total();
         scratch[2 * chunk + 1] = sums.weight.total();
@@ -720,7 +975,10 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
     store_operand(args.output, 0, result);
   }
   if (args.first_invalid_row != nullptr) {
-    launch_first_invalid_target(args, args.first_invalid_row, context);
+    *args.first_invalid_row = -1;
+    if (!all_valid) {
+      launch_first_invalid_target(args, args.first_invalid_row, context);
+    }
   }
   if (args.grad_input.data != nullptr) {
     launch_cross_entropy_backward(unit_backward(args), nullptr, context);
@@ -736,13 +994,13 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
   if (kept_is_right(args)) {
     return;
   }
-  const Walk walk = choose_walk(args);
-  const int64_t chunk_rows = rows_per_chunk(args);
+  const Walk walk = choose_walk(args, kShortGradientRow);
+  const int64_t chunk_rows = rows_per_chunk(args, walk);
   visit_acc_type(args, [&](auto acc) {
     using acc_t = decltype(acc);
     const Coefficients<acc_t> coefficients(args);
     if (args.grad_input.data != nullptr || args.grad_target.data != nullptr) {
-      parallel_for_each(context, num_chunks(args), [&](int64_t chunk) {
+      parallel_for_each(context, num_chunks(args, walk), [&](int64_t chunk) {
         const int64_t begin = chunk * chunk_rows;
         const int64_t end = std::min(begin + chunk_rows, args.rows.numel);
         with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {

@@ -69,16 +69,19 @@ int64_t num_chunks(const IterationSpace& space) { return divide_up(space.numel, 
 // ------------------------------------------------------------------- forward
 
 // Losses of elements [begin, end): stored, or summed into partial[0], their weights
-// into partial[1].
-template <typename acc_t, typename Term>
+// into partial[1]. Leaves the gradient for a grad_output of 1 where it is wanted, scale being
+// what all elements share; the operations are those of BackwardBlock.
+template <bool kGradient, typename acc_t, typename Term>
 LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const Term& term,
-                                       int64_t begin, int64_t end, double* partial) {
+                                       acc_t scale, int64_t begin, int64_t end, double* partial) {
   const bool has_weight = args.weight.data != nullptr;
-  BlockWalker<4> walker(args.space, {&args.input, &args.target, &args.weight, &args.output}, begin);
+  BlockWalker<5> walker(
+      args.space, {&args.input, &args.target, &args.weight, &args.output, &args.grad_input}, begin);
   acc_t x_buffer[kBlock];
   acc_t t_buffer[kBlock];
   acc_t weight[kBlock];
   acc_t loss[kBlock];
+  acc_t grad[kBlock];
   LaneSum loss_sum;
   LaneSum weight_sum;
   for (int64_t i = begin; i < end; i += kBlock) {
@@ -95,6 +98,12 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
       for (int j = 0; j < width; ++j) {
         loss[j] *= weight[j];
       }
+    }
+    if (kGradient) {
+      for (int j = 0; j < width; ++j) {
+        grad[j] = (has_weight ? weight[j] * scale : scale) * term.backward_input(x[j], t[j]);
+      }
+      store_block(args.grad_input, walker[4], count, grad);
     }
     if (args.reduction == Reduction::kNone) {
       store_block(args.output, walker[3], count, loss);
@@ -119,7 +128,6 @@ struct BackwardScalars {
   acc_t scale = 0;       // of the whole launch; none: each element has its own
   acc_t mean_share = 0;  // what the mean takes off the gradient of a weight
 
-  BackwardScalars() = default;
   explicit BackwardScalars(const ElementwiseBackwardArgs& args) {
     if (args.reduction != Reduction::kNone) {
       scale = reduction_scale<acc_t>(args);
@@ -374,19 +382,15 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
   const int64_t chunks = num_chunks(args.space);
   visit_types(args, [&](auto acc, auto term) {
     using acc_t = decltype(acc);
-    const auto scalars =
-        with_gradient ? BackwardScalars<acc_t>(backward) : BackwardScalars<acc_t>();
+    const acc_t scale = with_gradient ? BackwardScalars<acc_t>(backward).scale : acc_t(0);
     parallel_for_each(context, chunks, [&](int64_t chunk) {
       const int64_t begin = chunk * kChunk;
       const int64_t end = std::min(begin + kChunk, args.space.numel);
       double* partial = none ? nullptr : scratch + 2 * chunk;
-      with_widest_vectors(
-          [&]() LOSSOPS_ALWAYS_INLINE { forward_chunk<acc_t>(args, term, begin, end, partial); });
-      if (with_gradient) {  // while the chunk is in a cache
-        with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
-          backward_chunk<acc_t>(backward, scalars, term, begin, end);
-        });
-      }
+      with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+        with_gradient ? forward_chunk<true>(args, term, scale, begin, end, partial)
+                      : forward_chunk<false>(args, term, scale, begin, end, partial);
+      });
     });
   });
   if (none) {

@@ -9,6 +9,10 @@
 
 #include "losses/math.h"
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#endif
+
 #define LOSSOPS_ALWAYS_INLINE __attribute__((always_inline))
 
 namespace lossops::cpu {
@@ -19,11 +23,19 @@ enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 
 inline InstructionSet detect_instruction_set() {
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  // By hand: not every compiler's __builtin_cpu_supports knows it.
+  unsigned eax, ebx, ecx, edx;
+  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return avx2 && avx512 ? InstructionSet::kAvx512
                         : (avx2 ? InstructionSet::kAvx2 : InstructionSet::kBaseline);
+}
+
+inline InstructionSet instruction_set() {
+  static const InstructionSet detected = detect_instruction_set();
+  return detected;
 }
 
 template <typename Body>
@@ -39,8 +51,7 @@ call_with_avx512(const Body& body) {
 
 template <typename Body>
 void with_widest_vectors(const Body& body) {
-  static const InstructionSet instruction_set = detect_instruction_set();
-  switch (instruction_set) {
+  switch (instruction_set()) {
     case InstructionSet::kAvx512:
       return call_with_avx512(body);
     case InstructionSet::kAvx2:

@@ -44,6 +44,18 @@ LOSSOPS_HOST_DEVICE uint32_t bits_of_float(float value) {
   return bits;
 }
 
+LOSSOPS_HOST_DEVICE double double_from_bits(uint64_t bits) {
+  double value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+LOSSOPS_HOST_DEVICE uint64_t bits_of_double(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
 }  // namespace detail
 
 #if defined(__CUDACC__)
@@ -143,7 +155,8 @@ __device__ __forceinline__ acc_t log_quotient(acc_t a, acc_t b) {
 #else
 
 // Branch-free, so that loops over them vectorise; less than 1 ulp from the exact value
-// over all of fp32. Polynomials by the Remez algorithm.
+// over all of fp32, and about as much over fp64. Polynomials by the Remez algorithm, those of fp64
+// by Chebyshev interpolation.
 
 // x = 2^e (1 + r) with r in [-1/3, 1/3]; log x = e ln 2 + r - r^2/2 + r^3 P(r).
 LOSSOPS_HOST_DEVICE float log(float x) {
@@ -170,28 +183,40 @@ LOSSOPS_HOST_DEVICE float log(float x) {
   return x < infinity<float>() ? result : x;  // inf, NaN
 }
 
-// x = n ln 2 + r with |r| <= ln 2 / 2; exp x = 2^n (1 + r + r^2 P(r)).
-LOSSOPS_HOST_DEVICE float exp(float x) {
-  // Adding 1.5 2^23 rounds to an integer; the other addend makes its low bits a biased
-  // exponent. 2^n may be out of range where the result is not (subnormals, the largest
-  // floats), so the power is 2^(n + 64) or 2^(n - 1), and the rest comes last.
-  const bool negative = x < 0.0f;
-  const float round = 0x1.8p23f + (negative ? 127.0f + 64.0f : 127.0f - 1.0f);
-  const float rest = negative ? 0x1p-64f : 2.0f;
+namespace detail {
+
+// x = n ln 2 + r with |r| <= ln 2 / 2; exp x = 2^n (1 + r + r^2 P(r)). round is 1.5 2^23, which
+// rounds to an integer when it is added, plus what the low bits of `biased` shall have beside n.
+struct ExpParts {
+  uint32_t biased;  // n + what round has
+  float e;          // r + r^2 P(r)
+};
+
+template <typename... Lost>
+LOSSOPS_HOST_DEVICE ExpParts split_exp(float x, float round, Lost... lost) {
   const float biased = x * 0x1.715476p+0f + round;
-  const float power = detail::float_from_bits(detail::bits_of_float(biased) << 23);
   const float n = biased - round;
   // ln 2 in two parts: the product with the first is exact.
-  const float r = x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f;
+  const float r = ((x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f) + ... + lost);
   float p = 0x1.6a244ep-10f;
   p = p * r + 0x1.1239d4p-7f;
   p = p * r + 0x1.5558f2p-5f;
   p = p * r + 0x1.555492p-3f;
   p = p * r + 0x1.fffffcp-2f;
-  const float result = (p * (r * r) + r + 1.0f) * power * rest;
-  // Beyond these the power has wrapped around. A NaN passes.
-  const float not_over = x > 89.0f ? infinity<float>() : result;
-  return x < -104.0f ? 0.0f : not_over;
+  return {bits_of_float(biased), p * (r * r) + r};
+}
+
+}  // namespace detail
+
+LOSSOPS_HOST_DEVICE float exp(float x) {
+  // Beyond these exp is 0 or infinite. A NaN passes.
+  float clamped = -104.0f > x ? -104.0f : x;
+  clamped = 89.0f < clamped ? 89.0f : clamped;
+  // 2^n may be out of range where the result is not (subnormals, the largest floats): two factors.
+  const detail::ExpParts parts = detail::split_exp(clamped, 0x1.8p23f + 254.0f);
+  const uint32_t half = parts.biased >> 1;
+  const float power = detail::float_from_bits(half << 23);
+  return (parts.e * power + power) * detail::float_from_bits((parts.biased - half) << 23);
 }
 
 // log(u) of the rounded u = 1 + x, and what rounding took from it.
@@ -202,18 +227,93 @@ LOSSOPS_HOST_DEVICE float log1p(float x) {
   return u > 0.0f && u < infinity<float>() ? result + lost : result;
 }
 
-LOSSOPS_HOST_DEVICE double log(double x) { return std::log(x); }
-LOSSOPS_HOST_DEVICE double exp(double x) { return std::exp(x); }
-LOSSOPS_HOST_DEVICE double log1p(double x) { return std::log1p(x); }
+// x = 2^e (1 + f) with 1 + f in [sqrt 1/2, sqrt 2), s = f / (2 + f);
+// log x = e ln 2 + 2 s + s^3 P(s^2), and 2 s = f - f^2 / 2 + s f^2 / 2.
+LOSSOPS_HOST_DEVICE double log(double x) {
+  const bool subnormal = x < 0x1p-1022;
+  const double scaled = subnormal ? x * 0x1p54 : x;
+  constexpr uint64_t kRootOfHalf = 0x3fe6a09e667f3bcd;
+  const uint64_t offset = detail::bits_of_double(scaled) + (0x3ff0000000000000 - kRootOfHalf);
+  // As the low bits of 2^52: not every processor converts 64-bit integers in vectors.
+  const double exponent = detail::double_from_bits((offset >> 52) | 0x4330000000000000) -
+                          (0x1p52 + 1023.0 + (subnormal ? 54.0 : 0.0));
+  const double f = detail::double_from_bits((offset & 0xfffffffffffff) + kRootOfHalf) - 1.0;
+  const double s = f / (2.0 + f);
+  const double z = s * s;
+  double p = 0x1.2b5900de53b32p-3;
+  p = p * z + 0x1.39fe51a7c18f9p-3;
+  p = p * z + 0x1.7462b51cb66b1p-3;
+  p = p * z + 0x1.c71c62e3f11e6p-3;
+  p = p * z + 0x1.2492492df281ap-2;
+  p = p * z + 0x1.99999999952d7p-2;
+  p = p * z + 0x1.5555555555558p-1;
+  const double half_square = 0.5 * f * f;
+  // ln 2 in two parts: the product with the first is exact.
+  const double small = s * (half_square + z * p) + exponent * 0x1.a39ef35793c76p-33;
+  double result = exponent * 0x1.62e42feep-1 - ((half_square - small) - f);
+  result = x == 0.0 ? -infinity<double>() : result;
+  result = x < 0.0 ? quiet_nan<double>() : result;
+  return x < infinity<double>() ? result : x;  // inf, NaN
+}
+
+namespace detail {
+
+// As that of float; round is of 1.5 2^52.
+struct ExpPartsDouble {
+  uint64_t biased;
+  double e;
+};
+
+LOSSOPS_HOST_DEVICE ExpPartsDouble split_exp(double x, double round) {
+  const double biased = x * 0x1.71547652b82fep+0 + round;
+  const double n = biased - round;
+  const double r = x - n * 0x1.62e42feep-1 - n * 0x1.a39ef35793c76p-33;
+  double p = 0x1.1f730349868cep-29;
+  p = p * r + 0x1.af4de97ca4194p-26;
+  p = p * r + 0x1.27e4db646b17ep-22;
+  p = p * r + 0x1.71de0231960ebp-19;
+  p = p * r + 0x1.a01a01a6d889cp-16;
+  p = p * r + 0x1.a01a01abe7fe1p-13;
+  p = p * r + 0x1.6c16c16c162d4p-10;
+  p = p * r + 0x1.11111111100dcp-7;
+  p = p * r + 0x1.5555555555556p-5;
+  p = p * r + 0x1.5555555555557p-3;
+  p = p * r + 0x1p-1;
+  return {bits_of_double(biased), p * (r * r) + r};
+}
+
+}  // namespace detail
+
+LOSSOPS_HOST_DEVICE double exp(double x) {
+  double clamped = -746.0 > x ? -746.0 : x;
+  clamped = 710.0 < clamped ? 710.0 : clamped;
+  const detail::ExpPartsDouble parts = detail::split_exp(clamped, 0x1.8p52 + 2046.0);
+  const uint64_t half = parts.biased >> 1;
+  const double power = detail::double_from_bits(half << 52);
+  return (parts.e * power + power) * detail::double_from_bits((parts.biased - half) << 52);
+}
+
+LOSSOPS_HOST_DEVICE double log1p(double x) { return std::log1p(x); }  // of rows, not elements
 
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t max_number(acc_t a, acc_t b) {
   return a > b || b != b ? a : b;
 }
 
-template <bool kExact, typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t exp_in_sum(acc_t x) {
-  return exp(x);
+// exp of a term x <= 0 of a sum of exponentials; exactly 1 at 0, 0 for what is subnormal.
+template <bool kExact>
+LOSSOPS_HOST_DEVICE float exp_in_sum(float x) {
+  const float clamped = -88.0f > x ? -88.0f : x;  // there n is -127, and the power 0
+  const detail::ExpParts parts = detail::split_exp(clamped, 0x1.8p23f + 127.0f);
+  const float power = detail::float_from_bits(parts.biased << 23);
+  return parts.e * power + power;
+}
+template <bool kExact>
+LOSSOPS_HOST_DEVICE double exp_in_sum(double x) {
+  const double clamped = -709.0 > x ? -709.0 : x;  // there n is -1023, and the power 0
+  const detail::ExpPartsDouble parts = detail::split_exp(clamped, 0x1.8p52 + 1023.0);
+  const double power = detail::double_from_bits(parts.biased << 52);
+  return parts.e * power + power;
 }
 
 template <bool kExact, typename acc_t>
@@ -221,25 +321,15 @@ LOSSOPS_HOST_DEVICE acc_t log_in_sum(acc_t x) {
   return log(x);
 }
 
-// The same, within 1.5 units in the last place.
+// factor exp(x + lost) for x <= 0 and a lost that is nothing beside x, within 1.5 units in the last
+// place.
 LOSSOPS_HOST_DEVICE float exp_times(float factor, float x, float lost) {
-  // x = n ln 2 + r with |r| <= ln 2 / 2; exp x = 2^n (1 + r + r^2 P(r)). Adding 1.5 2^23 rounds to
-  // an integer; the other addend makes its low bits a biased exponent, of a power that is in
-  // range: where 2^n might not be, 2^(n + 64).
+  // Where 2^n might be out of range, the power is 2^(n + 64), and the rest comes last.
   const bool deep = x < -45.0f;
   const float round = 0x1.8p23f + (deep ? 127.0f + 64.0f : 127.0f);
-  const float biased = x * 0x1.715476p+0f + round;
-  const float power = detail::float_from_bits(detail::bits_of_float(biased) << 23);
-  const float n = biased - round;
-  // ln 2 in two parts: the product with the first is exact.
-  const float r = (x - n * 0x1.62ep-1f - n * 0x1.0bfbe8p-15f) + lost;
-  float p = 0x1.6a244ep-10f;
-  p = p * r + 0x1.1239d4p-7f;
-  p = p * r + 0x1.5558f2p-5f;
-  p = p * r + 0x1.555492p-3f;
-  p = p * r + 0x1.fffffcp-2f;
-  const float scaled = factor * power;
-  const float result = ((p * (r * r) + r) * scaled + scaled) * (deep ? 0x1p-64f : 1.0f);
+  const detail::ExpParts parts = detail::split_exp(x, round, lost);
+  const float scaled = factor * detail::float_from_bits(parts.biased << 23);
+  const float result = (parts.e * scaled + scaled) * (deep ? 0x1p-64f : 1.0f);
   return x < -131.0f ? factor * 0.0f : result;  // there the power wraps around; -inf
 }
 

@@ -109,6 +109,65 @@ void test_exp_and_log() {
   CHECK_CLOSE(math::log1p(std::numeric_limits<float>::quiet_NaN()), kNan, 0);
 }
 
+double ulp_distance(double got, long double want) {
+  int exponent;
+  std::frexp(static_cast<double>(want), &exponent);
+  const double unit = std::ldexp(1.0, std::max(exponent - 53, -1074));
+  return static_cast<double>(std::fabs(static_cast<long double>(got) - want)) / unit;
+}
+
+// As far as long double is wider than double.
+void test_exp_and_log_of_doubles() {
+  double worst_exp = 0;
+  double worst_exp_in_sum = 0;
+  double worst_log = 0;
+  std::mt19937_64 generator(1);
+  std::uniform_real_distribution<double> uniform;
+  for (int i = 0; i < 1000000; ++i) {
+    const double unit = uniform(generator);
+    for (const double x : {1454 * unit - 744.5, 2 * unit - 1.0, -40 * unit}) {
+      const long double want = std::exp(static_cast<long double>(x));
+      worst_exp = std::max(worst_exp, ulp_distance(math::exp(x), want));
+      if (x <= 0 && x > -708) {
+        worst_exp_in_sum =
+            std::max(worst_exp_in_sum, ulp_distance(math::exp_in_sum<true>(x), want));
+      }
+    }
+    for (const double x : {unit, 2 * unit, std::ldexp(1 + unit, i % 2040 - 1050)}) {
+      if (x > 0) {
+        const long double want = std::log(static_cast<long double>(x));
+        worst_log = std::max(worst_log, ulp_distance(math::log(x), want));
+      }
+    }
+  }
+  std::printf("ulp of doubles: exp %.3f, exp_in_sum %.3f, log %.3f\n", worst_exp, worst_exp_in_sum,
+              worst_log);
+  CHECK(worst_exp < 1.2);
+  CHECK(worst_exp_in_sum < 1.2);
+  CHECK(worst_log < 1.2);
+
+  CHECK_CLOSE(math::exp(-kInf), 0, 0);
+  CHECK_CLOSE(math::exp(kInf), kInf, 0);
+  CHECK_CLOSE(math::exp(709.79), kInf, 0);
+  CHECK_CLOSE(math::exp(0.0), 1, 0);
+  CHECK_CLOSE(math::exp(-0.0), 1, 0);
+  CHECK_CLOSE(math::exp(-DBL_MAX), 0, 0);
+  CHECK_CLOSE(math::exp(kNan), kNan, 0);
+  CHECK_CLOSE(math::exp_in_sum<true>(0.0), 1, 0);
+  CHECK_CLOSE(math::exp_in_sum<true>(-kInf), 0, 0);
+  CHECK_CLOSE(math::exp_in_sum<true>(kNan), kNan, 0);
+  CHECK_CLOSE(math::exp_in_sum<true>(0.0f), 1, 0);
+  CHECK_CLOSE(math::exp_in_sum<true>(-kInfFloat), 0, 0);
+  CHECK_CLOSE(math::exp_in_sum<true>(std::numeric_limits<float>::quiet_NaN()), kNan, 0);
+  CHECK_CLOSE(math::log(0.0), -kInf, 0);
+  CHECK_CLOSE(math::log(-0.0), -kInf, 0);
+  CHECK_CLOSE(math::log(kInf), kInf, 0);
+  CHECK_CLOSE(math::log(1.0), 0, 0);
+  CHECK_CLOSE(math::log(-1.0), kNan, 0);
+  CHECK_CLOSE(math::log(-kInf), kNan, 0);
+  CHECK_CLOSE(math::log(kNan), kNan, 0);
+}
+
 // -------------------------------------------------------------------- conversions
 
 // A format of 1 sign bit, exponent_bits and mantissa_bits, read by its definition.
@@ -425,6 +484,7 @@ int main() {
   using namespace lossops;
   test::subject() = "elementary functions";
   test_exp_and_log();
+  test_exp_and_log_of_doubles();
   test::subject() = "float16";
   test_conversions<half_t>(5, 10);
   test::subject() = "bfloat16";
