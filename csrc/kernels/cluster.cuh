@@ -23,14 +23,15 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// Stores at the address that `shared` has in the block of that rank.
-__device__ __forceinline__ void store_to_rank(uint32_t* shared, int rank, uint32_t value) {
+// What `shared` is in the block of that rank.
+template <typename T>
+__device__ __forceinline__ T* at_rank(T* shared, int rank) {
 #if __CUDA_ARCH__ >= 900
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
-  asm volatile("st.shared::cluster.u32 [%0], %1;" : : "r"(address), "r"(value) : "memory");
+  uint64_t address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
+  return reinterpret_cast<T*>(address);
+#else
+  return shared;
 #endif
 }
 

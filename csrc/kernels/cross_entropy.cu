@@ -16,6 +16,7 @@
 #include "kernels/cross_entropy_tile.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
+#include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
 #include "launchers.h"
 #include "losses/cross_entropy.h"
@@ -614,6 +615,36 @@ struct WideningLoader {
   }
 };
 
+// Twice over the row, in the order of the kernel for columns: where rows lie does not change a bit.
+template <bool kExact, typename Logit>
+__device__ __forceinline__ OnlineSoftmax<float> reduce_strided_row(Logit&& logit,
+                                                                   int64_t num_classes) {
+  OnlineSoftmax<float> state;
+#pragma unroll 8
+  for (int64_t c = 0; c < num_classes; ++c) {
+    state.max = math::max_number(logit(c), state.max);
+  }
+  const RowTerms<kExact> terms(state.max);
+  TermSum sum;
+  int64_t c = 0;
+#pragma unroll 2
+  for (; c + kColumnUnroll <= num_classes; c += kColumnUnroll) {
+    float values[kColumnUnroll];
+#pragma unroll
+    for (int i = 0; i < kColumnUnroll; ++i) {
+      values[i] = terms(logit(c + i));
+    }
+    sum.add(values, terms.unit);
+  }
+  for (; c < num_classes; ++c) {
+    float values[1] = {terms(logit(c))};
+    sum.add(values, terms.unit);
+  }
+  state.ones = static_cast<float>(sum.ones);
+  state.below = sum.below * terms.correction();
+  return state;
+}
+
 template <typename Loader, bool kDense>
 __global__ void __launch_bounds__(kThreads)
     cross_entropy_forward_strided_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -626,12 +657,19 @@ __global__ void __launch_bounds__(kThreads)
     int64_t offsets[3];
     row_offsets(args.rows, operands, row, offsets);
     const RowTarget<acc_t> target(args, offsets[1]);
-    RowSum<RowState<acc_t, kDense>> sum;
+    RowState<acc_t, kDense> state;
     acc_t x_at_index = 0;
     if (target.has_loss()) {
       const auto logit = [&](int64_t c) {
         return Loader::load(args.input, offsets[0] + c * args.input_class_stride);
       };
+      if constexpr (!kDense && std::is_same_v<acc_t, float>) {
+        state = reduce_strided_row<Loader::kExact>(logit, args.num_classes);
+        x_at_index = logit(target.index);
+        finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+        continue;
+      }
+      RowSum<RowState<acc_t, kDense>> sum;
       int64_t c = 0;
       for (; c + kClassUnroll <= args.num_classes; c += kClassUnroll) {
         acc_t x[kClassUnroll];
@@ -645,11 +683,12 @@ __global__ void __launch_bounds__(kThreads)
         const acc_t x[1] = {logit(c)};
         fold<Loader::kExact>(sum, x, target, c);
       }
+      state = sum.total();
       if constexpr (!kDense) {
         x_at_index = logit(target.index);
       }
     }
-    finish_row(args, target, sum.total(), x_at_index, row, offsets[2], partial);
+    finish_row(args, target, state, x_at_index, row, offsets[2], partial);
   }
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid(partial, partials, finalize);
@@ -919,24 +958,6 @@ bool targets_are_in_line(const CrossEntropyArgs& args) {
   return in_line;
 }
 
-// Whether every row of the gradient lies as the logits' row does, counted from the last boundary of
-// 16 bytes.
-bool gradient_lies_as_input(const CrossEntropyForwardArgs& args) {
-  if (args.grad_input.data == nullptr) {
-    return true;
-  }
-  const int64_t vector = kVectorBytes / bytes_of(args.input.dtype);
-  bool same = args.grad_input_class_stride == 1 &&
-              (reinterpret_cast<uintptr_t>(args.grad_input.data) -
-               reinterpret_cast<uintptr_t>(args.input.data)) %
-                      kVectorBytes ==
-                  0;
-  for (int dim = 0; dim < args.rows.ndim; ++dim) {
-    same = same && (args.grad_input.strides[dim] - args.input.strides[dim]) % vector == 0;
-  }
-  return same;
-}
-
 // Rows for the registers of a block. At these lengths they are 4 % faster there than staged, in
 // forward 12 %.
 bool rows_fit_registers(const CrossEntropyForwardArgs& args) {
@@ -947,8 +968,9 @@ bool rows_fit_registers(const CrossEntropyForwardArgs& args) {
          rows_are_contiguous(args, kFewClassesForward) && !args.dense();
 }
 
-// The kernel for these rows, of those that read them once. At most one of the plans has threads;
-// if none has, the kernels below take the rows.
+// The kernel for these rows, of those that read them once. At most one of the plans has threads; if
+// none has, the kernels below take the rows. It depends on the logits, not on whether there is a
+// gradient: the bits of a loss do not either.
 struct ReadOncePlan {
   ColumnPlan columns;
   TilePlan tiles;
@@ -960,12 +982,19 @@ struct ReadOncePlan {
       return;
     }
     columns = plan_columns(args);
-    if (columns.threads == 0 && gradient_lies_as_input(args)) {
+    if (columns.threads == 0) {
       tiles = plan_tiles(args);
-      if (tiles.threads == 0) {
-        staged = plan_staged_rows(args);
-      }
     }
+    if (columns.threads == 0 && tiles.threads == 0) {
+      staged = plan_staged_rows(args);
+    }
+  }
+
+  // Whether the kernel can write args.grad_input, too.
+  bool takes_gradient(const CrossEntropyForwardArgs& args) const {
+    return columns.threads > 0
+               ? lies_in_columns(args, args.grad_input, args.grad_input_class_stride)
+               : tiles.threads > 0 || gradient_lies_as_input(args);
   }
 
   bool exists() const { return max_blocks() > 0; }
@@ -992,6 +1021,22 @@ struct ReadOncePlan {
 bool one_pass_gradient(const CrossEntropyForwardArgs& args) {
   return args.grad_input.data != nullptr && rows_are_contiguous(args, kFewClassesForward) &&
          args.grad_input_class_stride == 1 && !args.acc_double && args.num_classes > 0;
+}
+
+struct ForwardPlan {
+  CrossEntropyForwardArgs args;  // grad_input only where the same kernel writes it
+  ReadOncePlan read_once;
+  int64_t blocks;  // at most
+};
+
+ForwardPlan forward_plan(CrossEntropyForwardArgs args) {
+  ReadOncePlan plan(args);
+  if (args.grad_input.data != nullptr &&
+      !(plan.exists() ? plan.takes_gradient(args) : one_pass_gradient(args))) {
+    args.grad_input.data = nullptr;
+    plan = ReadOncePlan(args);
+  }
+  return {args, plan, plan.exists() ? plan.max_blocks() : forward_blocks(args)};
 }
 
 // The kernels that read rows as they compute.
@@ -1030,28 +1075,26 @@ int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
   if (args.reduction == Reduction::kNone) {
     return 0;
   }
-  const ReadOncePlan plan(args);
-  const int64_t blocks = plan.exists() ? plan.max_blocks() : forward_blocks(args);
+  const int64_t blocks = forward_plan(args).blocks;
   return blocks * kPartialDoubles + denominator_blocks(args);
 }
 
-void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,
+void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, double* scratch,
                                   Context context) {
-  if (args.rows.numel == 0 && args.reduction == Reduction::kNone) {
+  if (all_args.rows.numel == 0 && all_args.reduction == Reduction::kNone) {
     return;
   }
   const auto stream = static_cast<cudaStream_t>(context);
   auto* const partials = reinterpret_cast<Partial*>(scratch);
-  const ReadOncePlan plan(args);
-  int64_t blocks = plan.exists() ? plan.max_blocks() : forward_blocks(args);
+  const auto [args, plan, max_blocks] = forward_plan(all_args);
+  int64_t blocks = max_blocks;
   Finalize finalize;
   finalize.output = args.output.data;
   finalize.dtype = args.output.dtype;
   finalize.mean = args.reduction == Reduction::kMean;
   finalize.denominator_is_weight = true;
   finalize.mean_terms = args.mean_terms;
-  const bool one_pass =
-      plan.exists() ? args.grad_input.data != nullptr : one_pass_gradient(args);
+  const bool one_pass = args.grad_input.data != nullptr;
   Denominator denominator;
   if (one_pass && finalize.mean) {
     denominator.count = denominator_blocks(args);
@@ -1072,10 +1115,11 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
   if (args.reduction != Reduction::kNone) {
     launch_grid_reduce(partials, blocks, finalize, stream);
   }
-  if (args.grad_input.data != nullptr && !one_pass) {
-    launch_cross_entropy_backward(unit_backward(args), nullptr, context);
+  if (all_args.grad_input.data != nullptr && !one_pass) {
+    launch_cross_entropy_backward(unit_backward(all_args), nullptr, context);
   }
 }
+
 int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args) {
   return args.grad_weight == nullptr
              ? 0

@@ -18,8 +18,6 @@ constexpr int kMaxThreads = 128;
 // A multiprocessor shall hold as many blocks. Half types have more rows a thread, and their states.
 template <typename scalar_t>
 constexpr int kMinBlocks = sizeof(scalar_t) == 2 ? 4 : 5;
-// Classes that a thread has in its registers at a time.
-constexpr int kUnroll = 4;
 // Several waves on any GPU. Measured on an H200: 660 to 16384 make no difference.
 constexpr int64_t kMaxBlocks = 4096;
 // What the threads of a block have in shared memory, at most.
@@ -73,20 +71,20 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
           math::max_number(to_acc<float>(maxima.get(i)), -math::infinity<float>()));
     }
     int c = 0;
-    for (; c + kUnroll <= num_classes; c += kUnroll) {
-      Vector<scalar_t> x[kUnroll];
+    for (; c + kColumnUnroll <= num_classes; c += kColumnUnroll) {
+      Vector<scalar_t> x[kColumnUnroll];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
+      for (int u = 0; u < kColumnUnroll; ++u) {
         x[u] = own[(c + u) * threads];
       }
       // One branch for all rows: those without the maximum's term here have nothing to count.
-      float values[kRows][kUnroll];
+      float values[kRows][kColumnUnroll];
       float partial_sums[kRows];
       bool counts = false;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
+        for (int u = 0; u < kColumnUnroll; ++u) {
           values[i][u] = terms[i](to_acc<float>(x[u].get(i)));
         }
         partial_sums[i] = pairwise_sum(values[i]);
@@ -127,7 +125,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
         softmax.below = sums[i].below * terms[i].correction();
         x_at_index = to_acc<float>(scalars[index * threads * kRows + i]);
       }
-      finish_indexed_row(args, index, weight, softmax, x_at_index, row + i,
+      finish_indexed_row(args, index, weight, softmax, 0.0f, x_at_index, row + i,
                          offsets[2] + i * args.output.strides[0], partial);
       if constexpr (kGradient) {
         const auto of_row = RowSoftmax<float>::of(softmax.max, softmax.rest(), scale, weight);
@@ -167,25 +165,21 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
 
 }  // namespace
 
+bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand, int64_t class_stride) {
+  const int64_t vector = kVectorBytes / (operand.dtype == DType::kFloat32 ? 4 : 2);
+  bool aligned = reinterpret_cast<uintptr_t>(operand.data) % kVectorBytes == 0 &&
+                 args.rows.ndim >= 1 && args.rows.sizes[0] % vector == 0 &&
+                 operand.strides[0] == 1 && class_stride % vector == 0;
+  for (int dim = 1; dim < args.rows.ndim; ++dim) {
+    aligned = aligned && operand.strides[dim] % vector == 0;
+  }
+  return aligned;
+}
+
 ColumnPlan plan_columns(const CrossEntropyForwardArgs& args) {
   ColumnPlan plan;
-  const int64_t size = args.input.dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t vector = kVectorBytes / size;
-  const bool gradient = args.grad_input.data != nullptr;
-  if (args.dense() || args.input.dtype == DType::kFloat64 || args.acc_double ||
-      args.num_classes < 1 || args.rows.ndim < 1 || args.rows.sizes[0] % vector != 0) {
-    return plan;
-  }
-  const auto fits = [&](const Operand& operand, int64_t class_stride) {
-    bool aligned = reinterpret_cast<uintptr_t>(operand.data) % kVectorBytes == 0 &&
-                   operand.strides[0] == 1 && class_stride % vector == 0;
-    for (int dim = 1; dim < args.rows.ndim; ++dim) {
-      aligned = aligned && operand.strides[dim] % vector == 0;
-    }
-    return aligned;
-  };
-  if (!fits(args.input, args.input_class_stride) ||
-      (gradient && !fits(args.grad_input, args.grad_input_class_stride))) {
+  if (args.dense() || args.acc_double || args.input_class_stride == 1 ||
+      !lies_in_columns(args, args.input, args.input_class_stride)) {
     return plan;
   }
   int threads = kMaxThreads;
@@ -195,6 +189,7 @@ ColumnPlan plan_columns(const CrossEntropyForwardArgs& args) {
   if (threads * args.num_classes * kVectorBytes > kMaxSharedBytes) {
     return plan;
   }
+  const int64_t vector = kVectorBytes / (args.input.dtype == DType::kFloat32 ? 4 : 2);
   plan.threads = threads;
   plan.blocks =
       std::clamp<int64_t>((args.rows.numel / vector + threads - 1) / threads, 1, kMaxBlocks);

@@ -8,10 +8,16 @@
 
 namespace lossops::cuda {
 
+// Classes that a thread sums up at a time.
+constexpr int kColumnUnroll = 4;
+
 struct ColumnPlan {
   int threads = 0;  // of a block; 0: these rows are not for this kernel
   int64_t blocks = 0;
 };
+
+// Whether rows of logits, or of their gradient, lie side by side, in whole vectors.
+bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand, int64_t class_stride);
 
 // logits of fp32, fp16 or bf16, class indices without smoothing, few classes.
 ColumnPlan plan_columns(const CrossEntropyForwardArgs& args);

@@ -7,6 +7,7 @@
 #include "cross_entropy_row.h"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/row_terms.cuh"
+#include "kernels/vectorized.cuh"
 #include "launchers.h"
 #include "losses/cross_entropy.h"
 
@@ -29,6 +30,18 @@ __device__ __forceinline__ void row_offsets(const IterationSpace& rows,
     offsets[n] = 0;
   }
   strided_offsets(rows, operands, row, offsets);
+}
+
+// The same of one operand, without the divisions of several dimensions where there is one.
+__device__ __forceinline__ int64_t row_offset(const IterationSpace& rows, const Operand& operand,
+                                              int64_t row) {
+  if (rows.ndim <= 1) {
+    return row * operand.strides[0];
+  }
+  const Operand* const operands[1] = {&operand};
+  int64_t offsets[1];
+  row_offsets(rows, operands, row, offsets);
+  return offsets[0];
 }
 
 // What one row leaves behind, once its state is complete. x_at_index is the logit of the
@@ -84,23 +97,49 @@ __device__ __forceinline__ float row_weight(const CrossEntropyArgs& args, int in
   return index >= 0 ? class_weight<float>(args, index) : 0.0f;
 }
 
+// The coefficients of a row with label smoothing and no class weights: RowTarget::coefficient().
+struct SmoothedIndex {
+  static constexpr float kSum = 1;  // Q
+  float at_index;
+  float other;
+
+  __device__ __forceinline__ explicit SmoothedIndex(const CrossEntropyArgs& args) {
+    const auto smoothing = static_cast<float>(args.label_smoothing);
+    const auto per_class =
+        static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes));
+    at_index = smoothed(1.0f, smoothing, per_class);
+    other = smoothed(0.0f, smoothing, per_class);
+  }
+};
+
 // The gradient of all logits of a row that has no loss.
 __device__ __forceinline__ float gradient_without_loss(int index) {
   return index == kIgnoredRow ? 0.0f : math::quiet_nan<float>();
 }
 
-// As finish_row(): what one row leaves behind.
+// As finish_row(): what one row leaves behind. kSmooth: with label smoothing and no class weights;
+// distance is then the sum of max - x.
+template <bool kSmooth = false>
 __device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs& args, int index,
                                                    float weight, const OnlineSoftmax<float>& softmax,
-                                                   float x_at_index, int64_t row,
+                                                   float distance, float x_at_index, int64_t row,
                                                    int64_t output_offset, Partial& partial) {
   float loss = gradient_without_loss(index);
   if (index >= 0) {
-    loss = sparse_row_loss(softmax.max, softmax.rest(), x_at_index, weight);
+    if constexpr (kSmooth) {
+      const SmoothedIndex q(args);
+      loss = dense_row_loss(softmax.rest(), SmoothedIndex::kSum,
+                            q.other * distance + (q.at_index - q.other) * (softmax.max - x_at_index));
+    } else {
+      loss = sparse_row_loss(softmax.max, softmax.rest(), x_at_index, weight);
+    }
   }
   const RowStats<float> stats(args.row_stats, args.rows.numel);
   stats.max[row] = softmax.max;
   stats.rest[row] = softmax.rest();
+  if constexpr (kSmooth) {
+    stats.q_sum[row] = SmoothedIndex::kSum;
+  }
   if (args.reduction == Reduction::kNone) {
     store_operand<float>(args.output, output_offset, loss);
   }
@@ -129,17 +168,29 @@ struct LogitGradient {
   __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<acc_t>& softmax_)
       : softmax(softmax_) {}
   __device__ __forceinline__ acc_t operator()(acc_t x) const { return softmax.gradient(x); }
+  // scale (Q softmax(x) - q), for a row of dense coefficients
+  __device__ __forceinline__ acc_t dense(acc_t x, acc_t scale, acc_t q_sum, acc_t q) const {
+    return softmax.dense_gradient(x, scale, q_sum, q);
+  }
 };
 
 template <>
 struct LogitGradient<float, false> {
+  RowSoftmax<float> softmax;
   RowTerms<false> terms;
+  float correction = 1;
   float factor = 0;
 
   LogitGradient() = default;
-  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax)
-      : terms(softmax.max), factor(softmax.factor * terms.correction()) {}
+  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax_)
+      : softmax(softmax_),
+        terms(softmax_.max),
+        correction(terms.correction()),
+        factor(softmax_.factor * correction) {}
   __device__ __forceinline__ float operator()(float x) const { return factor * terms(x); }
+  __device__ __forceinline__ float dense(float x, float scale, float q_sum, float q) const {
+    return softmax.dense_gradient_of(terms(x) * correction, scale, q_sum, q);
+  }
 };
 
 // Everything of a row that its gradients need.
@@ -183,7 +234,7 @@ struct RowGradient {
   // The same but at the class index.
   __device__ __forceinline__ acc_t of_other_logit(acc_t x, int64_t c) const {
     if constexpr (kDense) {
-      return softmax.dense_gradient(x, scale, q_sum, target.coefficient(c));
+      return logit_gradient.dense(x, scale, q_sum, target.coefficient(c));
     } else {
       return logit_gradient(x);
     }
@@ -274,6 +325,24 @@ __device__ __forceinline__ RowSummary<acc_t> summarize(const State& state, acc_t
     summary.q_sum = state.q_sum;
   }
   return summary;
+}
+
+// Whether every row of the gradient lies as the logits' row does, counted from the last boundary of
+// 16 bytes. fp32 and half types.
+inline bool gradient_lies_as_input(const CrossEntropyForwardArgs& args) {
+  if (args.grad_input.data == nullptr) {
+    return true;
+  }
+  const int64_t vector = kVectorBytes / (args.input.dtype == DType::kFloat32 ? 4 : 2);
+  bool same = args.grad_input_class_stride == 1 &&
+              (reinterpret_cast<uintptr_t>(args.grad_input.data) -
+               reinterpret_cast<uintptr_t>(args.input.data)) %
+                      kVectorBytes ==
+                  0;
+  for (int dim = 0; dim < args.rows.ndim; ++dim) {
+    same = same && (args.grad_input.strides[dim] - args.input.strides[dim]) % vector == 0;
+  }
+  return same;
 }
 
 }  // namespace lossops::cuda

@@ -40,8 +40,8 @@ constexpr int kGranuleUnroll = 4;
 constexpr int kBatch = 16;
 // Rows without gradients whose pieces wait to be put together.
 constexpr int kGroup = 8;
-// Of the softmax of a piece: max, ones, below.
-constexpr int kStateWords = 3;
+// Of the state of a piece, or of a row.
+constexpr int kStateWords = 4;
 
 // What a block needs to know of a row.
 struct alignas(16) StagedRow {
@@ -105,33 +105,27 @@ struct Pieces {
   int size;  // elements, a multiple of those of a granule
 };
 
-// Offsets of one row, without the divisions of several dimensions where there is one.
-template <int N>
-__device__ __forceinline__ void staged_offsets(const IterationSpace& rows,
-                                               const Operand* const (&operands)[N], int64_t row,
-                                               int64_t (&offsets)[N]) {
-  if (rows.ndim == 1) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      offsets[n] = row * operands[n]->strides[0];
-    }
-  } else {
-    row_offsets(rows, operands, row, offsets);
-  }
-}
-
 template <typename scalar_t>
 __device__ __forceinline__ StagedRow find_row(const CrossEntropyForwardArgs& args, int64_t row) {
-  const Operand* const operands[3] = {&args.input, &args.target, &args.grad_input};
-  int64_t offsets[3];
-  staged_offsets(args.rows, operands, row, offsets);
   StagedRow result;
-  result.logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-  result.gradient = static_cast<scalar_t*>(args.grad_input.data) + offsets[2];
-  result.index = checked_index(args, load_class_index(args.target, offsets[1]));
+  result.logits = static_cast<const scalar_t*>(args.input.data) + row_offset(args.rows, args.input, row);
+  result.gradient = static_cast<scalar_t*>(args.grad_input.data) + row_offset(args.rows, args.grad_input, row);
+  result.index = checked_index(args, load_class_index(args.target, row_offset(args.rows, args.target, row)));
   result.weight = row_weight(args, result.index);
   return result;
 }
+
+// What is known of a piece, or of a row.
+struct StagedState : OnlineSoftmax<float> {
+  float distance = 0;  // sum of max - x; label smoothing
+
+  __device__ __forceinline__ void publish(uint32_t* words, int pieces) const {
+    words[0] = __float_as_uint(max);
+    words[pieces] = __float_as_uint(ones);
+    words[2 * pieces] = __float_as_uint(below);
+    words[3 * pieces] = __float_as_uint(distance);
+  }
+};
 
 // A warp's buffer for pieces, and the piece that is in it or on its way.
 template <typename scalar_t>
@@ -168,15 +162,16 @@ struct PieceStage {
 
   __device__ __forceinline__ Vector<scalar_t> load(int g) const { return load_vector(elements, g); }
 
-  // Softmax of the piece.
-  __device__ __forceinline__ OnlineSoftmax<float> reduce() {
+  // The state of the piece.
+  template <bool kSmooth>
+  __device__ __forceinline__ StagedState reduce() {
     arrived.wait(parity);
     parity ^= 1;
     uint32_t maxima = lowest_word<scalar_t>();
     granules.for_each_whole(
         lane, [&](int g) { return load(g); },
         [&](int, const Vector<scalar_t>& x) { maxima = max_of_vector(x, maxima); });
-    OnlineSoftmax<float> state;
+    StagedState state;
     state.max = max_of_elements<scalar_t>(maxima);
     if (edge >= 0) {
       elements[edge] = x_at_edge;
@@ -186,22 +181,27 @@ struct PieceStage {
     state.max = warp_max(state.max);
     const RowTerms<kExactExponentials<scalar_t>> terms(state.max);
     TermSum sum;
-    add_terms<scalar_t>(sum, terms, reinterpret_cast<const uint32_t*>(elements), granules.phase,
+    add_terms<scalar_t, kSmooth>(sum, terms, reinterpret_cast<const uint32_t*>(elements), granules.phase,
                         granules.count, lane);
     state.below = warp_sum(sum.below) * terms.correction();
     state.ones = static_cast<float>(warp_sum(sum.ones));
+    if constexpr (kSmooth) {
+      state.distance = warp_sum(sum.distance);
+    }
     return state;
   }
 };
 
 // The states of a row's pieces, put together by a warp: in every lane.
-__device__ __forceinline__ OnlineSoftmax<float> combine_pieces(const uint32_t* states, int pieces,
-                                                               int lane) {
+template <bool kSmooth>
+__device__ __forceinline__ StagedState combine_pieces(const uint32_t* states, const Pieces& cut,
+                                                      int num_classes, int lane) {
+  const int pieces = cut.count;
   float max = -math::infinity<float>();
   for (int i = lane; i < pieces; i += kWarpSize) {
     max = math::max_number(__uint_as_float(states[i]), max);
   }
-  OnlineSoftmax<float> total;
+  StagedState total;
   total.max = warp_max(max);
   const float shift = softmax_shift(total.max);
   for (int i = lane; i < pieces; i += kWarpSize) {
@@ -212,11 +212,20 @@ __device__ __forceinline__ OnlineSoftmax<float> combine_pieces(const uint32_t* s
       total.ones += ones;
       total.below += below;
     } else {
-      total.below += (ones + below) * math::exp_in_sum<true>(piece_max - shift);
+      total.below += (ones + below) * math::exp(piece_max - shift);
     }
   }
   total.ones = warp_sum(total.ones);
   total.below = warp_sum(total.below);
+  if constexpr (kSmooth) {
+    for (int i = lane; i < pieces; i += kWarpSize) {
+      // From the maximum of the piece to that of the row.
+      const int count = min(cut.size, num_classes - i * cut.size);
+      const float moved = shift - softmax_shift(__uint_as_float(states[i]));
+      total.distance += __uint_as_float(states[3 * pieces + i]) + static_cast<float>(count) * moved;
+    }
+    total.distance = warp_sum(total.distance);
+  }
   return total;
 }
 
@@ -243,8 +252,8 @@ struct RowBatches {
   }
 
   // By a warp whose lanes have the softmax of a row each.
-  __device__ __forceinline__ void finish(int batch, const OnlineSoftmax<float>& softmax,
-                                         Partial& partial) {
+  template <bool kSmooth>
+  __device__ __forceinline__ void finish(int batch, const StagedState& state, Partial& partial) {
     const int n = batch * kBatch + lane;
     if (lane >= kBatch || n >= count) {
       return;
@@ -255,19 +264,14 @@ struct RowBatches {
     if (row.index >= 0) {
       x_at_index = to_acc<float>(static_cast<const scalar_t*>(row.logits)[row.index]);
     }
-    int64_t offsets[1] = {};
-    if (args.reduction == Reduction::kNone) {
-      const Operand* const operands[1] = {&args.output};
-      staged_offsets(args.rows, operands, number, offsets);
-    }
-    finish_indexed_row(args, row.index, row.weight, softmax, x_at_index, number, offsets[0],
-                       partial);
+    finish_indexed_row<kSmooth>(args, row.index, row.weight, state, state.distance, x_at_index,
+                                number, args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, number) : 0, partial);
   }
 };
 
 // One row after the other, its pieces spread over the block's warps. The warps meet once in kGroup
 // rows.
-template <typename scalar_t>
+template <typename scalar_t, bool kSmooth>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     cross_entropy_forward_staged_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                         Pieces pieces, int buffer_bytes,
@@ -302,18 +306,20 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                   piece * pieces.size, pieces.size);
     }
   };
-  OnlineSoftmax<float> finished;
+  StagedState finished;
   Partial partial;
   // Puts the rows [n - kGroup, n) together.
   const auto finish_group = [&](int n) {
     for (int m = max(0, (n - 1) / kGroup * kGroup); m < n; ++m) {
-      const auto softmax = batches.row(m).index >= 0 ? combine_pieces(states_of(m), pieces.count, lane)
-                                                     : OnlineSoftmax<float>{};
+      StagedState state;
+      if (batches.row(m).index >= 0) {
+        state = combine_pieces<kSmooth>(states_of(m), pieces, num_classes, lane);
+      }
       if (lane == m % kBatch) {
-        finished = softmax;
+        finished = state;
       }
       if (m % kBatch == kBatch - 1 || m == batches.count - 1) {
-        batches.finish(m / kBatch, finished, partial);
+        batches.template finish<kSmooth>(m / kBatch, finished, partial);
       }
     }
   };
@@ -332,17 +338,15 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
         }
       }
     }
-    OnlineSoftmax<float> current;
+    StagedState current;
     for (int piece = warp; piece < pieces.count; piece += warps) {
       if (batches.row(n).index >= 0) {
-        const OnlineSoftmax<float> state = stage.reduce();
+        const StagedState state = stage.template reduce<kSmooth>();
         __syncwarp();
         if (pieces.count == 1) {
           current = state;
         } else if (lane == 0) {
-          states_of(n)[piece] = __float_as_uint(state.max);
-          states_of(n)[pieces.count + piece] = __float_as_uint(state.ones);
-          states_of(n)[2 * pieces.count + piece] = __float_as_uint(state.below);
+          state.publish(states_of(n) + piece, pieces.count);
         }
       }
       if (piece + warps < pieces.count) {
@@ -356,7 +360,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
         finished = current;
       }
       if (n % kBatch == kBatch - 1 || n == batches.count - 1) {
-        batches.finish(n / kBatch, finished, partial);
+        batches.template finish<kSmooth>(n / kBatch, finished, partial);
       }
     }
   }
@@ -374,27 +378,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
 }
 
-template <bool kCluster>
-__device__ __forceinline__ void publish_state(uint32_t* states, const OnlineSoftmax<float>& state,
-                                              int piece, int pieces, int lane, int cluster) {
-  const uint32_t words[kStateWords] = {__float_as_uint(state.max), __float_as_uint(state.ones),
-                             __float_as_uint(state.below)};
-#pragma unroll
-  for (int i = 0; i < kStateWords; ++i) {
-    uint32_t* const slot = states + i * pieces + piece;
-    if constexpr (kCluster) {
-      if (lane < cluster) {
-        store_to_rank(slot, lane, words[i]);
-      }
-    } else if (lane == 0) {
-      *slot = words[i];
-    }
-  }
-}
-
 // One row after the other, a piece a warp: of the block's warps, or of a cluster's. Each warp keeps
 // its piece until its gradient is written, and loads its piece of the next row meanwhile.
-template <typename scalar_t, bool kCluster>
+template <typename scalar_t, bool kSmooth, bool kCluster>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     cross_entropy_gradient_staged_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                          Pieces pieces, int cluster, int buffer_bytes,
@@ -429,6 +415,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     batches.prepare(0);
   }
   const float scale = unit_scale<float>(args, denominator);
+  const SmoothedIndex q(args);
   __syncthreads();
   const auto start = [&](int n) {
     if (n < batches.count && batches.row(n).index >= 0) {
@@ -439,7 +426,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   if constexpr (kCluster) {
     cluster_sync();  // all blocks run before one stores to another
   }
-  OnlineSoftmax<float> finished;
+  StagedState finished;
   Partial partial;
   start(0);
   for (int n = 0; n < batches.count; ++n) {
@@ -448,18 +435,24 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     if (n % kBatch == 1 && warp == warps - 1) {
       batches.prepare(n / kBatch + 1);
     }
-    OnlineSoftmax<float> state;
+    StagedState state;
     if (row.index >= 0) {
-      state = stage.reduce();
+      state = stage.template reduce<kSmooth>();
       if (kCluster || warps > 1) {
         uint32_t* const row_states = states + n % 2 * kStateWords * pieces.count;
-        publish_state<kCluster>(row_states, state, piece, pieces.count, lane, cluster);
         if constexpr (kCluster) {
+          // To each block by a lane.
+          if (lane < cluster) {
+            state.publish(at_rank(row_states, lane) + piece, pieces.count);
+          }
           cluster_sync();
         } else {
+          if (lane == 0) {
+            state.publish(row_states + piece, pieces.count);
+          }
           __syncthreads();
         }
-        state = combine_pieces(row_states, pieces.count, lane);
+        state = combine_pieces<kSmooth>(row_states, pieces, num_classes, lane);
       } else {
         __syncwarp();
       }
@@ -471,8 +464,12 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
     auto* const gradient = static_cast<scalar_t*>(row.gradient) + begin - stage.granules.phase;
     if (row.index >= 0) {
-      const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, row.weight);
-      const LogitGradient<float, kExactExponentials<scalar_t>> gradient_of(softmax);
+      const float q_sum = kSmooth ? SmoothedIndex::kSum : row.weight;
+      const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, q_sum);
+      const LogitGradient<float, kExactExponentials<scalar_t>> of_logit(softmax);
+      const auto gradient_of = [&](float x) {
+        return kSmooth ? of_logit.dense(x, scale, q_sum, q.other) : of_logit(x);
+      };
       stage.granules.for_each_whole(
           lane, [&](int g) { return stage.load(g); },
           [&](int g, const Vector<scalar_t>& x) {
@@ -490,8 +487,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       if (row.index >= begin && row.index < begin + stage.granules.count) {
         const int at = row.index - begin + stage.granules.phase;
         if (at == stage.edge || stage.granules.has(at, lane)) {
-          gradient[at] =
-              from_acc<scalar_t>(softmax.gradient_at_index(to_acc<float>(stage.elements[at])));
+          const float x = to_acc<float>(stage.elements[at]);
+          gradient[at] = from_acc<scalar_t>(kSmooth ? of_logit.dense(x, scale, q_sum, q.at_index)
+                                                    : softmax.gradient_at_index(x));
         }
       }
       __syncwarp();
@@ -505,7 +503,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
     start(n + 1);
     if (warp == 0 && rank == 0 && (n % kBatch == kBatch - 1 || n == batches.count - 1)) {
-      batches.finish(n / kBatch, finished, partial);
+      batches.template finish<kSmooth>(n / kBatch, finished, partial);
     }
   }
   if constexpr (kCluster) {
@@ -551,7 +549,8 @@ StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
   const int size = args.input.dtype == DType::kFloat32 ? 4 : 2;
   const int64_t bytes = args.num_classes * size;
   const DeviceLimits limits = current_device_limits();
-  if (!limits.hopper || args.dense() || args.acc_double || args.input_class_stride != 1 ||
+  const bool supported = !args.dense() || (!args.target_is_probability && args.weight == nullptr);
+  if (!limits.hopper || !supported || args.acc_double || args.input_class_stride != 1 ||
       bytes < kMinRowBytes || bytes > int64_t{kMaxClusterShare} * kMaxCluster) {
     return plan;
   }
@@ -615,13 +614,17 @@ int64_t launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan
   visit_floating(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     if constexpr (sizeof(scalar_t) <= 4) {
-      if (args.grad_input.data == nullptr) {
-        launch(cross_entropy_forward_staged_kernel<scalar_t>);
-      } else if (plan.cluster > 1) {
-        launch(cross_entropy_gradient_staged_kernel<scalar_t, true>, plan.cluster);
-      } else {
-        launch(cross_entropy_gradient_staged_kernel<scalar_t, false>, 1);
-      }
+      const auto launch_kind = [&](auto smooth) {
+        constexpr bool kSmooth = decltype(smooth)::value;
+        if (args.grad_input.data == nullptr) {
+          launch(cross_entropy_forward_staged_kernel<scalar_t, kSmooth>);
+        } else if (plan.cluster > 1) {
+          launch(cross_entropy_gradient_staged_kernel<scalar_t, kSmooth, true>, plan.cluster);
+        } else {
+          launch(cross_entropy_gradient_staged_kernel<scalar_t, kSmooth, false>, 1);
+        }
+      };
+      args.dense() ? launch_kind(std::true_type{}) : launch_kind(std::false_type{});
     }
   });
   return blocks;

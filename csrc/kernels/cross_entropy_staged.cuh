@@ -25,7 +25,7 @@ struct StagedPlan {
   int64_t max_blocks = 0;
 };
 
-// logits of fp32, fp16 or bf16, contiguous classes, class indices without smoothing.
+// logits of fp32, fp16 or bf16, contiguous classes, class indices; not both smoothing and weights.
 StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args);
 
 // Says how many blocks there are.

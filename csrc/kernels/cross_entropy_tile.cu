@@ -34,9 +34,9 @@ constexpr int kMaxLaneWords = 56;
 
 // How a warp cuts the rows. A step of a tile is a row for each of its teams.
 struct TileShape {
-  int steps;             // of a tile
-  int padding;           // granules between rows in shared memory, against bank conflicts
-  int bytes;             // of a warp's buffer
+  int steps;              // of a tile
+  int padding;            // granules between rows in shared memory, against bank conflicts
+  int bytes;              // of a warp's buffer
   uint32_t rows_of_2_20;  // 2^20 over a row's granules, rounded up: divides a granule's number
 
   __device__ __forceinline__ int padded(int granule) const {
@@ -45,14 +45,46 @@ struct TileShape {
   }
 };
 
-// kTeam: lanes that share a row. kOdd: rows may start in the middle of a 32-bit word.
-template <typename scalar_t, int kTeam, bool kGradient, bool kOdd>
+// Where the rows of a tile start in shared memory: at 32-bit words, or in the middle of one; or each
+// is copied there by itself, because they do not follow one another in logits or gradient.
+enum class Rows : int8_t { kAtWords, kWithinWords, kWithGaps };
+
+// Rows with gaps, element by element: slower, but the order of the sums is the same.
+template <typename scalar_t>
+__device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, scalar_t* elements,
+                                       int pitch, int64_t first_row, int rows) {
+  for (int r = 0; r < rows; ++r) {
+    const auto* const logits = static_cast<const scalar_t*>(args.input.data) +
+                               row_offset(args.rows, args.input, first_row + r);
+    for (int c = static_cast<int>(threadIdx.x) % kWarpSize; c < args.num_classes; c += kWarpSize) {
+      elements[r * pitch + c] = logits[c];
+    }
+  }
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
+                                        const scalar_t* elements, int pitch, int64_t first_row,
+                                        int rows) {
+  for (int r = 0; r < rows; ++r) {
+    auto* const gradient = static_cast<scalar_t*>(args.grad_input.data) +
+                           row_offset(args.rows, args.grad_input, first_row + r);
+    for (int c = static_cast<int>(threadIdx.x) % kWarpSize; c < args.num_classes; c += kWarpSize) {
+      gradient[c * args.grad_input_class_stride] = elements[r * pitch + c];
+    }
+  }
+}
+
+// kTeam: lanes that share a row.
+template <typename scalar_t, int kTeam, bool kGradient, Rows kRows>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     cross_entropy_forward_tile_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                       const TileShape shape, Denominator denominator,
                                       Partial* partials, Finalize finalize) {
   constexpr int kSize = kVectorSize<scalar_t>;
   constexpr int kPerWord = kWordElements<scalar_t>;
+  constexpr bool kGaps = kRows == Rows::kWithGaps;
+  constexpr bool kOdd = kRows == Rows::kWithinWords;
   extern __shared__ uint4 dynamic[];
   __shared__ CopyBarrier barriers[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -61,7 +93,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int member = lane % kTeam;
   const int tile_rows = shape.steps * kRowsAtATime;
   const int num_classes = static_cast<int>(args.num_classes);
-  const int pitch = num_classes + shape.padding * kSize;
+  const int pitch = kGaps ? (num_classes + kPerWord - 1) / kPerWord * kPerWord
+                          : num_classes + shape.padding * kSize;
+  const auto offset_of = [&](const Operand& operand, int64_t row) {
+    return kGaps ? row_offset(args.rows, operand, row) : row * operand.strides[0];
+  };
   auto* const buffer = reinterpret_cast<char*>(dynamic) + warp * shape.bytes;
   auto* const elements = reinterpret_cast<scalar_t*>(buffer);
   auto* const all_words = reinterpret_cast<uint32_t*>(buffer);
@@ -92,6 +128,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     const int64_t first_row = tile * tile_rows;
     const int rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
+    if constexpr (kGaps) {
+      load_rows(args, elements, pitch, first_row, rows);
+      return;
+    }
     first_element = first_row * num_classes;
     phase = static_cast<int>(reinterpret_cast<uintptr_t>(input + first_element) % kVectorBytes /
                              sizeof(scalar_t));
@@ -121,12 +161,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
     }
   };
-  // The class index of a row, or why it has none.
+  // checked_index() of a row, or of one that does not exist.
   const auto load_index = [&](int64_t row) {
     if (row >= args.rows.numel) {
       return kIgnoredRow;
     }
-    const int64_t index = load_class_index(args.target, row * args.target.strides[0]);
+    const int64_t index = load_class_index(args.target, offset_of(args.target, row));
     return checked_index(args, index);
   };
 
@@ -134,8 +174,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   start(tile);
   int next_index = load_index(tile * tile_rows + lane / kTeam);
   for (; tile < tiles; tile += tile_stride) {
-    arrived.wait(parity);
-    parity ^= 1;
+    if constexpr (!kGaps) {
+      arrived.wait(parity);
+      parity ^= 1;
+    }
     if (edge >= 0) {
       elements[edge] = x_at_edge;
     }
@@ -209,8 +251,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       state.ones = static_cast<float>(warp_sum(sum.ones, kTeam));
       const float weight = row_weight(args, index);
       if (member == 0 && exists) {
-        finish_indexed_row(args, index, weight, state, x_at_index, row,
-                           row * args.output.strides[0], partial);
+        finish_indexed_row(args, index, weight, state, 0.0f, x_at_index, row,
+                           args.reduction == Reduction::kNone ? offset_of(args.output, row) : 0,
+                           partial);
       }
       if constexpr (kGradient) {
         __syncwarp();  // x_at_index is read
@@ -251,7 +294,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
     }
     __syncwarp();
-    if constexpr (kGradient) {
+    if constexpr (kGradient && kGaps) {
+      const int64_t first_row = tile * tile_rows;
+      store_rows(args, elements, pitch, first_row,
+                 static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row)));
+      __syncwarp();
+    } else if constexpr (kGradient) {
       scalar_t* const base = grad_input + first_element - phase;
       const int end = whole_end();
       int g = lane >= whole_begin() ? lane : lane + kWarpSize;
@@ -298,18 +346,22 @@ TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
   TilePlan plan;
   const int size = args.input.dtype == DType::kFloat32 ? 4 : 2;
   const int64_t bytes = args.num_classes * size;
-  const bool gradient = args.grad_input.data != nullptr;
   const DeviceLimits limits = current_device_limits();
   if (!limits.hopper || args.dense() || args.acc_double || args.input_class_stride != 1 ||
-      args.num_classes < 1 || bytes > kMaxRowBytes || args.rows.ndim != 1 ||
-      args.input.strides[0] != args.num_classes ||
-      (gradient && args.grad_input.strides[0] != args.num_classes)) {
+      args.num_classes < 1 || bytes > kMaxRowBytes) {
     return plan;
   }
+  const auto follow = [&](const Operand& operand) {
+    return args.rows.ndim == 0 || (args.rows.ndim == 1 && operand.strides[0] == args.num_classes);
+  };
+  const bool gradient = args.grad_input.data != nullptr;
+  plan.gaps = !follow(args.input) ||
+              (gradient && (!follow(args.grad_input) || args.grad_input_class_stride != 1 ||
+                            !gradient_lies_as_input(args)));
   const int row_bytes = static_cast<int>(bytes);
   const int words = (row_bytes + 3) / 4;
-  const bool can_pad =
-      row_bytes % kVectorBytes == 0 && reinterpret_cast<uintptr_t>(args.input.data) % kVectorBytes == 0;
+  // The team decides the order of the sums: it depends on the row alone.
+  const bool can_pad = row_bytes % kVectorBytes == 0;
   double best = 0;
   for (const int team : kTeams) {
     if (team * kMaxLaneWords < words && team != kTeams[2]) {
@@ -327,7 +379,12 @@ TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
       }
     }
   }
-  const int step_bytes = (row_bytes + plan.padding * kVectorBytes) * (kWarpSize / plan.team);
+  if (plan.padding > 0 &&
+      (plan.gaps || reinterpret_cast<uintptr_t>(args.input.data) % kVectorBytes != 0)) {
+    plan.padding = 0;
+  }
+  // A copy of a row with gaps is whole words.
+  const int step_bytes = (words * 4 + plan.padding * kVectorBytes) * (kWarpSize / plan.team);
   plan.steps = std::max(1, kTileBytes / step_bytes);
   // A granule before the tile and one after it may be its in part, and a word more is read.
   plan.warp_bytes = (step_bytes * plan.steps / kVectorBytes + 3) * kVectorBytes;
@@ -358,18 +415,25 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
             args, shape, denominator, partials, finalize);
         check_launch("cross_entropy_forward_tile_kernel");
       };
-      const bool gradient = args.grad_input.data != nullptr;
-      const auto launch_team = [&](auto team) {
+      const auto launch_rows = [&](auto team, auto rows) {
         constexpr int kTeam = decltype(team)::value;
+        constexpr Rows kRows = decltype(rows)::value;
+        args.grad_input.data != nullptr
+            ? launch(cross_entropy_forward_tile_kernel<scalar_t, kTeam, true, kRows>)
+            : launch(cross_entropy_forward_tile_kernel<scalar_t, kTeam, false, kRows>);
+      };
+      const auto launch_team = [&](auto team) {
+        if (plan.gaps) {
+          launch_rows(team, std::integral_constant<Rows, Rows::kWithGaps>{});
+          return;
+        }
         if constexpr (sizeof(scalar_t) == 2) {
           if (args.num_classes % 2 != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0) {
-            gradient ? launch(cross_entropy_forward_tile_kernel<scalar_t, kTeam, true, true>)
-                     : launch(cross_entropy_forward_tile_kernel<scalar_t, kTeam, false, true>);
+            launch_rows(team, std::integral_constant<Rows, Rows::kWithinWords>{});
             return;
           }
         }
-        gradient ? launch(cross_entropy_forward_tile_kernel<scalar_t, kTeam, true, false>)
-                 : launch(cross_entropy_forward_tile_kernel<scalar_t, kTeam, false, false>);
+        launch_rows(team, std::integral_constant<Rows, Rows::kAtWords>{});
       };
       plan.team == kTeams[0]   ? launch_team(std::integral_constant<int, kTeams[0]>{})
       : plan.team == kTeams[1] ? launch_team(std::integral_constant<int, kTeams[1]>{})

@@ -119,6 +119,7 @@ __device__ __forceinline__ int count_ones(float (&terms)[kCount], float unit) {
 struct TermSum {
   float below = 0;
   int ones = 0;
+  float distance = 0;  // sum of max - x, where it is wanted
 
   template <int kCount>
   __device__ __forceinline__ void add(float (&terms)[kCount], float unit) {
@@ -154,49 +155,58 @@ struct TermSum {
 // Words a thread has in flight.
 constexpr int kWordUnroll = 8;
 
-// Adds a row of `count` elements, or a share of one: words `lane`, `lane + kWarpSize`, ...
-template <typename scalar_t, bool kOdd>
+// Adds a row of `count` elements, or a share of one, by a warp: words `lane`, `lane + 32`, ...
+template <typename scalar_t, bool kDistance, bool kOdd>
 __device__ __forceinline__ void add_terms(TermSum& sum, const RowTerms<kExactExponentials<scalar_t>>& terms,
                                           const uint32_t* words, int count, int lane) {
   constexpr int kSize = kWordElements<scalar_t>;
   const int whole = count / kSize;
-  int k = lane;
-  for (; k + (kWordUnroll - 1) * kWarpSize < whole; k += kWordUnroll * kWarpSize) {
-    float values[kWordUnroll * kSize];
+  // kCount words, kWarpSize apart.
+  const auto add_words = [&](int k, auto words_at_a_time) {
+    constexpr int kCount = decltype(words_at_a_time)::value;
+    float values[kCount * kSize];
+    float distances[kCount * kSize];
 #pragma unroll
-    for (int u = 0; u < kWordUnroll; ++u) {
+    for (int u = 0; u < kCount; ++u) {
       const uint32_t word = row_word<kOdd>(words, k + u * kWarpSize);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        values[u * kSize + i] = terms(word_element<scalar_t>(word, i));
+        const float x = word_element<scalar_t>(word, i);
+        values[u * kSize + i] = terms(x);
+        distances[u * kSize + i] = terms.shift - x;
       }
     }
     sum.add(values, terms.unit);
+    if constexpr (kDistance) {
+      sum.distance += pairwise_sum(distances);
+    }
+  };
+  int k = lane;
+  for (; k + (kWordUnroll - 1) * kWarpSize < whole; k += kWordUnroll * kWarpSize) {
+    add_words(k, std::integral_constant<int, kWordUnroll>{});
   }
   for (; k < whole; k += kWarpSize) {
-    float values[kSize];
-    const uint32_t word = row_word<kOdd>(words, k);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      values[i] = terms(word_element<scalar_t>(word, i));
-    }
-    sum.add(values, terms.unit);
+    add_words(k, std::integral_constant<int, 1>{});
   }
   if (kSize > 1 && count % kSize != 0 && k == whole) {
-    float values[1] = {terms(word_element<scalar_t>(row_word<kOdd>(words, whole), 0))};
+    const float x = word_element<scalar_t>(row_word<kOdd>(words, whole), 0);
+    float values[1] = {terms(x)};
     sum.add(values, terms.unit);
+    if constexpr (kDistance) {
+      sum.distance += terms.shift - x;
+    }
   }
 }
 
 // The row's first element is `phase` elements after `stage`.
-template <typename scalar_t>
+template <typename scalar_t, bool kDistance>
 __device__ __forceinline__ void add_terms(TermSum& sum, const RowTerms<kExactExponentials<scalar_t>>& terms,
                                           const uint32_t* stage, int phase, int count, int lane) {
   const uint32_t* const words = stage + phase / kWordElements<scalar_t>;
   if (phase % kWordElements<scalar_t> != 0) {
-    add_terms<scalar_t, true>(sum, terms, words, count, lane);
+    add_terms<scalar_t, kDistance, true>(sum, terms, words, count, lane);
   } else {
-    add_terms<scalar_t, false>(sum, terms, words, count, lane);
+    add_terms<scalar_t, kDistance, false>(sum, terms, words, count, lane);
   }
 }
 

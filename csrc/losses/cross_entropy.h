@@ -165,7 +165,11 @@ struct RowSoftmax {
 
   // scale (Q softmax(x) - q)
   LOSSOPS_HOST_DEVICE acc_t dense_gradient(acc_t x, acc_t scale, acc_t q_sum, acc_t q) const {
-    const acc_t e = times_exp(acc_t(1), x);
+    return dense_gradient_of(times_exp(acc_t(1), x), scale, q_sum, q);
+  }
+
+  // The same of e = exp(x - max).
+  LOSSOPS_HOST_DEVICE acc_t dense_gradient_of(acc_t e, acc_t scale, acc_t q_sum, acc_t q) const {
     // For the class that outweighs all others, from the others: q is then about Q.
     const acc_t others = acc_t(1) - e + rest;
     return e > others ? scale * (q_sum - q) - factor * others : factor * e - scale * q;
