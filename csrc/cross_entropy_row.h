@@ -19,7 +19,7 @@ LOSSOPS_HOST_DEVICE int64_t load_class_index(const Operand& target, int64_t offs
   }
 }
 
-// Those of neighbouring rows: all loads are in flight at once.
+// Those of several rows: all loads are in flight at once.
 template <int kCount>
 LOSSOPS_HOST_DEVICE void load_class_indices(const Operand& target, int64_t offset, int64_t stride,
                                             int64_t (&indices)[kCount]) {
@@ -88,26 +88,25 @@ struct RowTarget {
     return ignored ? T(0) : class_weight<T>(args, index);
   }
 
+  LOSSOPS_HOST_DEVICE acc_t smoothing() const { return static_cast<acc_t>(args.label_smoothing); }
+  LOSSOPS_HOST_DEVICE acc_t smoothing_per_class() const {
+    return static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
+  }
+
   // p'_c: the smoothed probability of class c.
   LOSSOPS_HOST_DEVICE acc_t probability(int64_t c) const {
-    const acc_t smoothing = static_cast<acc_t>(args.label_smoothing);
-    const acc_t smoothing_per_class =
-        static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
     const acc_t p =
         load_as<acc_t>(args.target.data, args.target.dtype, offset + c * args.target_class_stride);
-    return smoothed(p, smoothing, smoothing_per_class);
+    return smoothed(p, smoothing(), smoothing_per_class());
   }
 
   // q_c of a dense row.
   LOSSOPS_HOST_DEVICE acc_t coefficient(int64_t c) const {
-    if (args.target_is_probability) {
-      return class_weight<acc_t>(args, c) * probability(c);
-    }
-    const acc_t smoothing = static_cast<acc_t>(args.label_smoothing);
-    const acc_t smoothing_per_class =
-        static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
-    return class_weight<acc_t>(args, c) *
-           smoothed(c == index ? acc_t(1) : acc_t(0), smoothing, smoothing_per_class);
+    const acc_t p = args.target_is_probability
+                        ? probability(c)
+                        : smoothed(c == index ? acc_t(1) : acc_t(0), smoothing(),
+                                   smoothing_per_class());
+    return class_weight<acc_t>(args, c) * p;
   }
 };
 

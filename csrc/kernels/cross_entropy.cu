@@ -41,7 +41,7 @@ constexpr int64_t kMaxRowClasses = int64_t{1} << 30;
 // Vectors of a row that a thread has in flight. Dense coefficients are bound by arithmetic, and
 // their code is long.
 template <bool kDense>
-constexpr int kRowUnroll = kDense ? 1 : 4;
+constexpr int kRowUnroll = kDense ? 2 : 4;
 // Vectors of a row for each thread of a block, where the row is short enough: in two rounds, to
 // share the cost of the reduction and of the row's target among more classes.
 constexpr int kVectorsPerThread = 8;
@@ -79,15 +79,23 @@ using RowState = std::conditional_t<kDense, DenseOnlineSoftmax<acc_t>, OnlineSof
 
 template <bool kExact, typename acc_t>
 __device__ __forceinline__ void add_below_max(OnlineSoftmax<acc_t>& state, acc_t x, acc_t shift,
-                                              const RowTarget<acc_t>& /*target*/, int64_t /*c*/) {
+                                              acc_t /*q*/) {
   state.template add_below_max<kExact>(x, shift);
 }
 
 template <bool kExact, typename acc_t>
 __device__ __forceinline__ void add_below_max(DenseOnlineSoftmax<acc_t>& state, acc_t x,
-                                              acc_t shift, const RowTarget<acc_t>& target,
-                                              int64_t c) {
-  state.template add_below_max<kExact>(x, shift, target.coefficient(c));
+                                              acc_t shift, acc_t q) {
+  state.template add_below_max<kExact>(x, shift, q);
+}
+
+// The coefficients of a state that needs some.
+template <typename State, int kCount, typename acc_t>
+__device__ __forceinline__ void load_coefficients_for(const RowTarget<acc_t>& target,
+                                                      int64_t first_class, acc_t (&q)[kCount]) {
+  if constexpr (std::is_same_v<State, DenseOnlineSoftmax<acc_t>>) {
+    load_coefficients(target, first_class, q);
+  }
 }
 
 // An empty state to sum a few terms in, before they join a sum of many: that keeps the rounding of
@@ -133,9 +141,11 @@ __device__ __forceinline__ void fold(RowSum<State>& row, const acc_t (&x)[kCount
   row.raise_max(max);
   const acc_t shift = softmax_shift(row.sums.max);
   State local = same_max(row.sums);
+  acc_t q[kCount];
+  load_coefficients_for<State>(target, first_class, q);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    add_below_max<kExact>(local, x[i], shift, target, first_class + i);
+    add_below_max<kExact>(local, x[i], shift, q[i]);
   }
   row.add(local);
 }
@@ -226,11 +236,19 @@ __device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient
                                                         const Vector<scalar_t>& x,
                                                         int first_class) {
   constexpr int kSize = kVectorSize<scalar_t>;
-  acc_type_t<scalar_t> values[kSize];
+  using acc_t = acc_type_t<scalar_t>;
+  acc_t values[kSize];
+  if constexpr (Gradient::kIsDense) {
+    load_coefficients(gradient.target, first_class, values);
+  }
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    values[i] =
-        gradient.of_other_logit(to_acc<acc_type_t<scalar_t>>(x.get(i)), first_class + i);
+    const acc_t logit = to_acc<acc_t>(x.get(i));
+    if constexpr (Gradient::kIsDense) {
+      values[i] = gradient.of_dense_logit(logit, values[i]);
+    } else {
+      values[i] = gradient.of_other_logit(logit, first_class + i);
+    }
   }
   Vector<scalar_t> results = pack<scalar_t>(values);
   // At the class index, where it is one of these: a branch for a few threads, not for all.
@@ -349,10 +367,12 @@ __device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader
         store_vector(cache, reader.vector(u), reader.loaded[u]);
       }
       forget_conversions(reader.loaded[u]);
+      acc_t q[kSize];
+      load_coefficients_for<State>(target, reader.first_class(u), q);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         add_below_max<kExactExponentials<scalar_t>>(local, to_acc<acc_t>(reader.loaded[u].get(i)),
-                                                    shift, target, reader.first_class(u) + i);
+                                                    shift, q[i]);
       }
     });
     row.add(local);

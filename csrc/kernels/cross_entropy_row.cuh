@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cross_entropy_row.h"
+#include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/row_terms.cuh"
 #include "kernels/vectorized.cuh"
@@ -42,6 +43,57 @@ __device__ __forceinline__ int64_t row_offset(const IterationSpace& rows, const 
   int64_t offsets[1];
   row_offsets(rows, operands, row, offsets);
   return offsets[0];
+}
+
+// Coefficients of kCount neighbouring classes: RowTarget::coefficient() of each. A switch over the
+// dtype and a load for all of them, where one for each took most of the time.
+template <int kCount, typename acc_t>
+__device__ __forceinline__ void load_coefficients(const RowTarget<acc_t>& target,
+                                                  int64_t first_class, acc_t (&q)[kCount]) {
+  const CrossEntropyArgs& args = target.args;
+  const acc_t smoothing = target.smoothing();
+  const acc_t per_class = target.smoothing_per_class();
+  if (args.target_is_probability) {
+    const int64_t stride = args.target_class_stride;
+    const int64_t first = target.offset + first_class * stride;
+    const auto load = [&](auto type) {
+      using T = typename decltype(type)::type;
+      const T* const data = static_cast<const T*>(args.target.data) + first;
+      if constexpr (kCount * sizeof(T) % kVectorBytes == 0) {
+        if (stride == 1 && is_vector_aligned(data)) {
+#pragma unroll
+          for (int v = 0; v < kCount / kVectorSize<T>; ++v) {
+            const Vector<T> p = load_vector(data, v);
+#pragma unroll
+            for (int i = 0; i < kVectorSize<T>; ++i) {
+              q[v * kVectorSize<T> + i] = to_acc<acc_t>(p.get(i));
+            }
+          }
+          return;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        q[i] = to_acc<acc_t>(data[i * stride]);
+      }
+    };
+    visit_floating(args.target.dtype, load);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      q[i] = first_class + i == target.index ? acc_t(1) : acc_t(0);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    q[i] = smoothed(q[i], smoothing, per_class);
+  }
+  if (args.weight != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      q[i] *= class_weight<acc_t>(args, first_class + i);
+    }
+  }
 }
 
 // What one row leaves behind, once its state is complete. x_at_index is the logit of the
@@ -234,10 +286,14 @@ struct RowGradient {
   // The same but at the class index.
   __device__ __forceinline__ acc_t of_other_logit(acc_t x, int64_t c) const {
     if constexpr (kDense) {
-      return logit_gradient.dense(x, scale, q_sum, target.coefficient(c));
+      return of_dense_logit(x, target.coefficient(c));
     } else {
       return logit_gradient(x);
     }
+  }
+
+  __device__ __forceinline__ acc_t of_dense_logit(acc_t x, acc_t q) const {
+    return logit_gradient.dense(x, scale, q_sum, q);
   }
 
   __device__ __forceinline__ acc_t of_target(acc_t x, int64_t c) const {

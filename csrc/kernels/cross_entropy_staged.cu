@@ -277,6 +277,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                                         Pieces pieces, int buffer_bytes,
                                         Denominator /*denominator*/, Partial* partials,
                                         Finalize finalize) {
+#if __CUDA_ARCH__ >= 900
   extern __shared__ uint4 dynamic[];
   __shared__ StagedRow rows[2][kBatch];
   __shared__ CopyBarrier arrived[kMaxBlockWarps];
@@ -376,6 +377,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid(partial, partials, finalize);
   }
+#endif
 }
 
 // One row after the other, a piece a warp: of the block's warps, or of a cluster's. Each warp keeps
@@ -386,6 +388,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                                          Pieces pieces, int cluster, int buffer_bytes,
                                          Denominator denominator, Partial* partials,
                                          Finalize finalize) {
+#if __CUDA_ARCH__ >= 900
   constexpr int kSize = kVectorSize<scalar_t>;
   extern __shared__ uint4 dynamic[];
   __shared__ StagedRow rows[2][kBatch];
@@ -512,6 +515,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid(partial, partials, finalize);
   }
+#endif
 }
 
 // Clusters of blocks that fit the device at a time.

@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     cross_entropy_forward_tile_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                       const TileShape shape, Denominator denominator,
                                       Partial* partials, Finalize finalize) {
+#if __CUDA_ARCH__ >= 900
   constexpr int kSize = kVectorSize<scalar_t>;
   constexpr int kPerWord = kWordElements<scalar_t>;
   constexpr bool kGaps = kRows == Rows::kWithGaps;
@@ -327,6 +328,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid(partial, partials, finalize);
   }
+#endif
 }
 
 // How many accesses of a warp meet in one bank, when its teams read their rows' first words.

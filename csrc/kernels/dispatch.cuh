@@ -11,8 +11,9 @@ struct TypeTag {
 };
 
 // Calls body with the tag of a floating dtype; does nothing for others.
+#pragma nv_exec_check_disable
 template <typename Body>
-void visit_floating(DType dtype, Body&& body) {
+__host__ __device__ void visit_floating(DType dtype, Body&& body) {
   switch (dtype) {
     case DType::kFloat64:
       return body(TypeTag<double>{});
