@@ -102,10 +102,9 @@ struct RowTarget {
 
   // q_c of a dense row.
   LOSSOPS_HOST_DEVICE acc_t coefficient(int64_t c) const {
-    const acc_t p = args.target_is_probability
-                        ? probability(c)
-                        : smoothed(c == index ? acc_t(1) : acc_t(0), smoothing(),
-                                   smoothing_per_class());
+    const acc_t p = args.target_is_probability ? probability(c)
+                                               : smoothed(c == index ? acc_t(1) : acc_t(0),
+                                                          smoothing(), smoothing_per_class());
     return class_weight<acc_t>(args, c) * p;
   }
 };

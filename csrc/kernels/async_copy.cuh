@@ -36,7 +36,10 @@ struct CopyBarrier {
   // By one thread; the others may use it after a __syncthreads() or __syncwarp().
   __device__ __forceinline__ void init() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(shared_address(&state)) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;"
+                 :
+                 : "r"(shared_address(&state))
+                 : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   }

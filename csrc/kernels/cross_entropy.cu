@@ -646,6 +646,9 @@ __device__ __forceinline__ OnlineSoftmax<float> reduce_strided_row(Logit&& logit
   }
   const RowTerms<kExact> terms(state.max);
   TermSum sum;
+  // What rounding takes from the sum of more classes than that kernel is for.
+  const bool is_long = num_classes > kMaxColumnClasses;
+  float lost = 0;
   int64_t c = 0;
 #pragma unroll 2
   for (; c + kColumnUnroll <= num_classes; c += kColumnUnroll) {
@@ -654,14 +657,21 @@ __device__ __forceinline__ OnlineSoftmax<float> reduce_strided_row(Logit&& logit
     for (int i = 0; i < kColumnUnroll; ++i) {
       values[i] = terms(logit(c + i));
     }
+    const float before = sum.below;
+    sum.below = is_long ? 0.0f : before;
     sum.add(values, terms.unit);
+    if (is_long) {
+      float total = before;
+      math::add_exactly(total, sum.below, lost);
+      sum.below = total;
+    }
   }
   for (; c < num_classes; ++c) {
     float values[1] = {terms(logit(c))};
     sum.add(values, terms.unit);
   }
   state.ones = static_cast<float>(sum.ones);
-  state.below = sum.below * terms.correction();
+  state.below = (sum.below + lost) * terms.correction();
   return state;
 }
 
@@ -964,16 +974,16 @@ int denominator_blocks(const CrossEntropyForwardArgs& args) {
   constexpr int64_t kFewRows = 1024;
   return args.rows.numel <= kFewRows
              ? 0
-             : static_cast<int>(std::min(ceil_div(args.rows.numel, kDenominatorThreads),
-                                         kMaxDenominatorBlocks));
+             : static_cast<int>(
+                   std::min(ceil_div(args.rows.numel, kDenominatorThreads), kMaxDenominatorBlocks));
 }
 
 // Whether the class indices of all rows have one stride.
 bool targets_are_in_line(const CrossEntropyArgs& args) {
   bool in_line = args.rows.ndim >= 1 && !args.target_is_probability;
   for (int dim = 1; dim < args.rows.ndim; ++dim) {
-    in_line = in_line && args.target.strides[dim] ==
-                             args.target.strides[dim - 1] * args.rows.sizes[dim - 1];
+    in_line = in_line &&
+              args.target.strides[dim] == args.target.strides[dim - 1] * args.rows.sizes[dim - 1];
   }
   return in_line;
 }
@@ -1018,9 +1028,7 @@ struct ReadOncePlan {
   }
 
   bool exists() const { return max_blocks() > 0; }
-  int64_t max_blocks() const {
-    return std::max({columns.blocks, tiles.blocks, staged.max_blocks});
-  }
+  int64_t max_blocks() const { return std::max({columns.blocks, tiles.blocks, staged.max_blocks}); }
 
   // Says how many blocks there are.
   int64_t launch(const CrossEntropyForwardArgs& args, const Denominator& denominator,

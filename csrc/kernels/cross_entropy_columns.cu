@@ -67,8 +67,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       // Of NaN alone there is no maximum.
-      terms[i] = Terms(
-          math::max_number(to_acc<float>(maxima.get(i)), -math::infinity<float>()));
+      terms[i] = Terms(math::max_number(to_acc<float>(maxima.get(i)), -math::infinity<float>()));
     }
     int c = 0;
     for (; c + kColumnUnroll <= num_classes; c += kColumnUnroll) {
@@ -179,15 +178,15 @@ bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand, int64
 ColumnPlan plan_columns(const CrossEntropyForwardArgs& args) {
   ColumnPlan plan;
   if (args.dense() || args.acc_double || args.input_class_stride == 1 ||
+      args.num_classes > kMaxColumnClasses ||
       !lies_in_columns(args, args.input, args.input_class_stride)) {
     return plan;
   }
+  static_assert(kMaxColumnClasses * kWarpSize * kVectorBytes <= kMaxSharedBytes,
+                "a warp's classes");
   int threads = kMaxThreads;
-  while (threads > kWarpSize && threads * args.num_classes * kVectorBytes > kMaxSharedBytes) {
+  while (threads * args.num_classes * kVectorBytes > kMaxSharedBytes) {
     threads /= 2;
-  }
-  if (threads * args.num_classes * kVectorBytes > kMaxSharedBytes) {
-    return plan;
   }
   const int64_t vector = kVectorBytes / (args.input.dtype == DType::kFloat32 ? 4 : 2);
   plan.threads = threads;
@@ -208,8 +207,9 @@ void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
                  stream>>>(args, denominator, partials, finalize);
         check_launch("cross_entropy_forward_column_kernel");
       };
-      args.grad_input.data != nullptr ? launch(cross_entropy_forward_column_kernel<scalar_t, true>)
-                                      : launch(cross_entropy_forward_column_kernel<scalar_t, false>);
+      args.grad_input.data != nullptr
+          ? launch(cross_entropy_forward_column_kernel<scalar_t, true>)
+          : launch(cross_entropy_forward_column_kernel<scalar_t, false>);
     }
   });
 }

@@ -11,6 +11,9 @@ namespace lossops::cuda {
 // Classes that a thread sums up at a time.
 constexpr int kColumnUnroll = 4;
 
+// More do not fit the shared memory of a block of 32 threads.
+constexpr int kMaxColumnClasses = 88;
+
 struct ColumnPlan {
   int threads = 0;  // of a block; 0: these rows are not for this kernel
   int64_t blocks = 0;

@@ -131,14 +131,15 @@ __device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
 
 // ------------------------------------ rows of fp32 arithmetic and one class index each
 
-// What stands for the class index of a row that has no loss: its target is out of range, or ignored.
+// What stands for the class index of a row that has no loss: its target is out of range, or
+// ignored.
 constexpr int kInvalidRow = -1;
 constexpr int kIgnoredRow = -2;
 
 __device__ __forceinline__ int checked_index(const CrossEntropyArgs& args, int64_t index) {
-  return index == args.ignore_index                 ? kIgnoredRow
+  return index == args.ignore_index               ? kIgnoredRow
          : index >= 0 && index < args.num_classes ? static_cast<int>(index)
-                                                    : kInvalidRow;
+                                                  : kInvalidRow;
 }
 
 // What the row adds to the mean's denominator; for a class index its weight.
@@ -173,15 +174,17 @@ __device__ __forceinline__ float gradient_without_loss(int index) {
 // distance is then the sum of max - x.
 template <bool kSmooth = false>
 __device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs& args, int index,
-                                                   float weight, const OnlineSoftmax<float>& softmax,
+                                                   float weight,
+                                                   const OnlineSoftmax<float>& softmax,
                                                    float distance, float x_at_index, int64_t row,
                                                    int64_t output_offset, Partial& partial) {
   float loss = gradient_without_loss(index);
   if (index >= 0) {
     if constexpr (kSmooth) {
       const SmoothedIndex q(args);
-      loss = dense_row_loss(softmax.rest(), SmoothedIndex::kSum,
-                            q.other * distance + (q.at_index - q.other) * (softmax.max - x_at_index));
+      loss =
+          dense_row_loss(softmax.rest(), SmoothedIndex::kSum,
+                         q.other * distance + (q.at_index - q.other) * (softmax.max - x_at_index));
     } else {
       loss = sparse_row_loss(softmax.max, softmax.rest(), x_at_index, weight);
     }
@@ -210,8 +213,8 @@ struct RowSummary {
   acc_t x_at_index;  // others
 };
 
-// The gradient at a logit that is not the class index's: scale Q softmax(x). The same in every kernel,
-// for the same bits.
+// The gradient at a logit that is not the class index's: scale Q softmax(x). The same in every
+// kernel, for the same bits.
 template <typename acc_t, bool kExact>
 struct LogitGradient {
   RowSoftmax<acc_t> softmax;
@@ -241,7 +244,7 @@ struct LogitGradient<float, false> {
         factor(softmax_.factor * correction) {}
   __device__ __forceinline__ float operator()(float x) const { return factor * terms(x); }
   __device__ __forceinline__ float dense(float x, float scale, float q_sum, float q) const {
-    return softmax.dense_gradient_of(terms(x) * correction, scale, q_sum, q);
+    return softmax.dense_gradient_of(__fmul_rn(terms(x), correction), scale, q_sum, q);
   }
 };
 
@@ -390,11 +393,11 @@ inline bool gradient_lies_as_input(const CrossEntropyForwardArgs& args) {
     return true;
   }
   const int64_t vector = kVectorBytes / (args.input.dtype == DType::kFloat32 ? 4 : 2);
-  bool same = args.grad_input_class_stride == 1 &&
-              (reinterpret_cast<uintptr_t>(args.grad_input.data) -
-               reinterpret_cast<uintptr_t>(args.input.data)) %
-                      kVectorBytes ==
-                  0;
+  bool same =
+      args.grad_input_class_stride == 1 && (reinterpret_cast<uintptr_t>(args.grad_input.data) -
+                                            reinterpret_cast<uintptr_t>(args.input.data)) %
+                                                   kVectorBytes ==
+                                               0;
   for (int dim = 0; dim < args.rows.ndim; ++dim) {
     same = same && (args.grad_input.strides[dim] - args.input.strides[dim]) % vector == 0;
   }

@@ -24,8 +24,8 @@ constexpr int kMinRowBytes = 2001;
 // Of a warp's piece of a row. Measured on an H200, step: 4 KB lose 2 % for 50257 classes of bf16
 // and nothing for 32768; 10 KB lose 1 to 4 %.
 constexpr int kPieceBytes = 8 << 10;
-// Longer rows are for a cluster: of 64 KB a block's step reaches 0.83 of the floor, of 98 KB 0.82 to
-// 0.83 and two blocks' 0.84.
+// Longer rows are for a cluster: of 64 KB a block's step reaches 0.83 of the floor, of 98 KB 0.82
+// to 0.83 and two blocks' 0.84.
 constexpr int kMaxBlockShare = 80 << 10;
 // Of a row in a cluster, for each of its blocks: 64 KB of 256 reach 0.82, 43 KB 0.74.
 constexpr int kMaxClusterShare = 72 << 10;
@@ -87,8 +87,8 @@ struct Granules {
   __device__ __forceinline__ int edge(int lane) const {
     const bool head = lane < kSize;
     const int e = head ? lane : whole_end() * kSize + lane - kSize;
-    const bool is_edge = head ? whole_begin() > 0 && e >= phase
-                              : lane < 2 * kSize && whole_end() >= whole_begin();
+    const bool is_edge =
+        head ? whole_begin() > 0 && e >= phase : lane < 2 * kSize && whole_end() >= whole_begin();
     return is_edge && e < phase + count ? e : -1;
   }
 
@@ -108,9 +108,12 @@ struct Pieces {
 template <typename scalar_t>
 __device__ __forceinline__ StagedRow find_row(const CrossEntropyForwardArgs& args, int64_t row) {
   StagedRow result;
-  result.logits = static_cast<const scalar_t*>(args.input.data) + row_offset(args.rows, args.input, row);
-  result.gradient = static_cast<scalar_t*>(args.grad_input.data) + row_offset(args.rows, args.grad_input, row);
-  result.index = checked_index(args, load_class_index(args.target, row_offset(args.rows, args.target, row)));
+  result.logits =
+      static_cast<const scalar_t*>(args.input.data) + row_offset(args.rows, args.input, row);
+  result.gradient =
+      static_cast<scalar_t*>(args.grad_input.data) + row_offset(args.rows, args.grad_input, row);
+  result.index =
+      checked_index(args, load_class_index(args.target, row_offset(args.rows, args.target, row)));
   result.weight = row_weight(args, result.index);
   return result;
 }
@@ -181,8 +184,8 @@ struct PieceStage {
     state.max = warp_max(state.max);
     const RowTerms<kExactExponentials<scalar_t>> terms(state.max);
     TermSum sum;
-    add_terms<scalar_t, kSmooth>(sum, terms, reinterpret_cast<const uint32_t*>(elements), granules.phase,
-                        granules.count, lane);
+    add_terms<scalar_t, kSmooth>(sum, terms, reinterpret_cast<const uint32_t*>(elements),
+                                 granules.phase, granules.count, lane);
     state.below = warp_sum(sum.below) * terms.correction();
     state.ones = static_cast<float>(warp_sum(sum.ones));
     if constexpr (kSmooth) {
@@ -264,8 +267,10 @@ struct RowBatches {
     if (row.index >= 0) {
       x_at_index = to_acc<float>(static_cast<const scalar_t*>(row.logits)[row.index]);
     }
-    finish_indexed_row<kSmooth>(args, row.index, row.weight, state, state.distance, x_at_index,
-                                number, args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, number) : 0, partial);
+    finish_indexed_row<kSmooth>(
+        args, row.index, row.weight, state, state.distance, x_at_index, number,
+        args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, number) : 0,
+        partial);
   }
 };
 
@@ -284,9 +289,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-  auto* const buffer = reinterpret_cast<scalar_t*>(reinterpret_cast<char*>(dynamic) + warp * buffer_bytes);
+  auto* const buffer =
+      reinterpret_cast<scalar_t*>(reinterpret_cast<char*>(dynamic) + warp * buffer_bytes);
   // [2][kGroup][3][kMaxPieces]
-  auto* const states = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(dynamic) + warps * buffer_bytes);
+  auto* const states =
+      reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(dynamic) + warps * buffer_bytes);
   const auto states_of = [&](int n) {
     return states + n % (2 * kGroup) * kStateWords * pieces.count;
   };
@@ -403,7 +410,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const int piece = rank * warps + warp;
   const int begin = piece * pieces.size;
   const int num_classes = static_cast<int>(args.num_classes);
-  auto* const buffer = reinterpret_cast<scalar_t*>(reinterpret_cast<char*>(dynamic) + warp * buffer_bytes);
+  auto* const buffer =
+      reinterpret_cast<scalar_t*>(reinterpret_cast<char*>(dynamic) + warp * buffer_bytes);
   // [2][3][pieces]
   auto* const states =
       reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(dynamic) + warps * buffer_bytes);

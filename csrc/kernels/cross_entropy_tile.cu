@@ -45,14 +45,14 @@ struct TileShape {
   }
 };
 
-// Where the rows of a tile start in shared memory: at 32-bit words, or in the middle of one; or each
-// is copied there by itself, because they do not follow one another in logits or gradient.
+// Where the rows of a tile start in shared memory: at 32-bit words, or in the middle of one; or
+// each is copied there by itself, because they do not follow one another in logits or gradient.
 enum class Rows : int8_t { kAtWords, kWithinWords, kWithGaps };
 
 // Rows with gaps, element by element: slower, but the order of the sums is the same.
 template <typename scalar_t>
 __device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, scalar_t* elements,
-                                       int pitch, int64_t first_row, int rows) {
+                                          int pitch, int64_t first_row, int rows) {
   for (int r = 0; r < rows; ++r) {
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) +
                                row_offset(args.rows, args.input, first_row + r);
@@ -64,8 +64,8 @@ __device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, s
 
 template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
-                                        const scalar_t* elements, int pitch, int64_t first_row,
-                                        int rows) {
+                                           const scalar_t* elements, int pitch, int64_t first_row,
+                                           int rows) {
   for (int r = 0; r < rows; ++r) {
     auto* const gradient = static_cast<scalar_t*>(args.grad_input.data) +
                            row_offset(args.rows, args.grad_input, first_row + r);
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const scalar_t* const base = input + first_element - phase;
     const bool head = lane < kSize;
     const int e = head ? lane : whole_end() * kSize + lane - kSize;
-    const bool is_edge = head ? whole_begin() > 0 && e >= phase
-                              : lane < 2 * kSize && whole_end() >= whole_begin();
+    const bool is_edge =
+        head ? whole_begin() > 0 && e >= phase : lane < 2 * kSize && whole_end() >= whole_begin();
     edge = is_edge && e < phase + count ? e : -1;
     if (edge >= 0) {
       x_at_edge = base[edge];
@@ -188,8 +188,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const int64_t row = tile * tile_rows + local;
       const bool exists = row < args.rows.numel;
       const int index = next_index;
-      next_index = load_index(step + 1 < shape.steps ? row + kRowsAtATime
-                                                     : (tile + tile_stride) * tile_rows + lane / kTeam);
+      next_index =
+          load_index(step + 1 < shape.steps ? row + kRowsAtATime
+                                            : (tile + tile_stride) * tile_rows + lane / kTeam);
       const int first = phase + local * pitch;  // element
       const int words = index >= 0 ? num_classes / kPerWord : 0;
       const bool has_last =
@@ -372,7 +373,8 @@ TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
     for (int padding = 0; padding <= (can_pad ? 1 : 0); ++padding) {
       // Of a row, in instructions: those of a lane's words, of their conflicts, of the row.
       const int conflict = bank_conflict(words + padding * kVectorBytes / 4, team);
-      const double cost = team * ((words + team - 1) / team * (96.0 / size + 4.0 * conflict) + 250.0);
+      const double cost =
+          team * ((words + team - 1) / team * (96.0 / size + 4.0 * conflict) + 250.0);
       if (plan.threads == 0 || cost < best) {
         best = cost;
         plan.threads = kThreads;
@@ -413,8 +415,8 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
       }
       const auto launch = [&](auto kernel) {
         kernel<<<static_cast<unsigned>(plan.blocks), kThreads,
-                 static_cast<size_t>(kWarps * plan.warp_bytes), stream>>>(
-            args, shape, denominator, partials, finalize);
+                 static_cast<size_t>(kWarps * plan.warp_bytes), stream>>>(args, shape, denominator,
+                                                                          partials, finalize);
         check_launch("cross_entropy_forward_tile_kernel");
       };
       const auto launch_rows = [&](auto team, auto rows) {

@@ -62,8 +62,8 @@ inline DeviceLimits current_device_limits() {
   DeviceLimits limits;
   limits.shared_bytes = static_cast<int>(packed >> 32);
   limits.multiprocessors = static_cast<int>(packed >> 8 & 0xffffff);
-  limits.hopper = static_cast<int>(packed & 0xff) >= 9 && limits.shared_bytes >= kHopperSharedBytes &&
-                  !hopper_is_disabled();
+  limits.hopper = static_cast<int>(packed & 0xff) >= 9 &&
+                  limits.shared_bytes >= kHopperSharedBytes && !hopper_is_disabled();
   return limits;
 }
 

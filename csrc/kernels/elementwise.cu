@@ -135,8 +135,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<scalar_t>)
       for (int64_t i = base + threadIdx.x; i < numel; i += kThreads) {
         acc_t value;
         const acc_t own = weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1);
-        const acc_t result =
-            visit(to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]), own, value);
+        const acc_t result = visit(to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]), own, value);
         if constexpr (kStores != Stores::kNothing) {
           output[i] = from_acc<scalar_t>(result);
         }

@@ -55,8 +55,7 @@ __device__ __forceinline__ uint32_t max_of_words(uint32_t a, uint32_t b) {
 #else
     uint32_t result = 0;
     for (int i = 0; i < 2; ++i) {
-      const float x =
-          math::max_number(word_element<scalar_t>(a, i), word_element<scalar_t>(b, i));
+      const float x = math::max_number(word_element<scalar_t>(a, i), word_element<scalar_t>(b, i));
       result |= static_cast<uint32_t>(from_acc<scalar_t>(x).bits) << (16 * i);
     }
     return result;
@@ -157,7 +156,8 @@ constexpr int kWordUnroll = 8;
 
 // Adds a row of `count` elements, or a share of one, by a warp: words `lane`, `lane + 32`, ...
 template <typename scalar_t, bool kDistance, bool kOdd>
-__device__ __forceinline__ void add_terms(TermSum& sum, const RowTerms<kExactExponentials<scalar_t>>& terms,
+__device__ __forceinline__ void add_terms(TermSum& sum,
+                                          const RowTerms<kExactExponentials<scalar_t>>& terms,
                                           const uint32_t* words, int count, int lane) {
   constexpr int kSize = kWordElements<scalar_t>;
   const int whole = count / kSize;
@@ -200,7 +200,8 @@ __device__ __forceinline__ void add_terms(TermSum& sum, const RowTerms<kExactExp
 
 // The row's first element is `phase` elements after `stage`.
 template <typename scalar_t, bool kDistance>
-__device__ __forceinline__ void add_terms(TermSum& sum, const RowTerms<kExactExponentials<scalar_t>>& terms,
+__device__ __forceinline__ void add_terms(TermSum& sum,
+                                          const RowTerms<kExactExponentials<scalar_t>>& terms,
                                           const uint32_t* stage, int phase, int count, int lane) {
   const uint32_t* const words = stage + phase / kWordElements<scalar_t>;
   if (phase % kWordElements<scalar_t> != 0) {

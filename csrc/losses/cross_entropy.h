@@ -172,7 +172,8 @@ struct RowSoftmax {
   LOSSOPS_HOST_DEVICE acc_t dense_gradient_of(acc_t e, acc_t scale, acc_t q_sum, acc_t q) const {
     // For the class that outweighs all others, from the others: q is then about Q.
     const acc_t others = acc_t(1) - e + rest;
-    return e > others ? scale * (q_sum - q) - factor * others : factor * e - scale * q;
+    return e > others ? math::difference_of_products(scale, q_sum - q, factor, others)
+                      : math::difference_of_products(factor, e, scale, q);
   }
 
   // lse - x

@@ -104,14 +104,20 @@ __device__ __forceinline__ double exp_in_sum(double x) {
 }
 
 // factor exp(x + lost) for x <= 0 and a lost that is nothing beside x: one rounding less than the
-// product with an exponential, which has its own, and half its instructions.
+// product with an exponential, which has its own, and half its instructions. A power of t + 32, to
+// be spared the subnormal ones, is off by another half unit.
 __device__ __forceinline__ float exp_times(float factor, float x, float lost) {
-  // 2^32 times the power, which stays normal where the product may be.
-  constexpr float kShift = 32;
-  const float t = ::fmaf(x, kLog2E, kShift);
-  const float product = factor * 0x1p-32f * exp2(t);
-  const float rest = ::fmaf(t - kShift, -0x1.62e430p-1f, x) + lost;
+  const float t = x * kLog2E;
+  float power;                                           // 2^t
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(t));  // subnormal where it must be
+  const float product = factor * power;
+  const float rest = ::fmaf(t, -0x1.62e430p-1f, x) + lost;
   return ::fmaf(product, ::fmaxf(rest, -1.0f), product);  // -inf has no remainder
+}
+
+// a b - c d with one rounding of the difference, the same wherever the compiler meets it.
+__device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {
+  return ::fmaf(a, b, -::__fmul_rn(c, d));
 }
 
 // Within 2 units in the last place, for a divisor up to 2^126; 0 beyond it. exactly 1 for equals.
@@ -355,6 +361,17 @@ LOSSOPS_HOST_DEVICE void add_exactly(acc_t& sum, acc_t x, acc_t& lost) {
   const acc_t error = (before - (sum - added)) + (x - added);
   lost += is_nan(error) ? acc_t(0) : error;
 }
+
+#if defined(__CUDA_ARCH__)
+LOSSOPS_HOST_DEVICE double difference_of_products(double a, double b, double c, double d) {
+  return a * b - c * d;
+}
+#else
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t difference_of_products(acc_t a, acc_t b, acc_t c, acc_t d) {
+  return a * b - c * d;
+}
+#endif
 
 LOSSOPS_HOST_DEVICE double exp_times(double factor, double x, double lost) {
   const double exponential = exp(x);
