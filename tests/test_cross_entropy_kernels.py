@@ -1,0 +1,191 @@
+"""The CUDA kernels of cross entropy: which takes which rows, and each at the edges of its range."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checks import check
+from losses import BY_NAME, Result, Sample, evaluate
+from numerics import same_bits
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import lossops
+
+pytestmark = pytest.mark.cuda
+CE = BY_NAME["cross_entropy"]
+HALF = torch.bfloat16
+HOPPER_IS_OFF = os.environ.get("LOSSOPS_DISABLE_HOPPER", "0") not in ("", "0")
+
+
+def has_hopper() -> bool:
+    properties = torch.cuda.get_device_properties(0)
+    return properties.major >= 9 and properties.shared_memory_per_multiprocessor >= 200 << 10
+
+
+def problem(
+    rows: int, classes: int, dtype: torch.dtype, *, spread: float = 2.0
+) -> tuple[Tensor, Tensor]:
+    """Logits on the GPU, class indices of which some are ignored."""
+    target = torch.randint(0, classes, (rows,))
+    target[torch.rand(rows) < 0.2] = -100
+    return (spread * torch.randn(rows, classes)).to(dtype).cuda(), target.cuda()
+
+
+def sample(input: Tensor, target: Tensor, **options: object) -> Sample:
+    return Sample("cross_entropy", {"input": input, "target": target}, options, ("input",))
+
+
+def run(input: Tensor, target: Tensor, **options: object) -> Result:
+    return evaluate(lossops.cross_entropy, sample(input, target, **options))
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """The kernels of lossops that a call launches."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    names = [event.key for event in recorded.key_averages() for _ in range(event.count)]
+    return [name for name in names if "lossops" in name]
+
+
+# The last number of classes, in bytes of a row, that each kernel takes, and the next one's first.
+EDGES = {
+    torch.float32: (
+        *(1, 2, 3, 4, 31, 32, 33, 56, 57, 64, 100, 112, 113, 448, 449, 500, 501, 1000, 1001),
+        *(
+            2048,
+            2049,
+            2050,
+            2052,
+            4096,
+            4097,
+            8192,
+            8193,
+            8196,
+            20480,
+            20481,
+            40001,
+            147456,
+            147457,
+        ),
+    ),
+    HALF: (
+        *(1, 2, 7, 8, 9, 63, 64, 112, 113, 200, 225, 896, 897, 1000, 1001, 1024, 4096, 4097, 8191),
+        *(32768, 40960, 40961, 50257, 151937, 294912, 294913),
+    ),
+}
+
+
+def edges() -> Iterator[object]:
+    for dtype, classes in EDGES.items():
+        for count in classes:
+            yield pytest.param(dtype, count, id=f"{str(dtype)[6:]}-{count}")
+
+
+@pytest.mark.parametrize(("dtype", "classes"), edges())
+def test_edges(dtype: torch.dtype, classes: int) -> None:
+    """Against torch and float64: losses, sums, gradients; smoothed too; more rows than a tile has."""
+    rows = max(3, min(131, 200_000 // classes))
+    x, t = problem(rows, classes, dtype)
+    for options in ({"reduction": "none"}, {"reduction": "mean"}, {"reduction": "sum"}):
+        check(CE, sample(x, t, **options))
+    check(CE, sample(x, t, label_smoothing=0.1))
+
+
+@pytest.mark.parametrize("classes", [3, 10, 21, 22, 23, 44, 45, 88, 89, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_images(dtype: torch.dtype, classes: int) -> None:
+    """Rows side by side, in whole vectors and not."""
+    for height, width in ((8, 16), (5, 7), (4, 6)):
+        x = (2 * torch.randn(3, classes, height, width)).to(dtype).cuda()
+        t = torch.randint(0, classes, (3, height, width)).cuda()
+        t[0, 0] = -100
+        for options in ({"reduction": "none"}, {"reduction": "mean"}, {"label_smoothing": 0.1}):
+            check(CE, sample(x, t, **options))
+
+
+@pytest.mark.parametrize("classes", [10, 21, 88, 200, 1000, 1001, 4097, 50257])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_bits_do_not_depend_on_where_rows_lie(dtype: torch.dtype, classes: int) -> None:
+    """Rows alone, with gaps between them, misaligned; with a gradient and without one."""
+    x, t = problem(9, classes, dtype)
+    t[:] = t.clamp(min=0)
+    whole = run(x, t, reduction="none")
+    gaps = torch.zeros(9, classes + 3, dtype=dtype, device="cuda")
+    gaps[:, 1 : classes + 1] = x
+    for what, same in (("gaps", gaps[:, 1 : classes + 1]), ("alone", x)):
+        for part in (slice(0, 9), slice(4, 5), slice(1, 8)):
+            if what == "gaps" or part != slice(0, 9):
+                other = run(same[part], t[part], reduction="none")
+                assert same_bits(other.value, whole.value[part]), f"{what}, rows {part}"
+                assert same_bits(other.gradients["input"], whole.gradients["input"][part]), what
+    for reduction in ("mean", "sum"):
+        leaf = x.clone().requires_grad_()
+        kept = lossops.cross_entropy(leaf, t, reduction=reduction)
+        assert same_bits(kept.detach(), lossops.cross_entropy(x, t, reduction=reduction))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
+    """8 in a line are whole vectors, 7 are not: two kernels."""
+    for classes in (2, 21, 88, 120):
+        x = (2 * torch.randn(2, classes, 8)).to(dtype).cuda()
+        t = torch.randint(0, classes, (2, 8)).cuda()
+        whole = run(x, t, reduction="none")
+        part = run(x[:, :, :7].contiguous(), t[:, :7], reduction="none")
+        assert same_bits(part.value, whole.value[:, :7]), classes
+        assert same_bits(part.gradients["input"], whole.gradients["input"][:, :, :7]), classes
+
+
+@pytest.mark.skipif(HOPPER_IS_OFF, reason="the kernels of older devices")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kernel"),
+    [
+        ((64, 10), torch.float32, "forward_tile_kernel"),
+        ((64, 500), torch.float32, "forward_tile_kernel"),
+        ((64, 501), torch.float32, "staged_kernel"),
+        ((64, 1000), torch.float16, "forward_tile_kernel"),
+        ((64, 4096), torch.float16, "staged_kernel"),
+        ((64, 4096), torch.float32, "forward_register_kernel"),
+        ((64, 4097), torch.float32, "staged_kernel"),
+        ((64, 50257), HALF, "staged_kernel"),
+        ((2, 21, 8, 8), torch.float32, "forward_column_kernel"),
+        ((2, 21, 8, 8), torch.float16, "forward_column_kernel"),
+    ],
+    ids=str,
+)
+def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> None:
+    """That the tests above reach every kernel; and two launches at most for few rows."""
+    if not has_hopper() and kernel in ("forward_tile_kernel", "staged_kernel"):
+        pytest.skip("needs Hopper")
+    x = torch.randn(shape, device="cuda").to(dtype)
+    t = torch.randint(0, shape[1], (shape[0], *shape[2:]), device="cuda")
+    for leaf in (x, x.clone().requires_grad_()):
+        names = kernels_of(lambda leaf=leaf: lossops.cross_entropy(leaf, t))
+        assert any(kernel in name for name in names), names
+        assert len(names) <= 2, names
+
+
+@pytest.mark.skipif(HOPPER_IS_OFF, reason="this is the run that the test starts")
+def test_without_hopper() -> None:
+    """All of these, and what cross entropy promises, by the kernels of older devices."""
+    files = [Path(__file__).name, "test_cross_entropy.py", "test_kept_gradients.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda", *files],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"LOSSOPS_DISABLE_HOPPER": "1", "LOSSOPS_GPU_REPORT": ""},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
