@@ -53,6 +53,10 @@ struct RowTarget {
   int64_t index = -1;  // class index; -1 for probabilities
   bool ignored = false;
   bool valid = true;  // false: class index out of range
+  // Of label smoothing: once a row, not once a class.
+  acc_t smoothing = static_cast<acc_t>(args.label_smoothing);
+  acc_t smoothing_per_class =
+      static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
 
   LOSSOPS_HOST_DEVICE RowTarget(const CrossEntropyArgs& args_, int64_t offset_)
       : args(args_), offset(offset_) {
@@ -88,23 +92,18 @@ struct RowTarget {
     return ignored ? T(0) : class_weight<T>(args, index);
   }
 
-  LOSSOPS_HOST_DEVICE acc_t smoothing() const { return static_cast<acc_t>(args.label_smoothing); }
-  LOSSOPS_HOST_DEVICE acc_t smoothing_per_class() const {
-    return static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
-  }
-
   // p'_c: the smoothed probability of class c.
   LOSSOPS_HOST_DEVICE acc_t probability(int64_t c) const {
     const acc_t p =
         load_as<acc_t>(args.target.data, args.target.dtype, offset + c * args.target_class_stride);
-    return smoothed(p, smoothing(), smoothing_per_class());
+    return smoothed(p, smoothing, smoothing_per_class);
   }
 
   // q_c of a dense row.
   LOSSOPS_HOST_DEVICE acc_t coefficient(int64_t c) const {
     const acc_t p = args.target_is_probability ? probability(c)
                                                : smoothed(c == index ? acc_t(1) : acc_t(0),
-                                                          smoothing(), smoothing_per_class());
+                                                          smoothing, smoothing_per_class);
     return class_weight<acc_t>(args, c) * p;
   }
 };

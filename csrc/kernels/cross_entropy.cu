@@ -71,6 +71,10 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <typename scalar_t>
 constexpr int kMinRowBlocks = sizeof(scalar_t) <= 4 ? 4 : 1;
 
+// The same for dense coefficients, which take more registers.
+template <typename scalar_t>
+constexpr int kMinDenseBlocks = sizeof(scalar_t) <= 4 ? 3 : 1;
+
 // The same for rows in registers, whose loads are all in flight at once.
 constexpr int kMinRegisterBlocks = 4;
 
@@ -430,7 +434,7 @@ template <typename scalar_t, bool kDense, bool kTeamIsBlock, bool kGradient>
 __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kThreads,
                                   !kTeamIsBlock ? 1
                                   : kGradient   ? kMinGradientBlocks
-                                  : kDense      ? 1
+                                  : kDense      ? kMinDenseBlocks<scalar_t>
                                                 : kMinRowBlocks<scalar_t>)
     cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int team,
                                  bool use_cache, Denominator denominator, Partial* partials,

@@ -51,8 +51,6 @@ template <int kCount, typename acc_t>
 __device__ __forceinline__ void load_coefficients(const RowTarget<acc_t>& target,
                                                   int64_t first_class, acc_t (&q)[kCount]) {
   const CrossEntropyArgs& args = target.args;
-  const acc_t smoothing = target.smoothing();
-  const acc_t per_class = target.smoothing_per_class();
   if (args.target_is_probability) {
     const int64_t stride = args.target_class_stride;
     const int64_t first = target.offset + first_class * stride;
@@ -86,7 +84,7 @@ __device__ __forceinline__ void load_coefficients(const RowTarget<acc_t>& target
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    q[i] = smoothed(q[i], smoothing, per_class);
+    q[i] = smoothed(q[i], target.smoothing, target.smoothing_per_class);
   }
   if (args.weight != nullptr) {
 #pragma unroll

@@ -185,6 +185,10 @@ __device__ __forceinline__ void add_terms(TermSum& sum,
   for (; k + (kWordUnroll - 1) * kWarpSize < whole; k += kWordUnroll * kWarpSize) {
     add_words(k, std::integral_constant<int, kWordUnroll>{});
   }
+  constexpr int kFewer = kWordUnroll / 2;
+  for (; k + (kFewer - 1) * kWarpSize < whole; k += kFewer * kWarpSize) {
+    add_words(k, std::integral_constant<int, kFewer>{});
+  }
   for (; k < whole; k += kWarpSize) {
     add_words(k, std::integral_constant<int, 1>{});
   }
