@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,15 +85,16 @@ EDGES = {
 }
 
 
-def edges() -> Iterator[object]:
-    for dtype, classes in EDGES.items():
-        for count in classes:
-            yield pytest.param(dtype, count, id=f"{str(dtype)[6:]}-{count}")
-
-
-@pytest.mark.parametrize(("dtype", "classes"), edges())
+@pytest.mark.parametrize(
+    ("dtype", "classes"),
+    [
+        pytest.param(dtype, count, id=f"{str(dtype)[6:]}-{count}")
+        for dtype, classes in EDGES.items()
+        for count in classes
+    ],
+)
 def test_edges(dtype: torch.dtype, classes: int) -> None:
-    """Against torch and float64: losses, sums, gradients; smoothed too; more rows than a tile has."""
+    """Against torch and float64: losses, sums, gradients; smoothed too; rows of several tiles."""
     rows = max(3, min(131, 200_000 // classes))
     x, t = problem(rows, classes, dtype)
     for options in ({"reduction": "none"}, {"reduction": "mean"}, {"reduction": "sum"}):
