@@ -259,6 +259,10 @@ def test_cases_are_chosen_by_globs() -> None:
         (["--cases", "huber-*"], "no case matches huber-*; there are mse-fp32-"),
         (["--device", "meta"], "lossops runs on cpu and cuda"),
         (["--from", "a.json", "--output", "b.json"], "--from reads a file"),
+        (["--output", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+        (["--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
+        (["--output", "/"], "--output / is a folder"),
+        (["--plot", "x.json"], "--plot x.json: pictures are .png"),
     ],
 )
 def test_arguments_that_are_refused(

@@ -7,7 +7,7 @@
 #include "kernels/block_reduce.cuh"
 #include "kernels/check.cuh"
 #include "kernels/cluster.cuh"
-#include "kernels/device.h"
+#include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
@@ -40,6 +40,9 @@ constexpr int kGranuleUnroll = 4;
 constexpr int kBatch = 16;
 // Rows without gradients whose pieces wait to be put together.
 constexpr int kGroup = 8;
+// Rows whose states are kept. The warps meet in the middle of each group, where one of them puts
+// the group before together; the others go on to the middle of the next.
+constexpr int kStateRows = 3 * kGroup;
 // Of the state of a piece, or of a row.
 constexpr int kStateWords = 4;
 
@@ -291,11 +294,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
   auto* const buffer =
       reinterpret_cast<scalar_t*>(reinterpret_cast<char*>(dynamic) + warp * buffer_bytes);
-  // [2][kGroup][3][kMaxPieces]
+  // [kStateRows][kStateWords][pieces.count]
   auto* const states =
       reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(dynamic) + warps * buffer_bytes);
   const auto states_of = [&](int n) {
-    return states + n % (2 * kGroup) * kStateWords * pieces.count;
+    return states + n % kStateRows * kStateWords * pieces.count;
   };
   const int num_classes = static_cast<int>(args.num_classes);
   RowBatches<scalar_t> batches{args, rows, blockIdx.x, gridDim.x, 0, lane};
@@ -412,7 +415,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const int num_classes = static_cast<int>(args.num_classes);
   auto* const buffer =
       reinterpret_cast<scalar_t*>(reinterpret_cast<char*>(dynamic) + warp * buffer_bytes);
-  // [2][3][pieces]
+  // [2][kStateWords][pieces.count]
   auto* const states =
       reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(dynamic) + warps * buffer_bytes);
   RowBatches<scalar_t> batches{args, rows, blockIdx.x / cluster, gridDim.x / cluster, 0, lane};
@@ -467,6 +470,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       } else {
         __syncwarp();
       }
+    } else if constexpr (kCluster) {
+      cluster_sync();  // as other rows do: no block gets two rows ahead of another
     } else {
       __syncthreads();
     }
@@ -584,7 +589,7 @@ StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
     const int turns = per(plan.pieces, kMaxForwardWarps);
     plan.cluster = 1;
     plan.threads = per(plan.pieces, turns) * kWarpSize;
-    plan.shared_bytes = plan.threads / kWarpSize * plan.piece_bytes + 2 * kGroup * states;
+    plan.shared_bytes = plan.threads / kWarpSize * plan.piece_bytes + kStateRows * states;
   }
   plan.resident = limits.multiprocessors *
                   limits.resident_blocks(plan.threads, plan.shared_bytes + kStaticSharedBytes) /

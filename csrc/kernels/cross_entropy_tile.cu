@@ -6,7 +6,7 @@
 #include "kernels/async_copy.cuh"
 #include "kernels/block_reduce.cuh"
 #include "kernels/check.cuh"
-#include "kernels/device.h"
+#include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"

@@ -36,6 +36,10 @@ def device_name(device: torch.device) -> str:
     return f"{name.split(':')[-1].strip()} ({torch.get_num_threads()} threads)"
 
 
+# What matplotlib writes without further packages.
+PICTURES = (".png", ".svg", ".pdf", ".jpg")
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line, and settles what it leaves open."""
     parser = argparse.ArgumentParser(
@@ -58,8 +62,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
 
+    # Before the minutes that a run takes.
+    for flag, file in ("--output", options.output), ("--plot", options.plot):
+        if file and not Path(file).resolve().parent.is_dir():
+            parser.error(f"{flag} {file}: there is no folder {Path(file).resolve().parent}")
+        if file and Path(file).is_dir():
+            parser.error(f"{flag} {file} is a folder")
     if options.plot is None and options.output:
         options.plot = str(Path(options.output).with_suffix(".png"))
+    if options.plot and Path(options.plot).suffix.lower() not in PICTURES:
+        parser.error(f"--plot {options.plot}: pictures are {', '.join(PICTURES)}")
     if options.source:
         if options.output:
             parser.error("--from reads a file that --output wrote; it takes --plot")
@@ -172,7 +184,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.list:
         print("\n".join(case.name(options.device) for case in options.cases))
         return 0
-    # Before the minutes that a run takes.
     if options.plot and not plot.available():
         print(f"{plot.MISSING}: {options.plot} is not drawn.", file=sys.stderr)
         if options.source:

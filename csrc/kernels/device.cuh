@@ -10,6 +10,10 @@
 
 namespace lossops::cuda {
 
+// Its PTX version is that of the code this device runs: kernels for Hopper are empty in older code,
+// which a newer device runs where it finds no other.
+static __global__ void code_version_kernel() {}
+
 struct DeviceLimits {
   int multiprocessors = 0;
   int shared_bytes = 0;  // of a multiprocessor
@@ -55,6 +59,12 @@ inline DeviceLimits current_device_limits() {
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
       return {};
     }
+    cudaFuncAttributes code = {};
+    if (cudaFuncGetAttributes(&code, code_version_kernel) != cudaSuccess) {
+      cudaGetLastError();  // it is no error of the launch that follows
+      return {};
+    }
+    major = std::min(major, code.ptxVersion / 10);
     packed = static_cast<uint64_t>(shared_bytes) << 32 |
              static_cast<uint64_t>(multiprocessors) << 8 | static_cast<uint64_t>(major);
     known[device].store(packed, std::memory_order_relaxed);
