@@ -16,6 +16,7 @@
 #include "kernels/cross_entropy_tile.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
+#include "kernels/integers.h"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
 #include "launchers.h"
@@ -63,8 +64,6 @@ constexpr int kClassUnroll = 8;
 constexpr int64_t kMaxBlocks = 8192;
 // Blocks of a grid without one.
 constexpr int64_t kMaxGrid = 1 << 30;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Blocks of kMaxRowThreads that shall fit a multiprocessor: while one row is reduced, the
 // others load.

@@ -7,6 +7,7 @@
 #include "kernels/block_reduce.cuh"
 #include "kernels/check.cuh"
 #include "kernels/dispatch.cuh"
+#include "kernels/integers.h"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
 
@@ -190,8 +191,7 @@ ColumnPlan plan_columns(const CrossEntropyForwardArgs& args) {
   }
   const int64_t vector = kVectorBytes / (args.input.dtype == DType::kFloat32 ? 4 : 2);
   plan.threads = threads;
-  plan.blocks =
-      std::clamp<int64_t>((args.rows.numel / vector + threads - 1) / threads, 1, kMaxBlocks);
+  plan.blocks = std::clamp<int64_t>(ceil_div(args.rows.numel / vector, threads), 1, kMaxBlocks);
   return plan;
 }
 

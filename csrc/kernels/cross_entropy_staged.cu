@@ -572,7 +572,7 @@ StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
     return plan;
   }
   const bool gradient = args.grad_input.data != nullptr;
-  const auto per = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
+  const auto per = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
   plan.cluster = bytes <= kMaxBlockShare ? 1 : per(bytes, kMaxClusterShare);
   const int warps = std::min(per(bytes, int64_t{kPieceBytes} * plan.cluster),
                              plan.cluster > 1 ? kMaxPieces / plan.cluster : kMaxBlockWarps);

@@ -393,11 +393,11 @@ TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
   // A granule before the tile and one after it may be its in part, and a word more is read.
   plan.warp_bytes = (step_bytes * plan.steps / kVectorBytes + 3) * kVectorBytes;
   const int64_t tile_rows = int64_t{plan.steps} * (kWarpSize / plan.team);
-  const int64_t tiles = (args.rows.numel + tile_rows - 1) / tile_rows;
+  const int64_t tiles = ceil_div(args.rows.numel, tile_rows);
   const int64_t resident =
       limits.multiprocessors *
       limits.resident_blocks(kThreads, kWarps * plan.warp_bytes + kStaticSharedBytes) * kWarps;
-  plan.blocks = (even_workers(tiles, resident) + kWarps - 1) / kWarps;
+  plan.blocks = ceil_div(even_workers(tiles, resident), kWarps);
   return plan;
 }
 

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "kernels/integers.h"
+
 namespace lossops::cuda {
 
 // Its PTX version is that of the code this device runs: kernels for Hopper are empty in older code,
@@ -79,8 +81,7 @@ inline DeviceLimits current_device_limits() {
 
 // As many workers for `items` as fit, or fewer where all then have the same to do.
 inline int64_t even_workers(int64_t items, int64_t resident) {
-  const int64_t rounds = (items + resident - 1) / resident;
-  return (items + rounds - 1) / rounds;
+  return ceil_div(items, ceil_div(items, resident));
 }
 
 }  // namespace lossops::cuda

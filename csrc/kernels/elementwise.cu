@@ -9,6 +9,7 @@
 #include "kernels/column_reduce.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
+#include "kernels/integers.h"
 #include "kernels/thread_reduce.cuh"
 #include "kernels/vectorized.cuh"
 #include "launchers.h"
@@ -32,8 +33,6 @@ constexpr int64_t kMaxGrid = 1 << 30;
 
 template <typename scalar_t>
 constexpr int64_t kTile = int64_t{kThreads} * kVectors<scalar_t> * kVectorSize<scalar_t>;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---------------------------------------------------------------- contiguous
 
