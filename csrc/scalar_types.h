@@ -27,6 +27,24 @@ enum class DType : int8_t {
   kBool,
 };
 
+// In bytes.
+constexpr int64_t element_size(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+    case DType::kInt16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
 struct half_t {
   uint16_t bits;
 };

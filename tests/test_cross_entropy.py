@@ -808,6 +808,34 @@ def test_rows_with_infinities(
             assert total.value.isnan()
 
 
+@pytest.mark.parametrize("classes", [3, 10, 100, 504, 1001, 4096, 20001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_masked_logits(dtype: torch.dtype, classes: int, device: str) -> None:
+    """Masked by the lowest number of the dtype, some or all of a row, as models do."""
+    lowest = torch.finfo(dtype).min
+    x = torch.randn(8, classes).to(dtype)
+    x[:, 1::2] = lowest
+    x[3] = lowest
+    x[4] = (torch.rand(classes, dtype=torch.float64) * (lowest / 4)).to(dtype)
+    t = torch.zeros(8, dtype=torch.int64)
+    p = torch.zeros(8, classes, dtype=dtype)
+    p[:, 0] = 1
+    for name, layout in layouts_of(x.to(device)).items():
+        for target, options in ((t, {}), (p, {}), (t, {"label_smoothing": 0.1})):
+            result = run(layout(x.to(device)), target.to(device), reduction="none", **options)
+            exact = torchs(x.double(), target.to(exact_type(target)), reduction="none", **options)
+            for mine, true in (
+                (result.value, exact.value),
+                (result.gradients["input"], exact.gradients["input"]),
+            ):
+                true = true.to(dtype)  # beyond its range, infinite
+                assert torch.allclose(mine.cpu(), true, rtol=1e-2, atol=1e-5, equal_nan=True), name
+
+
+def exact_type(target: Tensor) -> torch.dtype:
+    return torch.float64 if target.is_floating_point() else target.dtype
+
+
 def test_rows_with_infinities_by_definition(device: str) -> None:
     """The same in figures that do not come from torch."""
     x = torch.tensor([[0.0, 0.0, -INF]], device=device)

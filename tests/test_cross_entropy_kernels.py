@@ -100,6 +100,44 @@ def test_edges(dtype: torch.dtype, classes: int) -> None:
     for options in ({"reduction": "none"}, {"reduction": "mean"}, {"reduction": "sum"}):
         check(CE, sample(x, t, **options))
     check(CE, sample(x, t, label_smoothing=0.1))
+    p = torch.softmax(torch.randn(rows, classes), 1).to(dtype).cuda()
+    for options in ({"reduction": "none"}, {"reduction": "mean"}, {"label_smoothing": 0.1}):
+        check(CE, sample(x, p, **options))
+
+
+@pytest.mark.parametrize("classes", [2, 10, 37, 100, 501, 1000, 1001, 4097, 50257])
+def test_confident_rows(classes: int) -> None:
+    """What is beside the maximum is the loss: its terms keep their bits."""
+    rows = 64
+    x = torch.randn(rows, classes, dtype=torch.float64)
+    t = torch.randint(0, classes, (rows,))
+    x[torch.arange(rows), t] = 4 + 16 * torch.rand(rows, dtype=torch.float64)
+    x = x.float().cuda()
+    for leaf in (x, x.t().contiguous().t()):
+        loss = run(leaf, t.cuda(), reduction="none").value
+        expected = torch.nn.functional.cross_entropy(leaf.double(), t.cuda(), reduction="none")
+        assert ((loss - expected).abs() <= 32 * 2**-24 * expected).all()
+
+
+@pytest.mark.parametrize("classes", [2, 10, 37, 100, 504, 1000, 1001, 4096, 4097, 50257])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_large_logits(dtype: torch.dtype, classes: int) -> None:
+    """Their exponents, rounded, would leave the range of fp32."""
+    for scale in (3e4, 1e9, 3e9, 1e12, 1e30, 1e38):
+        x, t = problem(70, classes, dtype)
+        x = (x.float().clamp(-3, 3) * scale).to(dtype)
+        x[3:6] = -scale  # all alike, as what a mask leaves
+        x[6] = torch.finfo(dtype).min
+        x[7] = torch.finfo(dtype).max
+        for logits in (x, x.t().contiguous().t()):
+            result = run(logits, t, reduction="none")
+            leaf = logits.double().requires_grad_()
+            expected = torch.nn.functional.cross_entropy(leaf, t, reduction="none")
+            expected.sum().backward()
+            wide = expected.detach().to(dtype)
+            assert torch.allclose(result.value, wide, rtol=1e-2, atol=1e-6), scale
+            gradient = result.gradients["input"].double()
+            assert torch.allclose(gradient, leaf.grad, rtol=1e-2, atol=1e-6), scale
 
 
 @pytest.mark.parametrize("classes", [3, 10, 21, 22, 23, 44, 45, 88, 89, 200])
@@ -129,8 +167,23 @@ def test_bits_do_not_depend_on_where_rows_lie(dtype: torch.dtype, classes: int) 
                 other = run(same[part], t[part], reduction="none")
                 assert same_bits(other.value, whole.value[part]), f"{what}, rows {part}"
                 assert same_bits(other.gradients["input"], whole.gradients["input"][part]), what
+    p = torch.softmax(torch.randn(9, classes), 1).to(dtype).cuda()
+    whole = run(x, p, reduction="none")
+    strided = torch.zeros(9, 2 * classes + 1, dtype=dtype, device="cuda")[:, ::2][:, :classes]
+    for logits, target in (
+        (gaps[:, 1 : classes + 1], p),
+        (x, strided.copy_(p)),
+        (x, gaps.clone()[:, 1 : classes + 1].copy_(p)),
+    ):
+        other = run(logits, target, reduction="none")
+        assert same_bits(other.value, whole.value)
+        assert same_bits(other.gradients["input"], whole.gradients["input"])
     for reduction in ("mean", "sum"):
         leaf = x.clone().requires_grad_()
+        assert same_bits(
+            lossops.cross_entropy(leaf, p, reduction=reduction).detach(),
+            lossops.cross_entropy(x, p, reduction=reduction),
+        )
         kept = lossops.cross_entropy(leaf, t, reduction=reduction)
         assert same_bits(kept.detach(), lossops.cross_entropy(x, t, reduction=reduction))
 
@@ -154,6 +207,7 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
         ((64, 10), torch.float32, "forward_tile_kernel"),
         ((64, 500), torch.float32, "forward_tile_kernel"),
         ((64, 501), torch.float32, "staged_kernel"),
+        ((64, 504), torch.float32, "forward_register_kernel"),
         ((64, 1000), torch.float16, "forward_tile_kernel"),
         ((64, 4096), torch.float16, "staged_kernel"),
         ((64, 4096), torch.float32, "forward_register_kernel"),
@@ -173,6 +227,18 @@ def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> Non
     for leaf in (x, x.clone().requires_grad_()):
         names = kernels_of(lambda leaf=leaf: lossops.cross_entropy(leaf, t))
         assert any(kernel in name for name in names), names
+        assert len(names) <= 2, names
+
+
+@pytest.mark.skipif(HOPPER_IS_OFF, reason="the kernels of older devices")
+def test_kernel_of_probabilities() -> None:
+    if not has_hopper():
+        pytest.skip("needs Hopper")
+    x = torch.randn(64, 4096, device="cuda")
+    p = torch.softmax(torch.randn_like(x), 1)
+    for leaf in (x, x.clone().requires_grad_()):
+        names = kernels_of(lambda leaf=leaf: lossops.cross_entropy(leaf, p))
+        assert any("staged_kernel" in name for name in names), names
         assert len(names) <= 2, names
 
 

@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
         softmax.below = sums[i].below * terms[i].correction();
         x_at_index = to_acc<float>(scalars[index * threads * kRows + i]);
       }
-      finish_indexed_row(args, index, weight, softmax, 0.0f, x_at_index, row + i,
+      finish_indexed_row(args, index, weight, softmax, 0.0f, 0.0f, x_at_index, row + i,
                          offsets[2] + i * args.output.strides[0], partial);
       if constexpr (kGradient) {
         const auto of_row = RowSoftmax<float>::of(softmax.max, softmax.rest(), scale, weight);
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
 }  // namespace
 
 bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand, int64_t class_stride) {
-  const int64_t vector = kVectorBytes / (operand.dtype == DType::kFloat32 ? 4 : 2);
+  const int64_t vector = kVectorBytes / element_size(operand.dtype);
   bool aligned = reinterpret_cast<uintptr_t>(operand.data) % kVectorBytes == 0 &&
                  args.rows.ndim >= 1 && args.rows.sizes[0] % vector == 0 &&
                  operand.strides[0] == 1 && class_stride % vector == 0;
@@ -189,7 +189,7 @@ ColumnPlan plan_columns(const CrossEntropyForwardArgs& args) {
   while (threads * args.num_classes * kVectorBytes > kMaxSharedBytes) {
     threads /= 2;
   }
-  const int64_t vector = kVectorBytes / (args.input.dtype == DType::kFloat32 ? 4 : 2);
+  const int64_t vector = kVectorBytes / element_size(args.input.dtype);
   plan.threads = threads;
   plan.blocks = std::clamp<int64_t>(ceil_div(args.rows.numel / vector, threads), 1, kMaxBlocks);
   return plan;

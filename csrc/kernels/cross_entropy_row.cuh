@@ -8,6 +8,7 @@
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/row_terms.cuh"
+#include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
 #include "launchers.h"
 #include "losses/cross_entropy.h"
@@ -168,17 +169,19 @@ __device__ __forceinline__ float gradient_without_loss(int index) {
   return index == kIgnoredRow ? 0.0f : math::quiet_nan<float>();
 }
 
-// As finish_row(): what one row leaves behind. kSmooth: with label smoothing and no class weights;
-// distance is then the sum of max - x.
-template <bool kSmooth = false>
+// As finish_row(): what one row leaves behind. distance, q_sum: TermSum's, of the row.
+template <RowKind kKind = RowKind::kIndex>
 __device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs& args, int index,
                                                    float weight,
                                                    const OnlineSoftmax<float>& softmax,
-                                                   float distance, float x_at_index, int64_t row,
-                                                   int64_t output_offset, Partial& partial) {
+                                                   float distance, float q_sum, float x_at_index,
+                                                   int64_t row, int64_t output_offset,
+                                                   Partial& partial) {
   float loss = gradient_without_loss(index);
-  if (index >= 0) {
-    if constexpr (kSmooth) {
+  if constexpr (kKind == RowKind::kProbability) {
+    loss = dense_row_loss(softmax.rest(), q_sum, distance);
+  } else if (index >= 0) {
+    if constexpr (kKind == RowKind::kSmooth) {
       const SmoothedIndex q(args);
       loss =
           dense_row_loss(softmax.rest(), SmoothedIndex::kSum,
@@ -190,8 +193,10 @@ __device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs
   const RowStats<float> stats(args.row_stats, args.rows.numel);
   stats.max[row] = softmax.max;
   stats.rest[row] = softmax.rest();
-  if constexpr (kSmooth) {
+  if constexpr (kKind == RowKind::kSmooth) {
     stats.q_sum[row] = SmoothedIndex::kSum;
+  } else if constexpr (kKind == RowKind::kProbability) {
+    stats.q_sum[row] = q_sum;
   }
   if (args.reduction == Reduction::kNone) {
     store_operand<float>(args.output, output_offset, loss);
@@ -222,8 +227,10 @@ struct LogitGradient {
       : softmax(softmax_) {}
   __device__ __forceinline__ acc_t operator()(acc_t x) const { return softmax.gradient(x); }
   // scale (Q softmax(x) - q), for a row of dense coefficients
+  template <bool kMayOutweigh = true>
   __device__ __forceinline__ acc_t dense(acc_t x, acc_t scale, acc_t q_sum, acc_t q) const {
-    return softmax.dense_gradient(x, scale, q_sum, q);
+    return softmax.template dense_gradient_of<kMayOutweigh>(softmax.times_exp(acc_t(1), x), scale,
+                                                            q_sum, q);
   }
 };
 
@@ -241,8 +248,10 @@ struct LogitGradient<float, false> {
         correction(terms.correction()),
         factor(softmax_.factor * correction) {}
   __device__ __forceinline__ float operator()(float x) const { return factor * terms(x); }
+  template <bool kMayOutweigh = true>
   __device__ __forceinline__ float dense(float x, float scale, float q_sum, float q) const {
-    return softmax.dense_gradient_of(__fmul_rn(terms(x), correction), scale, q_sum, q);
+    return softmax.template dense_gradient_of<kMayOutweigh>(__fmul_rn(terms(x), correction), scale,
+                                                            q_sum, q);
   }
 };
 
@@ -384,22 +393,25 @@ __device__ __forceinline__ RowSummary<acc_t> summarize(const State& state, acc_t
   return summary;
 }
 
-// Whether every row of the gradient lies as the logits' row does, counted from the last boundary of
-// 16 bytes. fp32 and half types.
-inline bool gradient_lies_as_input(const CrossEntropyForwardArgs& args) {
-  if (args.grad_input.data == nullptr) {
-    return true;
-  }
-  const int64_t vector = kVectorBytes / (args.input.dtype == DType::kFloat32 ? 4 : 2);
+// Whether every row of `other` lies as the logits' row does, counted from the last boundary of 16
+// bytes. fp32 and half types.
+inline bool lies_as_input(const CrossEntropyArgs& args, const Operand& other,
+                          int64_t class_stride) {
+  const int64_t vector = kVectorBytes / element_size(args.input.dtype);
   bool same =
-      args.grad_input_class_stride == 1 && (reinterpret_cast<uintptr_t>(args.grad_input.data) -
-                                            reinterpret_cast<uintptr_t>(args.input.data)) %
-                                                   kVectorBytes ==
-                                               0;
+      other.dtype == args.input.dtype && class_stride == 1 &&
+      (reinterpret_cast<uintptr_t>(other.data) - reinterpret_cast<uintptr_t>(args.input.data)) %
+              kVectorBytes ==
+          0;
   for (int dim = 0; dim < args.rows.ndim; ++dim) {
-    same = same && (args.grad_input.strides[dim] - args.input.strides[dim]) % vector == 0;
+    same = same && (other.strides[dim] - args.input.strides[dim]) % vector == 0;
   }
   return same;
+}
+
+inline bool gradient_lies_as_input(const CrossEntropyForwardArgs& args) {
+  return args.grad_input.data == nullptr ||
+         lies_as_input(args, args.grad_input, args.grad_input_class_stride);
 }
 
 }  // namespace lossops::cuda

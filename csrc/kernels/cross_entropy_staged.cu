@@ -9,6 +9,7 @@
 #include "kernels/cluster.cuh"
 #include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
+#include "kernels/row_pieces.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
 
@@ -19,8 +20,6 @@ constexpr int kMaxThreads = 512;
 constexpr int kMaxBlockWarps = kMaxThreads / kWarpSize;
 constexpr int kMaxCluster = 8;
 constexpr int kMaxPieces = 64;
-// Shorter rows are for tiles.
-constexpr int kMinRowBytes = 2001;
 // Of a warp's piece of a row. Measured on an H200, step: 4 KB lose 2 % for 50257 classes of bf16
 // and nothing for 32768; 10 KB lose 1 to 4 %.
 constexpr int kPieceBytes = 8 << 10;
@@ -32,26 +31,36 @@ constexpr int kMaxClusterShare = 72 << 10;
 // Warps of a block that leaves no gradient.
 constexpr int kMaxForwardWarps = 8;
 // What a block has of shared memory beside its pieces and their states, at most.
-constexpr int kStaticSharedBytes = 2048;
+constexpr int kStaticSharedBytes = 2240;
+constexpr int kProbabilitySharedBytes = 128;
 // Granules that a thread has in flight between shared memory and its registers. Measured on an
 // H200: to load the next ones before these are done takes registers, and loses 3 %.
 constexpr int kGranuleUnroll = 4;
 // Rows that a block prepares at a time, one a lane, and finishes at a time.
 constexpr int kBatch = 16;
-// Rows without gradients whose pieces wait to be put together.
-constexpr int kGroup = 8;
-// Rows whose states are kept. The warps meet in the middle of each group, where one of them puts
-// the group before together; the others go on to the middle of the next.
-constexpr int kStateRows = 3 * kGroup;
-// Of the state of a piece, or of a row.
-constexpr int kStateWords = 4;
+// Rows without gradients whose pieces wait to be put together, a power of two: fewer of many
+// pieces, whose states would take the place of a block.
+constexpr int row_group(int pieces) { return pieces <= 32 ? 4 : 2; }
+// Groups whose states are kept, a power of two. The warps meet in the middle of each group, and put
+// the group before together there, a row each; then they may go on to the middle of the next.
+constexpr int kStateGroups = 4;
 
 // What a block needs to know of a row.
-struct alignas(16) StagedRow {
+template <RowKind kKind>
+struct StagedRow {
   const void* logits;
   void* gradient;
   int index;     // checked_index()
   float weight;  // row_weight()
+};
+
+template <>
+struct StagedRow<RowKind::kProbability> {
+  const void* logits;
+  void* gradient;
+  const void* probabilities;
+  static constexpr int index = 0;  // all of these rows have a loss
+  static constexpr float weight = 1;
 };
 
 // A warp's piece of a row in granules of 16 bytes: the granules in [whole_begin, whole_end) are the
@@ -102,262 +111,339 @@ struct Granules {
   }
 };
 
-// How a row is cut: the same with a gradient and without one, for the same bits.
-struct Pieces {
-  int count;
-  int size;  // elements, a multiple of those of a granule
-};
-
-template <typename scalar_t>
-__device__ __forceinline__ StagedRow find_row(const CrossEntropyForwardArgs& args, int64_t row) {
-  StagedRow result;
+template <typename scalar_t, RowKind kKind>
+__device__ __forceinline__ StagedRow<kKind> find_row(const CrossEntropyForwardArgs& args,
+                                                     int64_t row) {
+  StagedRow<kKind> result;
   result.logits =
       static_cast<const scalar_t*>(args.input.data) + row_offset(args.rows, args.input, row);
   result.gradient =
       static_cast<scalar_t*>(args.grad_input.data) + row_offset(args.rows, args.grad_input, row);
-  result.index =
-      checked_index(args, load_class_index(args.target, row_offset(args.rows, args.target, row)));
-  result.weight = row_weight(args, result.index);
+  const int64_t target = row_offset(args.rows, args.target, row);
+  if constexpr (kKind == RowKind::kProbability) {
+    result.probabilities = static_cast<const scalar_t*>(args.target.data) + target;
+  } else {
+    result.index = checked_index(args, load_class_index(args.target, target));
+    result.weight = row_weight(args, result.index);
+  }
   return result;
 }
 
-// What is known of a piece, or of a row.
-struct StagedState : OnlineSoftmax<float> {
-  float distance = 0;  // sum of max - x; label smoothing
-
-  __device__ __forceinline__ void publish(uint32_t* words, int pieces) const {
-    words[0] = __float_as_uint(max);
-    words[pieces] = __float_as_uint(ones);
-    words[2 * pieces] = __float_as_uint(below);
-    words[3 * pieces] = __float_as_uint(distance);
-  }
-};
-
 // A warp's buffer for pieces, and the piece that is in it or on its way.
-template <typename scalar_t>
+template <typename scalar_t, RowKind kKind>
 struct PieceStage {
-  scalar_t* elements;  // shared memory
+  static constexpr bool kProbability = kKind == RowKind::kProbability;
+  scalar_t* elements;       // shared memory
+  scalar_t* probabilities;  // likewise
   CopyBarrier& arrived;
   int lane;
   uint32_t parity = 0;
   Granules<scalar_t> granules = {0, 0};
   int edge = -1;
   scalar_t x_at_edge = {};
+  scalar_t p_at_edge = {};
 
-  __device__ __forceinline__ PieceStage(scalar_t* elements_, CopyBarrier& arrived_, int lane_)
-      : elements(elements_), arrived(arrived_), lane(lane_) {}
+  __device__ __forceinline__ PieceStage(char* buffer, int buffer_bytes, CopyBarrier& arrived_,
+                                        int lane_)
+      : elements(reinterpret_cast<scalar_t*>(buffer)),
+        probabilities(reinterpret_cast<scalar_t*>(buffer + buffer_bytes / 2)),
+        arrived(arrived_),
+        lane(lane_) {}
 
   // The warp must be done with the piece before.
-  __device__ __forceinline__ void start(const scalar_t* row, int num_classes, int begin, int size) {
-    const scalar_t* const first = row + begin;
+  __device__ __forceinline__ void start(const CrossEntropyArgs& args, const StagedRow<kKind>& row,
+                                        int begin, int size) {
+    const scalar_t* const first = static_cast<const scalar_t*>(row.logits) + begin;
     granules.phase =
         static_cast<int>(reinterpret_cast<uintptr_t>(first) % kVectorBytes / sizeof(scalar_t));
-    granules.count = min(size, num_classes - begin);
+    granules.count = min(size, static_cast<int>(args.num_classes) - begin);
     const scalar_t* const base = first - granules.phase;
     edge = granules.edge(lane);
     if (edge >= 0) {
       x_at_edge = base[edge];
     }
+    const int skipped = granules.whole_begin() * Granules<scalar_t>::kSize;
+    const auto bytes =
+        static_cast<uint32_t>(max(granules.whole_end() - granules.whole_begin(), 0) * kVectorBytes);
+    const scalar_t* other = nullptr;  // probabilities that lie as the logits do
+    if constexpr (kProbability) {
+      other = start_probabilities(args, row, begin);
+    }
     if (lane == 0) {
-      const int skipped = granules.whole_begin() * Granules<scalar_t>::kSize;
-      const int whole = max(granules.whole_end() - granules.whole_begin(), 0);
-      arrived.expect(static_cast<uint32_t>(whole) * kVectorBytes);
-      arrived.copy(elements + skipped, base + skipped, static_cast<uint32_t>(whole) * kVectorBytes);
+      arrived.expect(kProbability && other != nullptr ? 2 * bytes : bytes);
+      arrived.copy(elements + skipped, base + skipped, bytes);
+      if (kProbability && other != nullptr) {
+        arrived.copy(probabilities + skipped, other + skipped, bytes);
+      }
     }
   }
 
   __device__ __forceinline__ Vector<scalar_t> load(int g) const { return load_vector(elements, g); }
 
-  // The state of the piece.
-  template <bool kSmooth>
-  __device__ __forceinline__ StagedState reduce() {
+  // The state of the piece. whole: rows are whole granules.
+  __device__ __forceinline__ PieceState reduce(bool whole, const Smoothing& smoothing) {
     arrived.wait(parity);
     parity ^= 1;
     uint32_t maxima = lowest_word<scalar_t>();
     granules.for_each_whole(
         lane, [&](int g) { return load(g); },
         [&](int, const Vector<scalar_t>& x) { maxima = max_of_vector(x, maxima); });
-    StagedState state;
-    state.max = max_of_elements<scalar_t>(maxima);
+    float max = max_of_elements<scalar_t>(maxima);
     if (edge >= 0) {
       elements[edge] = x_at_edge;
-      state.max = math::max_number(to_acc<float>(x_at_edge), state.max);
+      max = math::max_number(to_acc<float>(x_at_edge), max);
+      if constexpr (kProbability) {
+        probabilities[edge] = p_at_edge;
+      }
     }
     __syncwarp();
-    state.max = warp_max(state.max);
-    const RowTerms<kExactExponentials<scalar_t>> terms(state.max);
-    TermSum sum;
-    add_terms<scalar_t, kSmooth>(sum, terms, reinterpret_cast<const uint32_t*>(elements),
-                                 granules.phase, granules.count, lane);
-    state.below = warp_sum(sum.below) * terms.correction();
-    state.ones = static_cast<float>(warp_sum(sum.ones));
-    if constexpr (kSmooth) {
-      state.distance = warp_sum(sum.distance);
+    const StagedElements row = {reinterpret_cast<const uint32_t*>(elements),
+                                reinterpret_cast<const uint32_t*>(probabilities), granules.phase,
+                                granules.count, smoothing};
+    return reduce_below<scalar_t, kKind>(warp_max(max), [&](TermSum& sum, const auto& terms) {
+      add_terms<scalar_t, kKind>(sum, terms, row, whole, lane);
+    });
+  }
+
+  // Where the piece's probabilities lie as its logits do: their first granule, to be copied as it
+  // is. Where they do not, copies them element by element, and says null.
+  __device__ __forceinline__ const scalar_t* start_probabilities(const CrossEntropyArgs& args,
+                                                                 const StagedRow<kKind>& row,
+                                                                 int begin) {
+    const int64_t stride = args.target_class_stride;
+    const scalar_t* const first = static_cast<const scalar_t*>(row.probabilities) + begin * stride;
+    if (edge >= 0) {
+      p_at_edge = first[(edge - granules.phase) * stride];
     }
-    return state;
+    const auto phase = reinterpret_cast<uintptr_t>(first) % kVectorBytes / sizeof(scalar_t);
+    if (stride == 1 && static_cast<int>(phase) == granules.phase) {
+      return first - granules.phase;
+    }
+    for (int e = lane; e < granules.count; e += kWarpSize) {
+      probabilities[granules.phase + e] = first[e * stride];
+    }
+    return nullptr;
+  }
+
+  // of_logit(x, p) is the gradient of a logit, whose probability is p; of_index(x) that of the
+  // class index, which is counted from the piece's first class. gradient: that of the first class.
+  template <typename OfLogit, typename OfIndex>
+  __device__ __forceinline__ void write_gradient(scalar_t* gradient, int index, OfLogit&& of_logit,
+                                                 OfIndex&& of_index) {
+    constexpr int kSize = kVectorSize<scalar_t>;
+    gradient -= granules.phase;
+    const auto write = [&](int g, const Vector<scalar_t>& x) {
+      Vector<scalar_t> p;
+      if constexpr (kProbability) {
+        p = load_vector(probabilities, g);
+      }
+      float values[kSize];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        values[i] =
+            of_logit(to_acc<float>(x.get(i)), kProbability ? to_acc<float>(p.get(i)) : 0.0f);
+      }
+      store_vector(gradient, g, pack<scalar_t>(values));
+    };
+    granules.for_each_whole(lane, [&](int g) { return load(g); }, write);
+    if (edge >= 0) {
+      gradient[edge] =
+          from_acc<scalar_t>(of_logit(to_acc<float>(x_at_edge), to_acc<float>(p_at_edge)));
+    }
+    // The class index once more, by the lane that wrote it.
+    if (!kProbability && index >= 0 && index < granules.count) {
+      const int at = index + granules.phase;
+      if (at == edge || granules.has(at, lane)) {
+        gradient[at] = from_acc<scalar_t>(of_index(to_acc<float>(elements[at])));
+      }
+    }
+    __syncwarp();
   }
 };
 
-// The states of a row's pieces, put together by a warp: in every lane.
-template <bool kSmooth>
-__device__ __forceinline__ StagedState combine_pieces(const uint32_t* states, const Pieces& cut,
-                                                      int num_classes, int lane) {
-  const int pieces = cut.count;
-  float max = -math::infinity<float>();
-  for (int i = lane; i < pieces; i += kWarpSize) {
-    max = math::max_number(__uint_as_float(states[i]), max);
-  }
-  StagedState total;
-  total.max = warp_max(max);
-  const float shift = softmax_shift(total.max);
-  for (int i = lane; i < pieces; i += kWarpSize) {
-    const float piece_max = __uint_as_float(states[i]);
-    const float ones = __uint_as_float(states[pieces + i]);
-    const float below = __uint_as_float(states[2 * pieces + i]);
-    if (piece_max == total.max) {
-      total.ones += ones;
-      total.below += below;
-    } else {
-      total.below += (ones + below) * math::exp(piece_max - shift);
-    }
-  }
-  total.ones = warp_sum(total.ones);
-  total.below = warp_sum(total.below);
-  if constexpr (kSmooth) {
-    for (int i = lane; i < pieces; i += kWarpSize) {
-      // From the maximum of the piece to that of the row.
-      const int count = min(cut.size, num_classes - i * cut.size);
-      const float moved = shift - softmax_shift(__uint_as_float(states[i]));
-      total.distance += __uint_as_float(states[3 * pieces + i]) + static_cast<float>(count) * moved;
-    }
-    total.distance = warp_sum(total.distance);
-  }
-  return total;
+// Of those first, first + stride, ... below `rows`.
+__device__ __forceinline__ int rows_of_worker(int64_t rows, int first, int stride) {
+  return static_cast<int>((rows - first + stride - 1) / stride);
 }
 
+__device__ __forceinline__ Smoothing smoothing_of(const CrossEntropyArgs& args) {
+  return {static_cast<float>(args.label_smoothing),
+          static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes))};
+}
+
+// What the warps of a block have in common.
+template <RowKind kKind>
+struct StagedBlock {
+  StagedRow<kKind> rows[2][kBatch];
+  float4 states[2][kBatch];  // of rows whose pieces are put together
+  float q_sums[2][kKind == RowKind::kProbability ? kBatch : 1];  // likewise
+  double sums[2][kBatch];                                        // of losses and weights
+  CopyBarrier arrived[kMaxBlockWarps];
+};
+
 // Rows of a block: prepared and finished in batches, a row a lane.
-template <typename scalar_t>
+template <typename scalar_t, RowKind kKind>
 struct RowBatches {
   const CrossEntropyForwardArgs& args;
-  StagedRow (&rows)[2][kBatch];  // shared memory
-  int64_t first;
-  int64_t stride;
+  StagedBlock<kKind>& block;  // shared memory
+  int first;
+  int stride;
   int count;
   int lane;
 
-  __device__ __forceinline__ const StagedRow& row(int n) const {
-    return rows[n / kBatch % 2][n % kBatch];
+  __device__ __forceinline__ const StagedRow<kKind>& row(int n) const {
+    return block.rows[n / kBatch % 2][n % kBatch];
   }
+  __device__ __forceinline__ int64_t number(int n) const { return first + int64_t{n} * stride; }
 
-  // By a warp, when all others are done with batch - 2.
+  // By a warp, when batch - 2 is finished.
   __device__ __forceinline__ void prepare(int batch) {
     const int n = batch * kBatch + lane;
     if (lane < kBatch && n < count) {
-      rows[batch % 2][lane] = find_row<scalar_t>(args, first + n * stride);
+      block.rows[batch % 2][lane] = find_row<scalar_t, kKind>(args, number(n));
     }
   }
 
-  // By a warp whose lanes have the softmax of a row each.
-  template <bool kSmooth>
-  __device__ __forceinline__ void finish(int batch, const StagedState& state, Partial& partial) {
+  __device__ __forceinline__ void clear_sums() {
+    if (threadIdx.x < kBatch) {
+      block.sums[0][threadIdx.x] = 0;
+      block.sums[1][threadIdx.x] = 0;
+    }
+  }
+
+  // By a warp with the state of a row in each of its lanes.
+  __device__ __forceinline__ void keep(int n, const PieceState& state) {
+    if (lane == 0) {
+      block.states[n / kBatch % 2][n % kBatch] =
+          make_float4(state.max, state.ones, state.below, state.distance);
+      if constexpr (kKind == RowKind::kProbability) {
+        block.q_sums[n / kBatch % 2][n % kBatch] = state.q_sum;
+      }
+    }
+  }
+
+  // By a warp, when all states of the batch are kept.
+  __device__ __forceinline__ void finish(int batch) {
     const int n = batch * kBatch + lane;
-    if (lane >= kBatch || n >= count) {
-      return;
+    if (lane < kBatch && n < count) {
+      const StagedRow<kKind>& row = this->row(n);
+      const float4 state = block.states[batch % 2][lane];
+      OnlineSoftmax<float> softmax;
+      softmax.max = state.x;
+      softmax.ones = state.y;
+      softmax.below = state.z;
+      float x_at_index = 0;
+      if (kKind != RowKind::kProbability && row.index >= 0) {
+        x_at_index = to_acc<float>(static_cast<const scalar_t*>(row.logits)[row.index]);
+      }
+      Partial partial;
+      finish_indexed_row<kKind>(
+          args, row.index, row.weight, softmax, state.w,
+          kKind == RowKind::kProbability ? block.q_sums[batch % 2][lane] : 0.0f, x_at_index,
+          number(n),
+          args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, number(n)) : 0,
+          partial);
+      block.sums[0][lane] += partial.sum;
+      block.sums[1][lane] += partial.weight;
     }
-    const StagedRow& row = rows[batch % 2][lane];
-    const int64_t number = first + n * stride;
-    float x_at_index = 0;
-    if (row.index >= 0) {
-      x_at_index = to_acc<float>(static_cast<const scalar_t*>(row.logits)[row.index]);
+  }
+
+  // This thread's share of the block's, after a barrier.
+  __device__ __forceinline__ Partial sums() const {
+    Partial partial;
+    if (threadIdx.x < kBatch) {
+      partial.sum = block.sums[0][threadIdx.x];
+      partial.weight = block.sums[1][threadIdx.x];
     }
-    finish_indexed_row<kSmooth>(
-        args, row.index, row.weight, state, state.distance, x_at_index, number,
-        args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, number) : 0,
-        partial);
+    return partial;
   }
 };
 
-// One row after the other, its pieces spread over the block's warps. The warps meet once in kGroup
-// rows.
-template <typename scalar_t, bool kSmooth>
+// One row after the other, its pieces spread over the block's warps. The warps meet once in `group`
+// rows, a power of two.
+template <typename scalar_t, RowKind kKind>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     cross_entropy_forward_staged_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                        Pieces pieces, int buffer_bytes,
+                                        Pieces pieces, int buffer_bytes, int group,
                                         Denominator /*denominator*/, Partial* partials,
                                         Finalize finalize) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ uint4 dynamic[];
-  __shared__ StagedRow rows[2][kBatch];
-  __shared__ CopyBarrier arrived[kMaxBlockWarps];
+  __shared__ StagedBlock<kKind> block;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-  auto* const buffer =
-      reinterpret_cast<scalar_t*>(reinterpret_cast<char*>(dynamic) + warp * buffer_bytes);
-  // [kStateRows][kStateWords][pieces.count]
+  auto* const buffer = reinterpret_cast<char*>(dynamic) + warp * buffer_bytes;
+  const Smoothing smoothing = smoothing_of(args);
+  // [kStateGroups * group][kStateWords<kKind>][pieces.count]
   auto* const states =
       reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(dynamic) + warps * buffer_bytes);
   const auto states_of = [&](int n) {
-    return states + n % kStateRows * kStateWords * pieces.count;
+    return states + (n & (kStateGroups * group - 1)) * kStateWords<kKind> * pieces.count;
   };
   const int num_classes = static_cast<int>(args.num_classes);
-  RowBatches<scalar_t> batches{args, rows, blockIdx.x, gridDim.x, 0, lane};
-  batches.count = static_cast<int>((args.rows.numel - blockIdx.x + gridDim.x - 1) / gridDim.x);
-  PieceStage<scalar_t> stage(buffer, arrived[warp], lane);
+  const bool whole = num_classes % kVectorSize<scalar_t> == 0;
+  RowBatches<scalar_t, kKind> batches{
+      args, block, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), 0, lane};
+  batches.count = rows_of_worker(args.rows.numel, batches.first, batches.stride);
+  PieceStage<scalar_t, kKind> stage(buffer, buffer_bytes, block.arrived[warp], lane);
   if (lane == 0) {
     stage.arrived.init();
   }
   if (warp == 0) {
     batches.prepare(0);
   }
+  batches.clear_sums();
   __syncthreads();
   const auto start = [&](int n, int piece) {
     if (n < batches.count && batches.row(n).index >= 0) {
-      stage.start(static_cast<const scalar_t*>(batches.row(n).logits), num_classes,
-                  piece * pieces.size, pieces.size);
+      stage.start(args, batches.row(n), piece * pieces.size, pieces.size);
     }
   };
-  StagedState finished;
-  Partial partial;
-  // Puts the rows [n - kGroup, n) together.
-  const auto finish_group = [&](int n) {
-    for (int m = max(0, (n - 1) / kGroup * kGroup); m < n; ++m) {
-      StagedState state;
-      if (batches.row(m).index >= 0) {
-        state = combine_pieces<kSmooth>(states_of(m), pieces, num_classes, lane);
+  int combined = 0;  // rows
+  int finished = 0;  // batches
+  int turn = 0;      // the warp for the next row to combine
+  // Puts together the rows before `end`, each by a warp.
+  const auto combine = [&](int end) {
+    if (pieces.count == 1) {
+      return;
+    }
+    for (; combined < end; ++combined) {
+      if (turn == warp) {
+        PieceState state;
+        if (batches.row(combined).index >= 0) {
+          state = combine_pieces<kKind>(states_of(combined), pieces, num_classes, lane);
+        }
+        batches.keep(combined, state);
       }
-      if (lane == m % kBatch) {
-        finished = state;
-      }
-      if (m % kBatch == kBatch - 1 || m == batches.count - 1) {
-        batches.template finish<kSmooth>(m / kBatch, finished, partial);
-      }
+      turn = turn + 1 == warps ? 0 : turn + 1;
     }
   };
   start(0, warp);
   for (int n = 0; n < batches.count; ++n) {
-    if (n % kGroup == kGroup / 2) {
+    if ((n & (group - 1)) == group / 2) {
       __syncthreads();
-      if (warp == 0) {
-        if (n >= kGroup && pieces.count > 1) {
-          finish_group(n / kGroup * kGroup);
+      combine(n & -group);
+      // The batch before was combined by the meeting before. All warps are past it.
+      if (n % kBatch == group + group / 2) {
+        const int batch = n / kBatch;
+        if (turn == warp) {
+          if (batch > 0) {
+            batches.finish(batch - 1);
+            __syncwarp();
+          }
+          batches.prepare(batch + 1);
         }
-        // Read half a batch and another meeting later.
-        if (n % kBatch == kGroup / 2) {
-          __syncwarp();
-          batches.prepare(n / kBatch + 1);
-        }
+        finished = batch;
       }
     }
-    StagedState current;
+    PieceState current;
     for (int piece = warp; piece < pieces.count; piece += warps) {
       if (batches.row(n).index >= 0) {
-        const StagedState state = stage.template reduce<kSmooth>();
+        current = stage.reduce(whole, smoothing);
         __syncwarp();
-        if (pieces.count == 1) {
-          current = state;
-        } else if (lane == 0) {
-          state.publish(states_of(n) + piece, pieces.count);
+        if (pieces.count > 1 && lane == 0) {
+          current.template publish<kKind>(states_of(n) + piece, pieces.count);
         }
       }
       if (piece + warps < pieces.count) {
@@ -367,42 +453,35 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       }
     }
     if (pieces.count == 1) {
-      if (lane == n % kBatch) {
-        finished = current;
-      }
-      if (n % kBatch == kBatch - 1 || n == batches.count - 1) {
-        batches.template finish<kSmooth>(n / kBatch, finished, partial);
-      }
+      batches.keep(n, current);
     }
   }
   __syncthreads();
-  if (warp == 0 && pieces.count > 1) {
-    const int last = (batches.count - 1) / kGroup * kGroup;
-    // The group before was put together in the middle of the last one, if it got so far.
-    if (last > 0 && batches.count - last <= kGroup / 2) {
-      finish_group(last);
+  combine(batches.count);
+  __syncthreads();
+  if (warp == 0) {
+    for (int batch = finished; batch * kBatch < batches.count; ++batch) {
+      batches.finish(batch);
     }
-    finish_group(batches.count);
   }
+  __syncthreads();
   if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(partial, partials, finalize);
+    reduce_to_grid(batches.sums(), partials, finalize);
   }
 #endif
 }
 
 // One row after the other, a piece a warp: of the block's warps, or of a cluster's. Each warp keeps
 // its piece until its gradient is written, and loads its piece of the next row meanwhile.
-template <typename scalar_t, bool kSmooth, bool kCluster>
+template <typename scalar_t, RowKind kKind, bool kCluster>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     cross_entropy_gradient_staged_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                         Pieces pieces, int cluster, int buffer_bytes,
+                                         Pieces pieces, int buffer_bytes, int cluster,
                                          Denominator denominator, Partial* partials,
                                          Finalize finalize) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int kSize = kVectorSize<scalar_t>;
   extern __shared__ uint4 dynamic[];
-  __shared__ StagedRow rows[2][kBatch];
-  __shared__ CopyBarrier arrived[kMaxBlockWarps];
+  __shared__ StagedBlock<kKind> block;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
@@ -413,60 +492,60 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const int piece = rank * warps + warp;
   const int begin = piece * pieces.size;
   const int num_classes = static_cast<int>(args.num_classes);
-  auto* const buffer =
-      reinterpret_cast<scalar_t*>(reinterpret_cast<char*>(dynamic) + warp * buffer_bytes);
-  // [2][kStateWords][pieces.count]
+  const bool whole = num_classes % kVectorSize<scalar_t> == 0;
+  auto* const buffer = reinterpret_cast<char*>(dynamic) + warp * buffer_bytes;
+  const Smoothing smoothing = smoothing_of(args);
+  // [2][kStateWords<kKind>][pieces.count]
   auto* const states =
       reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(dynamic) + warps * buffer_bytes);
-  RowBatches<scalar_t> batches{args, rows, blockIdx.x / cluster, gridDim.x / cluster, 0, lane};
-  batches.count =
-      static_cast<int>((args.rows.numel - batches.first + batches.stride - 1) / batches.stride);
-  PieceStage<scalar_t> stage(buffer, arrived[warp], lane);
+  RowBatches<scalar_t, kKind> batches{
+      args, block, static_cast<int>(blockIdx.x) / cluster, static_cast<int>(gridDim.x) / cluster,
+      0,    lane};
+  batches.count = rows_of_worker(args.rows.numel, batches.first, batches.stride);
+  PieceStage<scalar_t, kKind> stage(buffer, buffer_bytes, block.arrived[warp], lane);
   if (lane == 0) {
     stage.arrived.init();
   }
   if (warp == warps - 1) {
     batches.prepare(0);
   }
+  batches.clear_sums();
   const float scale = unit_scale<float>(args, denominator);
   const SmoothedIndex q(args);
   __syncthreads();
   const auto start = [&](int n) {
     if (n < batches.count && batches.row(n).index >= 0) {
-      stage.start(static_cast<const scalar_t*>(batches.row(n).logits), num_classes, begin,
-                  pieces.size);
+      stage.start(args, batches.row(n), begin, pieces.size);
     }
   };
   if constexpr (kCluster) {
     cluster_sync();  // all blocks run before one stores to another
   }
-  StagedState finished;
-  Partial partial;
   start(0);
   for (int n = 0; n < batches.count; ++n) {
-    const StagedRow row = batches.row(n);
+    const StagedRow<kKind> row = batches.row(n);
     // All warps are past the batch before, and its last rows are finished.
     if (n % kBatch == 1 && warp == warps - 1) {
       batches.prepare(n / kBatch + 1);
     }
-    StagedState state;
+    PieceState state;
     if (row.index >= 0) {
-      state = stage.template reduce<kSmooth>();
+      state = stage.reduce(whole, smoothing);
       if (kCluster || warps > 1) {
-        uint32_t* const row_states = states + n % 2 * kStateWords * pieces.count;
+        uint32_t* const row_states = states + n % 2 * kStateWords<kKind> * pieces.count;
         if constexpr (kCluster) {
           // To each block by a lane.
           if (lane < cluster) {
-            state.publish(at_rank(row_states, lane) + piece, pieces.count);
+            state.template publish<kKind>(at_rank(row_states, lane) + piece, pieces.count);
           }
           cluster_sync();
         } else {
           if (lane == 0) {
-            state.publish(row_states + piece, pieces.count);
+            state.template publish<kKind>(row_states + piece, pieces.count);
           }
           __syncthreads();
         }
-        state = combine_pieces<kSmooth>(row_states, pieces, num_classes, lane);
+        state = combine_pieces<kKind>(row_states, pieces, num_classes, lane);
       } else {
         __syncwarp();
       }
@@ -475,58 +554,57 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     } else {
       __syncthreads();
     }
-    if (lane == n % kBatch) {
-      finished = state;
-    }
-    auto* const gradient = static_cast<scalar_t*>(row.gradient) + begin - stage.granules.phase;
+    auto* const gradient = static_cast<scalar_t*>(row.gradient) + begin;
     if (row.index >= 0) {
-      const float q_sum = kSmooth ? SmoothedIndex::kSum : row.weight;
+      const float q_sum = kKind == RowKind::kIndex    ? row.weight
+                          : kKind == RowKind::kSmooth ? SmoothedIndex::kSum
+                                                      : state.q_sum;
       const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, q_sum);
       const LogitGradient<float, kExactExponentials<scalar_t>> of_logit(softmax);
-      const auto gradient_of = [&](float x) {
-        return kSmooth ? of_logit.dense(x, scale, q_sum, q.other) : of_logit(x);
+      const auto of_index = [&](float x) {
+        return kKind == RowKind::kIndex ? softmax.gradient_at_index(x)
+                                        : of_logit.dense(x, scale, q_sum, q.at_index);
       };
-      stage.granules.for_each_whole(
-          lane, [&](int g) { return stage.load(g); },
-          [&](int g, const Vector<scalar_t>& x) {
-            float values[kSize];
-#pragma unroll
-            for (int i = 0; i < kSize; ++i) {
-              values[i] = gradient_of(to_acc<float>(x.get(i)));
-            }
-            store_vector(gradient, g, pack<scalar_t>(values));
-          });
-      if (stage.edge >= 0) {
-        gradient[stage.edge] = from_acc<scalar_t>(gradient_of(to_acc<float>(stage.x_at_edge)));
+      const auto write = [&](auto may_outweigh) {
+        stage.write_gradient(
+            gradient, row.index - begin,
+            [&](float x, float p) {
+              if constexpr (kKind == RowKind::kIndex) {
+                return of_logit(x);
+              } else {
+                return of_logit.template dense<decltype(may_outweigh)::value>(
+                    x, scale, q_sum, kKind == RowKind::kSmooth ? q.other : smoothing(p));
+              }
+            },
+            of_index);
+      };
+      if (kKind != RowKind::kIndex && softmax.one_may_outweigh()) {
+        write(std::true_type{});
+      } else {
+        write(std::false_type{});
       }
-      // The class index once more, by the lane that wrote it.
-      if (row.index >= begin && row.index < begin + stage.granules.count) {
-        const int at = row.index - begin + stage.granules.phase;
-        if (at == stage.edge || stage.granules.has(at, lane)) {
-          const float x = to_acc<float>(stage.elements[at]);
-          gradient[at] = from_acc<scalar_t>(kSmooth ? of_logit.dense(x, scale, q_sum, q.at_index)
-                                                    : softmax.gradient_at_index(x));
-        }
-      }
-      __syncwarp();
     } else {
       const auto value = from_acc<scalar_t>(gradient_without_loss(row.index));
-      scalar_t* const all = static_cast<scalar_t*>(row.gradient) + begin;
       const int count = min(pieces.size, num_classes - begin);
       for (int e = lane; e < count; e += kWarpSize) {
-        all[e] = value;
+        gradient[e] = value;
       }
     }
     start(n + 1);
-    if (warp == 0 && rank == 0 && (n % kBatch == kBatch - 1 || n == batches.count - 1)) {
-      batches.template finish<kSmooth>(n / kBatch, finished, partial);
+    if (warp == 0 && rank == 0) {
+      batches.keep(n, state);
+      if (n % kBatch == kBatch - 1 || n == batches.count - 1) {
+        __syncwarp();
+        batches.finish(n / kBatch);
+        __syncwarp();
+      }
     }
   }
   if constexpr (kCluster) {
     cluster_sync();  // no block ends while another may store to it
   }
   if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(partial, partials, finalize);
+    reduce_to_grid(batches.sums(), partials, finalize);
   }
 #endif
 }
@@ -563,24 +641,27 @@ int64_t resident_clusters(Kernel* kernel, cudaLaunchConfig_t config, int cluster
 
 StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
   StagedPlan plan;
-  const int size = args.input.dtype == DType::kFloat32 ? 4 : 2;
+  const auto size = static_cast<int>(element_size(args.input.dtype));
   const int64_t bytes = args.num_classes * size;
   const DeviceLimits limits = current_device_limits();
-  const bool supported = !args.dense() || (!args.target_is_probability && args.weight == nullptr);
+  const bool probability = args.target_is_probability;
+  const bool supported = !args.dense() || (args.weight == nullptr &&
+                                           (!probability || args.target.dtype == args.input.dtype));
+  const int64_t streams = probability ? 2 : 1;
   if (!limits.hopper || !supported || args.acc_double || args.input_class_stride != 1 ||
-      bytes < kMinRowBytes || bytes > int64_t{kMaxClusterShare} * kMaxCluster) {
+      bytes < kMinStagedBytes || streams * bytes > int64_t{kMaxClusterShare} * kMaxCluster) {
     return plan;
   }
   const bool gradient = args.grad_input.data != nullptr;
   const auto per = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
-  plan.cluster = bytes <= kMaxBlockShare ? 1 : per(bytes, kMaxClusterShare);
-  const int warps = std::min(per(bytes, int64_t{kPieceBytes} * plan.cluster),
+  plan.cluster = streams * bytes <= kMaxBlockShare ? 1 : per(streams * bytes, kMaxClusterShare);
+  const int warps = std::min(per(streams * bytes, int64_t{kPieceBytes} * plan.cluster),
                              plan.cluster > 1 ? kMaxPieces / plan.cluster : kMaxBlockWarps);
   plan.pieces = plan.cluster * warps;
   const int granules = per(bytes, int64_t{plan.pieces} * kVectorBytes);
   plan.piece_size = granules * kVectorBytes / size;
-  plan.piece_bytes = (granules + 1) * kVectorBytes;
-  const int states = plan.pieces > 1 ? kStateWords * plan.pieces * 4 : 0;
+  plan.piece_bytes = static_cast<int>(streams) * (granules + 1) * kVectorBytes;
+  const int states = plan.pieces > 1 ? kMaxStateWords * plan.pieces * 4 : 0;
   if (gradient) {
     plan.threads = warps * kWarpSize;
     plan.shared_bytes = warps * plan.piece_bytes + 2 * states;
@@ -589,10 +670,12 @@ StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
     const int turns = per(plan.pieces, kMaxForwardWarps);
     plan.cluster = 1;
     plan.threads = per(plan.pieces, turns) * kWarpSize;
-    plan.shared_bytes = plan.threads / kWarpSize * plan.piece_bytes + kStateRows * states;
+    plan.shared_bytes = plan.threads / kWarpSize * plan.piece_bytes +
+                        kStateGroups * row_group(plan.pieces) * states;
   }
+  const int static_bytes = kStaticSharedBytes + (probability ? kProbabilitySharedBytes : 0);
   plan.resident = limits.multiprocessors *
-                  limits.resident_blocks(plan.threads, plan.shared_bytes + kStaticSharedBytes) /
+                  limits.resident_blocks(plan.threads, plan.shared_bytes + static_bytes) /
                   plan.cluster;
   plan.max_blocks = std::min(args.rows.numel, plan.resident) * plan.cluster;
   return plan;
@@ -602,7 +685,7 @@ int64_t launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan
                            const Denominator& denominator, Partial* partials,
                            const Finalize& finalize, cudaStream_t stream) {
   int64_t blocks = 0;
-  const auto launch = [&](auto kernel, auto... arguments) {
+  const auto launch = [&](auto kernel, int argument) {
     constexpr int kFreeSharedBytes = 48 << 10;
     if (plan.shared_bytes > kFreeSharedBytes) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
@@ -624,24 +707,27 @@ int64_t launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan
     }
     blocks = even_workers(args.rows.numel, resident) * plan.cluster;
     config.gridDim = dim3(static_cast<unsigned>(blocks));
-    cudaLaunchKernelEx(&config, kernel, args, Pieces{plan.pieces, plan.piece_size}, arguments...,
-                       plan.piece_bytes, denominator, partials, finalize);
+    cudaLaunchKernelEx(&config, kernel, args, Pieces{plan.pieces, plan.piece_size},
+                       plan.piece_bytes, argument, denominator, partials, finalize);
     check_launch("a kernel of staged rows");
   };
   visit_floating(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     if constexpr (sizeof(scalar_t) <= 4) {
-      const auto launch_kind = [&](auto smooth) {
-        constexpr bool kSmooth = decltype(smooth)::value;
+      const auto launch_kind = [&](auto kind) {
+        constexpr RowKind kKind = decltype(kind)::value;
         if (args.grad_input.data == nullptr) {
-          launch(cross_entropy_forward_staged_kernel<scalar_t, kSmooth>);
+          launch(cross_entropy_forward_staged_kernel<scalar_t, kKind>, row_group(plan.pieces));
         } else if (plan.cluster > 1) {
-          launch(cross_entropy_gradient_staged_kernel<scalar_t, kSmooth, true>, plan.cluster);
+          launch(cross_entropy_gradient_staged_kernel<scalar_t, kKind, true>, plan.cluster);
         } else {
-          launch(cross_entropy_gradient_staged_kernel<scalar_t, kSmooth, false>, 1);
+          launch(cross_entropy_gradient_staged_kernel<scalar_t, kKind, false>, 1);
         }
       };
-      args.dense() ? launch_kind(std::true_type{}) : launch_kind(std::false_type{});
+      args.target_is_probability
+          ? launch_kind(std::integral_constant<RowKind, RowKind::kProbability>{})
+      : args.dense() ? launch_kind(std::integral_constant<RowKind, RowKind::kSmooth>{})
+                     : launch_kind(std::integral_constant<RowKind, RowKind::kIndex>{});
     }
   });
   return blocks;

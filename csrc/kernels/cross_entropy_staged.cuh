@@ -13,6 +13,9 @@
 
 namespace lossops::cuda {
 
+// Of a row: shorter ones are for tiles.
+constexpr int64_t kMinStagedBytes = 2001;
+
 // How rows are spread over the device.
 struct StagedPlan {
   int threads = 0;       // of a block; 0: these rows are not for this kernel

@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       state.ones = static_cast<float>(warp_sum(sum.ones, kTeam));
       const float weight = row_weight(args, index);
       if (member == 0 && exists) {
-        finish_indexed_row(args, index, weight, state, 0.0f, x_at_index, row,
+        finish_indexed_row(args, index, weight, state, 0.0f, 0.0f, x_at_index, row,
                            args.reduction == Reduction::kNone ? offset_of(args.output, row) : 0,
                            partial);
       }
@@ -347,7 +347,7 @@ int bank_conflict(int pitch_words, int team) {
 
 TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
   TilePlan plan;
-  const int size = args.input.dtype == DType::kFloat32 ? 4 : 2;
+  const auto size = static_cast<int>(element_size(args.input.dtype));
   const int64_t bytes = args.num_classes * size;
   const DeviceLimits limits = current_device_limits();
   if (!limits.hopper || args.dense() || args.acc_double || args.input_class_stride != 1 ||

@@ -13,8 +13,9 @@ constexpr bool kExactExponentials = sizeof(scalar_t) >= 4;
 template <bool kExact>
 struct RowTerms {
   float shift = 0;
-  // Logits of 11 bits are scaled and shifted in one instruction. What rounding takes from the
-  // shift is a factor of every term, `unit`: the term of the maximum. fp32 has differences first.
+  // Logits are scaled and shifted in one instruction. What rounding takes from the shift is a
+  // factor of every term, `unit`: the term of the maximum. Exact terms have differences first.
+  float scale = math::kLog2E;
   float offset = 0;
   float unit = 1;
 
@@ -22,8 +23,14 @@ struct RowTerms {
 
   __device__ __forceinline__ explicit RowTerms(float max) : shift(softmax_shift(max)) {
     if constexpr (!kExact) {
-      offset = -shift * math::kLog2E;
-      unit = math::exp2(__fmaf_rn(shift, math::kLog2E, offset));
+      // Of a large shift, rounding takes more than `unit` has room for. The next logit below the
+      // maximum is then off by 64 or more: no term is lost if its exponent is doubled.
+      constexpr float kLarge = 1 << 30;
+      constexpr float kDoubleOverflows = 0x1p127f;
+      const float magnitude = ::fabsf(shift);
+      scale = magnitude < kLarge ? math::kLog2E : magnitude < kDoubleOverflows ? 2.0f : 1.0f;
+      offset = -shift * scale;
+      unit = math::exp2(__fmaf_rn(shift, scale, offset));
     }
   }
 
@@ -31,7 +38,7 @@ struct RowTerms {
     if constexpr (kExact) {
       return math::exp_in_sum<true>(x - shift);
     } else {
-      return math::exp2(__fmaf_rn(x, math::kLog2E, offset));
+      return math::exp2(__fmaf_rn(x, scale, offset));
     }
   }
 
@@ -40,7 +47,7 @@ struct RowTerms {
     if constexpr (kExact) {
       return 1;
     } else {
-      return math::exp2(-__fmaf_rn(shift, math::kLog2E, offset));
+      return math::exp2(-__fmaf_rn(shift, scale, offset));
     }
   }
 };

@@ -118,7 +118,9 @@ __device__ __forceinline__ int count_ones(float (&terms)[kCount], float unit) {
 struct TermSum {
   float below = 0;
   int ones = 0;
-  float distance = 0;  // sum of max - x, where it is wanted
+  // Of rows with more coefficients than that of a class index:
+  float distance = 0;  // sum of max - x; of probabilities, of q (max - x)
+  float q_sum = 0;     // of probabilities
 
   template <int kCount>
   __device__ __forceinline__ void add(float (&terms)[kCount], float unit) {
@@ -151,67 +153,185 @@ struct TermSum {
   }
 };
 
-// Words a thread has in flight.
-constexpr int kWordUnroll = 8;
+// What is added up beside the exponentials of a row's logits.
+enum class RowKind : int8_t {
+  kIndex,        // nothing
+  kSmooth,       // label smoothing, no class weights: the logits' distances from the maximum
+  kProbability,  // probability targets, no class weights: coefficients, and their distances
+};
 
-// Adds a row of `count` elements, or a share of one, by a warp: words `lane`, `lane + 32`, ...
-template <typename scalar_t, bool kDistance, bool kOdd>
-__device__ __forceinline__ void add_terms(TermSum& sum,
-                                          const RowTerms<kExactExponentials<scalar_t>>& terms,
-                                          const uint32_t* words, int count, int lane) {
-  constexpr int kSize = kWordElements<scalar_t>;
-  const int whole = count / kSize;
-  // kCount words, kWarpSize apart.
-  const auto add_words = [&](int k, auto words_at_a_time) {
-    constexpr int kCount = decltype(words_at_a_time)::value;
-    float values[kCount * kSize];
-    float distances[kCount * kSize];
+// Probability targets: how a probability becomes a coefficient.
+struct Smoothing {
+  float smoothing = 0;
+  float per_class = 0;
+
+  __device__ __forceinline__ float operator()(float probability) const {
+    return smoothed(probability, smoothing, per_class);
+  }
+};
+
+// Terms of a thread that are added at a time.
+constexpr int kTermBatch = 8;
+
+// The terms of kCount logits, whose probabilities are p.
+template <RowKind kKind, int kCount, typename Terms>
+__device__ __forceinline__ void add_logits(TermSum& sum, const Terms& terms,
+                                           const float (&x)[kCount], const float (&p)[kCount],
+                                           const Smoothing& smoothing) {
+  float values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    values[i] = terms(x[i]);
+  }
+  sum.add(values, terms.unit);
+  if constexpr (kKind == RowKind::kSmooth) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      values[i] = terms.shift - x[i];
+    }
+    sum.distance += pairwise_sum(values);
+  } else if constexpr (kKind == RowKind::kProbability) {
+    float coefficients[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float q = smoothing(p[i]);
+      coefficients[i] = q;
+      // A zero coefficient counts as 0 also against an infinite logit.
+      values[i] = q == 0.0f ? 0.0f : q * (terms.shift - x[i]);
+    }
+    sum.q_sum += pairwise_sum(coefficients);
+    sum.distance += pairwise_sum(values);
+  }
+}
+
+// A row, or a share of one, in shared memory.
+struct StagedElements {
+  const uint32_t* logits;  // of the granule where it starts
+  const uint32_t* probabilities;
+  int phase;  // elements of that granule before it
+  int count;  // elements
+  Smoothing smoothing;
+};
+
+// Adds vectors by a warp: `lane`, `lane + 32`, ... of `count`. load(words, v) is vector v.
+template <typename scalar_t, RowKind kKind, typename Terms, typename Load>
+__device__ __forceinline__ void add_vectors(TermSum& sum, const Terms& terms,
+                                            const StagedElements& row, int lane, Load&& load) {
+  constexpr int kSize = kVectorSize<scalar_t>;
+  constexpr int kBatch = kTermBatch / kSize;
+  const int count = row.count / kSize;
+  const auto add = [&](int v, auto vectors_at_a_time) {
+    constexpr int kCount = decltype(vectors_at_a_time)::value;
+    float x[kCount * kSize];
+    float p[kCount * kSize];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
-      const uint32_t word = row_word<kOdd>(words, k + u * kWarpSize);
+      const Vector<scalar_t> logits = load(row.logits, v + u * kWarpSize);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        const float x = word_element<scalar_t>(word, i);
-        values[u * kSize + i] = terms(x);
-        distances[u * kSize + i] = terms.shift - x;
+        x[u * kSize + i] = to_acc<float>(logits.get(i));
+      }
+      if constexpr (kKind == RowKind::kProbability) {
+        const Vector<scalar_t> probabilities = load(row.probabilities, v + u * kWarpSize);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          p[u * kSize + i] = to_acc<float>(probabilities.get(i));
+        }
       }
     }
-    sum.add(values, terms.unit);
-    if constexpr (kDistance) {
-      sum.distance += pairwise_sum(distances);
-    }
+    add_logits<kKind>(sum, terms, x, p, row.smoothing);
   };
-  int k = lane;
-  for (; k + (kWordUnroll - 1) * kWarpSize < whole; k += kWordUnroll * kWarpSize) {
-    add_words(k, std::integral_constant<int, kWordUnroll>{});
+  int v = lane;
+#pragma unroll(kKind == RowKind::kIndex ? 2 : 1)
+  for (; v + (kBatch - 1) * kWarpSize < count; v += kBatch * kWarpSize) {
+    add(v, std::integral_constant<int, kBatch>{});
   }
-  constexpr int kFewer = kWordUnroll / 2;
-  for (; k + (kFewer - 1) * kWarpSize < whole; k += kFewer * kWarpSize) {
-    add_words(k, std::integral_constant<int, kFewer>{});
-  }
-  for (; k < whole; k += kWarpSize) {
-    add_words(k, std::integral_constant<int, 1>{});
-  }
-  if (kSize > 1 && count % kSize != 0 && k == whole) {
-    const float x = word_element<scalar_t>(row_word<kOdd>(words, whole), 0);
-    float values[1] = {terms(x)};
-    sum.add(values, terms.unit);
-    if constexpr (kDistance) {
-      sum.distance += terms.shift - x;
+  if constexpr (kBatch > 1) {
+    static_assert(kBatch == 2, "one vector is left at most");
+    if (v < count) {
+      add(v, std::integral_constant<int, 1>{});
     }
   }
 }
 
-// The row's first element is `phase` elements after `stage`.
-template <typename scalar_t, bool kDistance>
-__device__ __forceinline__ void add_terms(TermSum& sum,
-                                          const RowTerms<kExactExponentials<scalar_t>>& terms,
-                                          const uint32_t* stage, int phase, int count, int lane) {
-  const uint32_t* const words = stage + phase / kWordElements<scalar_t>;
-  if (phase % kWordElements<scalar_t> != 0) {
-    add_terms<scalar_t, kDistance, true>(sum, terms, words, count, lane);
+// Words a thread has in flight.
+constexpr int kWordUnroll = 8;
+
+// Adds words by a warp: `lane`, `lane + 32`, ...
+template <typename scalar_t, RowKind kKind, bool kOdd, typename Terms>
+__device__ __forceinline__ void add_words(TermSum& sum, const Terms& terms,
+                                          const StagedElements& row, int lane) {
+  constexpr int kSize = kWordElements<scalar_t>;
+  const uint32_t* const logits = row.logits + row.phase / kSize;
+  const uint32_t* const probabilities = row.probabilities + row.phase / kSize;
+  const int whole = row.count / kSize;
+  // kCount words, kWarpSize apart; of the last one maybe half.
+  const auto add = [&](int k, auto words_at_a_time, auto elements_of_word) {
+    constexpr int kCount = decltype(words_at_a_time)::value;
+    constexpr int kElements = decltype(elements_of_word)::value;
+    float x[kCount * kElements];
+    float p[kCount * kElements];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      const uint32_t word = row_word<kOdd>(logits, k + u * kWarpSize);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        x[u * kElements + i] = word_element<scalar_t>(word, i);
+      }
+      if constexpr (kKind == RowKind::kProbability) {
+        const uint32_t other = row_word<kOdd>(probabilities, k + u * kWarpSize);
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          p[u * kElements + i] = word_element<scalar_t>(other, i);
+        }
+      }
+    }
+    add_logits<kKind>(sum, terms, x, p, row.smoothing);
+  };
+  constexpr std::integral_constant<int, kSize> kAll;
+  int k = lane;
+  if constexpr (kKind == RowKind::kIndex) {
+    for (; k + (kWordUnroll - 1) * kWarpSize < whole; k += kWordUnroll * kWarpSize) {
+      add(k, std::integral_constant<int, kWordUnroll>{}, kAll);
+    }
+  }
+  constexpr int kFewer = kWordUnroll / 2;
+  for (; k + (kFewer - 1) * kWarpSize < whole; k += kFewer * kWarpSize) {
+    add(k, std::integral_constant<int, kFewer>{}, kAll);
+  }
+  for (; k < whole; k += kWarpSize) {
+    add(k, std::integral_constant<int, 1>{}, kAll);
+  }
+  if (kSize > 1 && row.count % kSize != 0 && k == whole) {
+    add(k, std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{});
+  }
+}
+
+// whole: rows are whole vectors, and those are taken in turn, else words.
+template <typename scalar_t, RowKind kKind, typename Terms>
+__device__ __forceinline__ void add_terms(TermSum& sum, const Terms& terms,
+                                          const StagedElements& row, bool whole, int lane) {
+  const bool odd = row.phase % kWordElements<scalar_t> != 0;
+  if (whole) {
+    if (row.phase == 0) {
+      add_vectors<scalar_t, kKind>(sum, terms, row, lane, [](const uint32_t* words, int v) {
+        return load_vector(reinterpret_cast<const scalar_t*>(words), v);
+      });
+    } else {
+      add_vectors<scalar_t, kKind>(sum, terms, row, lane, [&](const uint32_t* words, int v) {
+        Vector<scalar_t> vector;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int k = row.phase / kWordElements<scalar_t> + 4 * v + i;
+          vector.set_word(i, odd ? row_word<true>(words, k) : row_word<false>(words, k));
+        }
+        return vector;
+      });
+    }
+  } else if (odd) {
+    add_words<scalar_t, kKind, true>(sum, terms, row, lane);
   } else {
-    add_terms<scalar_t, kDistance, false>(sum, terms, words, count, lane);
+    add_words<scalar_t, kKind, false>(sum, terms, row, lane);
   }
 }
 

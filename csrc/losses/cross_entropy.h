@@ -168,13 +168,23 @@ struct RowSoftmax {
     return dense_gradient_of(times_exp(acc_t(1), x), scale, q_sum, q);
   }
 
-  // The same of e = exp(x - max).
+  // The same of e = exp(x - max). kMayOutweigh: false where one_may_outweigh() is, for the same
+  // bits with fewer operations.
+  template <bool kMayOutweigh = true>
   LOSSOPS_HOST_DEVICE acc_t dense_gradient_of(acc_t e, acc_t scale, acc_t q_sum, acc_t q) const {
-    // For the class that outweighs all others, from the others: q is then about Q.
-    const acc_t others = acc_t(1) - e + rest;
-    return e > others ? math::difference_of_products(scale, q_sum - q, factor, others)
-                      : math::difference_of_products(factor, e, scale, q);
+    if constexpr (kMayOutweigh) {
+      // For the class that outweighs all others, from the others: q is then about Q.
+      const acc_t others = acc_t(1) - e + rest;
+      if (e > others) {
+        return math::difference_of_products(scale, q_sum - q, factor, others);
+      }
+    }
+    return math::difference_of_products(factor, e, scale, q);
   }
+
+  // Whether exp(x - max) of one class may be more than that of all others. e is 1 at most, give or
+  // take a rounding.
+  LOSSOPS_HOST_DEVICE bool one_may_outweigh() const { return !(rest >= acc_t(1.5)); }
 
   // lse - x
   LOSSOPS_HOST_DEVICE acc_t surprise(acc_t x) const { return log_sum + (max - x); }

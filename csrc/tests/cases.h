@@ -14,23 +14,6 @@
 
 namespace lossops::test {
 
-inline int64_t element_size(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-    case DType::kInt64:
-      return 8;
-    case DType::kFloat32:
-    case DType::kInt32:
-      return 4;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-    case DType::kInt16:
-      return 2;
-    default:
-      return 1;
-  }
-}
-
 // Unit roundoff.
 inline double epsilon(DType dtype) {
   switch (dtype) {

@@ -71,7 +71,7 @@ class Device {
     if (tensor.absent()) {
       return nullptr;
     }
-    const int64_t bytes = shift_ * test::element_size(tensor.dtype);
+    const int64_t bytes = shift_ * element_size(tensor.dtype);
     void*& memory = copies_[&tensor];
     if (memory == nullptr) {
       check_cuda(cudaMalloc(&memory, tensor.bytes.size() + static_cast<size_t>(bytes)));
