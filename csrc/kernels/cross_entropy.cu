@@ -897,9 +897,22 @@ int64_t row_blocks(const CrossEntropyArgs& args, int team, int64_t max_blocks = 
 
 int64_t strided_blocks(const CrossEntropyArgs& args) { return row_blocks(args, 1); }
 
+// Whether a block can hold a row in its registers.
+bool row_fits_registers(const CrossEntropyArgs& args) {
+  const int64_t bytes = args.num_classes * element_size(args.input.dtype);
+  const int64_t most = args.input.dtype == DType::kFloat64   ? 0
+                       : args.input.dtype == DType::kFloat32 ? kRegisterRowBytes<float>
+                                                             : kRegisterRowBytes<half_t>;
+  return rows_are_contiguous(args, kFewClassesForward) && !args.dense() &&
+         bytes >= kMinStagedBytes && bytes <= most;
+}
+
 int64_t forward_blocks(const CrossEntropyArgs& args) {
-  return rows_are_contiguous(args, kFewClassesForward) ? row_blocks(args, team_size(args))
-                                                       : strided_blocks(args);
+  if (!rows_are_contiguous(args, kFewClassesForward)) {
+    return strided_blocks(args);
+  }
+  return row_fits_registers(args) ? std::clamp<int64_t>(args.rows.numel, 1, kMaxBlocks)
+                                  : row_blocks(args, team_size(args));
 }
 
 template <typename Body>
@@ -942,8 +955,8 @@ void forward_rows(const CrossEntropyForwardArgs& args, const Denominator& denomi
                   cudaStream_t stream) {
   const int team = team_size(args);
   if constexpr (!kDense && sizeof(scalar_t) <= 4) {
-    const int64_t bytes = args.num_classes * static_cast<int64_t>(sizeof(scalar_t));
-    if (bytes >= kMinStagedBytes && bytes <= kRegisterRowBytes<scalar_t>) {
+    if (row_fits_registers(args)) {
+      const int64_t bytes = args.num_classes * static_cast<int64_t>(sizeof(scalar_t));
       int threads = kWarpSize;
       while (int64_t{threads} * kRegisterVectors<scalar_t> * kVectorBytes < bytes) {
         threads *= 2;
@@ -987,12 +1000,10 @@ bool targets_are_in_line(const CrossEntropyArgs& args) {
   return in_line;
 }
 
-// Rows for the registers of a block, which are faster there than staged, in forward by 6 to 12 %.
-bool rows_fit_registers(const CrossEntropyForwardArgs& args) {
-  const int64_t bytes = args.num_classes * 4;
+// Rows that are faster in registers than staged, in forward by 6 to 12 %.
+bool rows_are_for_registers(const CrossEntropyArgs& args) {
   return args.input.dtype == DType::kFloat32 && args.num_classes % kVectorSize<float> == 0 &&
-         bytes >= kMinStagedBytes && bytes <= kRegisterRowBytes<float> &&
-         rows_are_contiguous(args, kFewClassesForward) && !args.dense();
+         row_fits_registers(args);
 }
 
 // The kernel for these rows, of those that read them once. At most one of the plans has threads; if
@@ -1005,7 +1016,7 @@ struct ReadOncePlan {
 
   explicit ReadOncePlan(const CrossEntropyForwardArgs& args) {
     if (args.rows.numel == 0 || args.num_classes == 0 || args.input.dtype == DType::kFloat64 ||
-        args.num_classes > kMaxRowClasses || rows_fit_registers(args)) {
+        args.num_classes > kMaxRowClasses || rows_are_for_registers(args)) {
       return;
     }
     columns = plan_columns(args);

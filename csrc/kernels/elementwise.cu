@@ -23,6 +23,9 @@ constexpr int kThreads = 256;
 // Measured on an H200: more vectors, more threads or a persistent grid lose 4 to 14 %.
 template <typename scalar_t>
 constexpr int kVectors = sizeof(scalar_t) == 2 ? 2 : 4;
+// That shall fit a multiprocessor: 67 registers instead of 64 cost KL of fp16 11 % of its step.
+template <typename scalar_t>
+constexpr int kMinBlocks = sizeof(scalar_t) == 2 ? 4 : 1;
 // Blocks of a reduction: several waves on any GPU, and partials that one block folds in
 // microseconds. The same with a gradient and without one, for the same bits. Measured on an H200:
 // 32768 lose 3 to 6 % of KL's forward, 65536 of its step too.
@@ -58,12 +61,6 @@ struct Tile {
 // What a forward kernel writes beside its partial sum.
 enum class Stores : int8_t { kNothing, kLosses, kGradients };
 
-// Blocks that shall fit a multiprocessor. Measured on an H200: 67 registers instead of 64 cost KL
-// of fp16 probabilities 11 % of its step. Forward alone is faster with 80 to 92: its loads are all
-// in flight; bounded to 64, KL of log-probabilities lost 3 to 6 %.
-template <typename scalar_t, Stores kStores>
-constexpr int kMinBlocks = sizeof(scalar_t) == 2 && kStores == Stores::kGradients ? 4 : 1;
-
 template <typename Term, typename = void>
 struct HasForwardInSum : std::false_type {};
 template <typename Term>
@@ -85,7 +82,7 @@ __device__ __forceinline__ acc_t forward_of(const Term& term, acc_t x, acc_t t) 
 // input, target, weight, output: (numel,). weight may be null. output: the losses, or the input's
 // gradients, times scale. Blocks stride over tiles.
 template <typename scalar_t, typename Term, Stores kStores>
-__global__ void __launch_bounds__(kThreads, (kMinBlocks<scalar_t, kStores>))
+__global__ void __launch_bounds__(kThreads, kMinBlocks<scalar_t>)
     elementwise_forward_kernel(const scalar_t* input, const scalar_t* target,
                                const scalar_t* weight, scalar_t* output, int64_t numel, Term term,
                                acc_type_t<scalar_t> scale, Partial* partials, Finalize finalize) {
