@@ -18,7 +18,7 @@ PIP_INSTALL = python -m pip --disable-pip-version-check --quiet install
 # The wheel runs under any torch from 2.10 on; both commands use this one.
 TORCH := torch==2.13.0
 BUILD_TOOLS := 'setuptools>=77' ninja
-TEST_TOOLS := 'pytest>=8' 'hypothesis>=6' numpy 'matplotlib>=3.8'
+TEST_TOOLS := 'pytest>=8' 'hypothesis>=6' numpy 'matplotlib>=3.8' expecttest
 PRE_COMMIT := pre-commit==4.7.0
 
 GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \

@@ -353,7 +353,10 @@ def _ce_magnitudes(sample: Sample, grad_output: Tensor) -> dict[str, Tensor]:
         index = torch.where(kept.squeeze(class_dim), index, 0)
         labels = F.one_hot(index, classes).movedim(-1, class_dim).double()
         divisor = (labels * weight * kept).sum()
-    labels = (labels * (1 - smoothing) + smoothing / classes) * kept
+        # weights of both signs cancel
+        divisor = divisor.square() / (labels * weight.abs() * kept).sum()
+    weight = weight.abs()
+    labels = (labels.abs() * (1 - smoothing) + smoothing / classes) * kept
     size = x.abs() + torch.logsumexp(x, class_dim, keepdim=True).abs() + 1
     rows = (labels * weight * size).sum(class_dim)
     reduction = sample.options.get("reduction", "mean")
