@@ -940,10 +940,13 @@ int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
   int limit = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-          cudaSuccess ||
-      bytes > std::min<int64_t>(limit - kStaticSharedBytes, kMaxSharedRowBytes) ||
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(bytes)) != cudaSuccess) {
+          cudaSuccess) {
+    return 0;
+  }
+  // Asked for as much as any row has: another thread may be about to launch it with more.
+  const int64_t most = std::min<int64_t>(limit - kStaticSharedBytes, kMaxSharedRowBytes);
+  if (bytes > most || cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(most)) != cudaSuccess) {
     return 0;
   }
   return bytes;

@@ -33,6 +33,8 @@ constexpr int kMaxForwardWarps = 8;
 // What a block has of shared memory beside its pieces and their states, at most.
 constexpr int kStaticSharedBytes = 2240;
 constexpr int kProbabilitySharedBytes = 128;
+// Pieces of a block and their states, at most.
+constexpr int kMaxSharedBytes = 96 << 10;
 // Granules that a thread has in flight between shared memory and its registers. Measured on an
 // H200: to load the next ones before these are done takes registers, and loses 3 %.
 constexpr int kGranuleUnroll = 4;
@@ -222,6 +224,7 @@ struct PieceStage {
     for (int e = lane; e < granules.count; e += kWarpSize) {
       probabilities[granules.phase + e] = first[e * stride];
     }
+    __syncwarp();
     return nullptr;
   }
 
@@ -613,26 +616,27 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 template <typename Kernel>
 int64_t resident_clusters(Kernel* kernel, cudaLaunchConfig_t config, int cluster) {
   struct Answer {
+    Kernel* kernel = nullptr;
     int device = -1;
     int cluster = 0;
     unsigned threads = 0;
     size_t shared_bytes = 0;
     int count = 0;
   };
-  static thread_local Answer last;  // of this kernel: the question is slow, and mostly the same
+  static thread_local Answer last;  // the question is slow, and mostly the same
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess) {
     return 1;
   }
-  if (last.device != device || last.cluster != cluster || last.threads != config.blockDim.x ||
-      last.shared_bytes != config.dynamicSmemBytes) {
+  if (last.kernel != kernel || last.device != device || last.cluster != cluster ||
+      last.threads != config.blockDim.x || last.shared_bytes != config.dynamicSmemBytes) {
     config.gridDim = dim3(static_cast<unsigned>(cluster));
     int count = 0;
     if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
       cudaGetLastError();  // it is no error of the launch that follows
       count = 1;
     }
-    last = {device, cluster, config.blockDim.x, config.dynamicSmemBytes, count};
+    last = {kernel, device, cluster, config.blockDim.x, config.dynamicSmemBytes, count};
   }
   return std::max(1, last.count);
 }
@@ -686,9 +690,12 @@ int64_t launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan
                            const Finalize& finalize, cudaStream_t stream) {
   int64_t blocks = 0;
   const auto launch = [&](auto kernel, int argument) {
-    constexpr int kFreeSharedBytes = 48 << 10;
+    // A kernel that has more than 48 KB, with what is static, must ask for it. It asks for the most
+    // that any plan needs: another thread may be about to launch it with more.
+    constexpr int kFreeSharedBytes = (48 << 10) - kStaticSharedBytes - kProbabilitySharedBytes;
+    static_assert(kMaxSharedBytes > kMaxBlockShare + kMaxBlockWarps * 2 * kVectorBytes);
     if (plan.shared_bytes > kFreeSharedBytes) {
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
     }
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;

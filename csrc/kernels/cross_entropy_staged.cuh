@@ -28,7 +28,8 @@ struct StagedPlan {
   int64_t max_blocks = 0;
 };
 
-// logits of fp32, fp16 or bf16, contiguous classes, class indices; not both smoothing and weights.
+// logits of fp32, fp16 or bf16, contiguous classes; class indices, not with both smoothing and
+// weights; or probabilities of the logits' dtype, without weights.
 StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args);
 
 // Says how many blocks there are.

@@ -56,7 +56,7 @@ __device__ __forceinline__ PieceState reduce_below(float max, AddTerms&& add_ter
     state.ones = static_cast<float>(warp_sum(sum.ones));
   };
   add(RowTerms<false>(max));
-  if (kExactExponentials<scalar_t> && state.rest() < kConfident) {
+  if (kExactExponentials<scalar_t> && state.rest() < kConfident && max > -math::infinity<float>()) {
     sum = {};
     add(RowTerms<true>(max));
   }

@@ -258,6 +258,10 @@ def cross_entropy(
             return _cross_entropy_loss.call_overwriting(input, target, weight, options)
         return _cross_entropy(input, target, weight, options, reduction != "none")
     except (AttributeError, RuntimeError, TypeError) as error:
+        tensors = {"input": input, "target": target, "weight": weight}
+        refused = _refused(error, tensors)
+        if refused is not None:
+            raise refused from None
         if not isinstance(label_smoothing, (int, float)):
             kind = type(label_smoothing).__name__
             raise TypeError(f"label_smoothing must be a number, but is {kind}: {error}") from None
@@ -265,7 +269,7 @@ def cross_entropy(
             raise ValueError(str(error)) from None
         raise _as_torch_raises(
             error,
-            {"input": input, "target": target, "weight": weight},
+            tensors,
             lambda input, target, weight: _cross_entropy_by_torch(
                 input, target, weight, ignore_index, reduction, label_smoothing
             ),
@@ -290,6 +294,21 @@ def _raise_first_invalid(input: Tensor, target: Tensor, ignore_index: int) -> No
         )
 
 
+def _refused(error: Exception, tensors: dict[str, Any]) -> Exception | None:
+    """The error of an argument that no loss takes, whatever the others are."""
+    for name, tensor in tensors.items():
+        if name == "weight" and tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            return TypeError(f"{name} must be a Tensor, but is {kind}: {error}")
+        if tensor.layout is not torch.strided:
+            return NotImplementedError(
+                f"{name} must be dense (torch.strided), but has the layout {tensor.layout}"
+            )
+    return None
+
+
 def _as_torch_raises(
     error: Exception, tensors: dict[str, Any], reference: Callable[..., Any]
 ) -> Exception:
@@ -298,11 +317,10 @@ def _as_torch_raises(
     The extension can raise RuntimeError only. torch itself is asked: by the same call on zeros of
     the same shapes and dtypes, without data where that would take long.
     """
+    refused = _refused(error, tensors)
+    if refused is not None:
+        return refused
     message = str(error)
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) and not (name == "weight" and tensor is None):
-            kind = type(tensor).__name__
-            return TypeError(f"{name} must be a Tensor, but is {kind}: {message}")
     if "reduction must be one of" in message:
         return ValueError(message)
     if isinstance(error, TypeError):

@@ -1,0 +1,243 @@
+"""Random calls of every loss, most of them wrong: none may crash, and every error is of use.
+
+    python tests/fuzz_calls.py [--calls N] [--seed S] [--device cpu|cuda] [--batch N]
+
+The calls run in child processes, `--batch` at a time. A child that dies is a finding, and so is an
+internal assert, an error of an unexpected type, a message that does not name an argument of the
+call, or one that cannot be decoded. Each finding is printed with the seed that repeats it alone.
+Not a test: it takes minutes, and `pytest` does not collect it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+ALLOWED = ("ValueError", "RuntimeError", "TypeError", "IndexError", "NotImplementedError")
+# Python's own words for a call that does not fit a signature name the parameter or the function.
+NAMES = {
+    "mse_loss": ("input", "target", "reduction", "weight"),
+    "kl_div": ("input", "target", "reduction", "log_target", "log_input"),
+    "cross_entropy": (
+        "input",
+        "target",
+        "weight",
+        "ignore_index",
+        "reduction",
+        "label_smoothing",
+        "inplace_backward",
+    ),
+}
+NONSENSE: tuple[Any, ...] = (None, 0, 1.5, -1, "mean", "", b"x", [], (), {}, object(), True, 2**70)
+
+
+def shape_of(draw: random.Random) -> tuple[int, ...]:
+    sizes = (0, 1, 1, 2, 3, 3, 5, 8, 17)
+    return tuple(draw.choice(sizes) for _ in range(draw.choice((0, 1, 1, 2, 2, 2, 3, 4, 5))))
+
+
+def tensor_of(draw: random.Random, torch: Any, device: str, shape: tuple[int, ...]) -> Any:
+    floats = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    others = (torch.int64, torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16)
+    odd = (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16)
+    dtype = draw.choice(floats * 4 + others * 2 + odd)
+    if dtype.is_floating_point:
+        tensor = torch.randn(shape).to(dtype)
+        if draw.random() < 0.1 and tensor.numel():
+            special = draw.choice((float("nan"), float("inf"), -float("inf"), 1e38, 0.0))
+            tensor.view(-1)[draw.randrange(tensor.numel())] = special
+    elif dtype.is_complex:
+        tensor = torch.randn(shape, dtype=dtype)
+    else:
+        tensor = torch.randint(0, 3, shape).to(dtype)
+        if draw.random() < 0.2 and tensor.numel() and dtype is not torch.bool:
+            tensor.view(-1)[0] = draw.choice((-100, -1, 100, 3))
+    where = draw.random()
+    if where < 0.02:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    if where < 0.04:
+        return torch.randn(3, 3).to_sparse()
+    tensor = tensor.to("cpu" if where < 0.08 else device)
+    layout = draw.random()
+    if layout < 0.15 and tensor.dim() > 1:
+        tensor = tensor.transpose(0, -1)
+    elif layout < 0.25 and tensor.dim():
+        tensor = tensor[..., :1].expand(shape) if shape[-1] else tensor
+    elif layout < 0.3 and tensor.dim():
+        tensor = torch.stack((tensor, tensor), -1)[..., 0]
+    if draw.random() < 0.3 and (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.detach().requires_grad_()
+    return tensor
+
+
+def related(draw: random.Random, shape: tuple[int, ...], classes: bool) -> tuple[int, ...]:
+    """Mostly a shape that fits."""
+    chance = draw.random()
+    if classes and chance < 0.5:
+        return shape[:1] + shape[2:] if len(shape) > 1 else ()
+    if chance < 0.8:
+        return shape
+    if chance < 0.9 and shape:
+        return tuple(1 if draw.random() < 0.3 else size for size in shape)
+    return shape_of(draw)
+
+
+def arguments(
+    draw: random.Random, torch: Any, device: str, loss: str
+) -> tuple[list[Any], dict[str, Any]]:
+    shape = shape_of(draw)
+    classes = loss == "cross_entropy"
+
+    def or_nonsense(value: Any, chance: float = 0.03) -> Any:
+        return draw.choice(NONSENSE) if draw.random() < chance else value
+
+    positional = [
+        or_nonsense(tensor_of(draw, torch, device, shape)),
+        or_nonsense(tensor_of(draw, torch, device, related(draw, shape, classes))),
+    ]
+    named: dict[str, Any] = {}
+    if draw.random() < 0.6:
+        named["reduction"] = or_nonsense(
+            draw.choice(("none", "mean", "sum", "batchmean", "max", "Mean")), 0.1
+        )
+    if draw.random() < 0.3:
+        size = (shape[1:2] or shape[:1]) if classes else related(draw, shape, False)
+        named["weight"] = or_nonsense(tensor_of(draw, torch, device, tuple(size)), 0.1)
+    for name, values in (
+        ("log_target", (True, False)),
+        ("log_input", (True, False)),
+        ("ignore_index", (-100, 0, 1, 255, 2**40, -(2**63))),
+        ("label_smoothing", (0.0, 0.1, 1.0, -0.1, 1.5, float("nan"))),
+        ("inplace_backward", (True, False)),
+    ):
+        fits = name in NAMES[loss]
+        if draw.random() < (0.25 if fits else 0.01):
+            named[name] = or_nonsense(draw.choice(values), 0.1)
+    if draw.random() < 0.02:
+        positional.pop()
+    if draw.random() < 0.02:
+        named[draw.choice(("size_average", "reduce", "Input", "dim"))] = True
+    return positional, named
+
+
+def finding(loss: str, error: BaseException) -> str | None:
+    """What is wrong with an error, if anything."""
+    kind = type(error).__name__
+    if not any(base.__name__ in ALLOWED for base in type(error).__mro__):
+        return f"raised {kind}"
+    try:
+        message = str(error)
+        message.encode()
+    except (UnicodeError, ValueError):
+        return "message cannot be decoded"
+    if not message.strip():
+        return "no message"
+    if "INTERNAL ASSERT" in message or "Please report a bug" in message:
+        return "internal assert"
+    if not any(re.search(rf"\b{name}\b", message) for name in NAMES[loss]) and not (
+        isinstance(error, TypeError) and f"{loss}()" in message
+    ):
+        return "names no argument"
+    return None
+
+
+def one_call(seed: int, device: str, torch: Any, lossops: Any) -> tuple[str, str | None, str]:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    loss = draw.choice(tuple(NAMES))
+    positional, named = arguments(draw, torch, device, loss)
+    function: Callable[..., Any] = getattr(lossops, loss)
+    try:
+        value = function(*positional, **named)
+    except Exception as error:  # any error is looked at
+        return "error", finding(loss, error), f"{loss}: {type(error).__name__}: {error}"
+    try:
+        if value.requires_grad and value.device.type != "meta":
+            value.backward(torch.ones_like(value))
+    except Exception as error:
+        return "backward error", finding(loss, error), f"{loss}: {type(error).__name__}: {error}"
+    return "value", None, ""
+
+
+def child(first: int, count: int, device: str) -> int:
+    import torch
+
+    import lossops
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    tally: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        # A crash leaves the number of the call that did it.
+        sys.stderr.write(f"\r{seed}")
+        outcome, wrong, message = one_call(seed, device, torch, lossops)
+        tally[outcome] += 1
+        if wrong:
+            print(json.dumps({"seed": seed, "wrong": wrong, "message": message[:500]}), flush=True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(json.dumps({"tally": tally}), flush=True)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first call")
+    parser.add_argument("--batch", type=int, default=50_000, help="calls of a child process")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return child(options.seed, options.calls, options.device)
+    start = time.time()
+    tally: Counter[str] = Counter()
+    findings = []
+    seed, end = options.seed, options.seed + options.calls
+    while seed < end:
+        count = min(options.batch, end - seed)
+        command = [sys.executable, __file__, "--child", f"--seed={seed}", f"--calls={count}"]
+        done = subprocess.run(
+            [*command, f"--device={options.device}"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=os.environ | {"LOSSOPS_CHECK_TARGETS": "1"},
+            check=False,
+        )
+        for line in done.stdout.splitlines():
+            record = json.loads(line)
+            if "tally" in record:
+                tally.update(record["tally"])
+            else:
+                findings.append(record)
+        if done.returncode == 0:
+            seed += count
+        else:
+            numbers = re.findall(r"\r(\d+)", done.stderr)
+            last = int(numbers[-1]) if numbers else seed
+            rest = done.stderr[done.stderr.rfind(str(last)) :][-500:]
+            findings.append({"seed": last, "wrong": f"died: {done.returncode}", "message": rest})
+            tally["died"] += 1
+            seed = last + 1
+    for record in findings:
+        print(json.dumps(record))
+    kinds = Counter(record["wrong"] for record in findings)
+    seconds = time.time() - start
+    print(f"{options.calls} calls on {options.device} in {seconds:.0f} s: {dict(tally)}")
+    print(f"{len(findings)} findings {dict(kinds) if kinds else ''}")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
