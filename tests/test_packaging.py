@@ -293,6 +293,42 @@ def test_import_is_quiet_and_light() -> None:
     assert done.stdout == ""
 
 
+def test_import_loads_one_file_and_asks_no_network(tmp_path: Path) -> None:
+    """The packaged library, by its absolute path, from wherever Python was started."""
+    for decoy in ("_C.so", "lossops/_C.so"):
+        (tmp_path / decoy).parent.mkdir(exist_ok=True)
+        (tmp_path / decoy).write_bytes(b"not a library")
+    program = (
+        "import sys, torch\n"
+        "loaded, network, ran = [], [], []\n"
+        "def audit(event, arguments):\n"
+        "    if event == 'ctypes.dlopen': loaded.append(arguments[0])\n"
+        "    if event.startswith('socket.') or event == 'urllib.Request': network.append(event)\n"
+        "    if event in ('subprocess.Popen', 'os.system', 'os.exec'): ran.append(event)\n"
+        "sys.addaudithook(audit)\n"
+        "import lossops, lossops.info\n"
+        "lossops.mse_loss(torch.ones(3), torch.zeros(3))\n"
+        "assert not network and not ran, (network, ran)\n"
+        "from lossops import _extension\n"
+        "assert [str(path) for path in loaded] == [str(_extension.path())], loaded\n"
+        "assert _extension.path().is_absolute()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "LD_LIBRARY_PATH": str(tmp_path),
+            "PYTHONPATH": str(Path(lossops.__file__).resolve().parents[1]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.cuda
 def test_environment_switches_the_check_of_targets_on() -> None:
     program = (
