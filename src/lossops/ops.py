@@ -10,9 +10,10 @@ through `lossops::mse_loss_forward`, which also returns what the backward pass n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -113,6 +114,20 @@ def _check_devices(name: str, input: Tensor, *others: Tensor | None) -> None:
             raise RuntimeError(
                 f"{name}: a tensor is on {tensor.device} but input is on {input.device}"
             )
+
+
+@contextlib.contextmanager
+def _naming_arguments(name: str, input: Tensor, target: Tensor) -> Iterator[None]:
+    """Adds to torch's errors about shapes and dtypes whose they are."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # what torch.compile throws to itself
+            raise
+        raise RuntimeError(
+            f"{name}: input {tuple(input.shape)} {input.dtype} and target {tuple(target.shape)} "
+            f"{target.dtype} do not go together: {error}"
+        ) from None
 
 
 def _differentiable(tensor: Tensor | None) -> Tensor | None:
@@ -527,14 +542,15 @@ class ElementwiseLoss(_Loss):
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, reduction, float32_result = args[:5]
         _check_devices(self.name, input, target, weight)
-        dtype = _widened(self.result_dtype(input, target, weight, reduction), float32_result)
-        if reduction == "none":
-            # TensorIterator's layout of a binary operator, which the kernel copies.
-            pair = (target, input) if self.target_first else (input, target)
-            loss = torch.empty_like(torch.ne(*pair), dtype=dtype)
-        else:
-            torch.broadcast_shapes(input.shape, target.shape)
-            loss = input.new_empty((), dtype=dtype)
+        with _naming_arguments(self.name, input, target):
+            dtype = _widened(self.result_dtype(input, target, weight, reduction), float32_result)
+            if reduction == "none":
+                # TensorIterator's layout of a binary operator, which the kernel copies.
+                pair = (target, input) if self.target_first else (input, target)
+                loss = torch.empty_like(torch.ne(*pair), dtype=dtype)
+            else:
+                torch.broadcast_shapes(input.shape, target.shape)
+                loss = input.new_empty((), dtype=dtype)
         weighted_mean = weight is not None and reduction == "mean"
         return loss, input.new_empty((2 if weighted_mean else 0,), dtype=torch.float64)
 
