@@ -32,7 +32,90 @@ constexpr int64_t kNear = 16;
 constexpr int64_t kShortRow = 256;
 constexpr int64_t kShortGradientRow = 64;  // which are also written
 
-// ------------------------------------------------------------------ coefficients
+// ------------------------------------------------------- targets and coefficients
+
+// The targets of a block of rows. Nothing takes a branch a row: where rows are ignored, every third
+// one would be mispredicted.
+template <typename acc_t>
+struct BlockTargets {
+  int64_t index[kBlock];       // class indices; 0 where a row has no loss
+  acc_t has_loss[kBlock];      // 0 or 1: as wide as what it chooses, for the vectors' sake
+  acc_t without_loss[kBlock];  // the loss and the gradient of a row without one
+  bool all_have_loss;
+  bool all_valid;  // no class index is out of range
+
+  LOSSOPS_HOST_DEVICE void load(const CrossEntropyArgs& args, const BlockOffsets& at, int count) {
+    all_have_loss = all_valid = true;
+    if (args.target_is_probability) {
+      // Without classes there is nothing to lose.
+      all_have_loss = args.num_classes > 0;
+      std::fill_n(index, count, 0);
+      std::fill_n(has_loss, count, all_have_loss ? acc_t(1) : acc_t(0));
+      std::fill_n(without_loss, count, acc_t(0));
+      return;
+    }
+    at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
+      switch (args.target.dtype) {
+        case DType::kInt64:
+          return copy(static_cast<const int64_t*>(args.target.data) + offset, at.stride, length, j);
+        case DType::kInt32:
+          return copy(static_cast<const int32_t*>(args.target.data) + offset, at.stride, length, j);
+        default:
+          return copy(static_cast<const uint8_t*>(args.target.data) + offset, at.stride, length, j);
+      }
+    });
+    const int64_t ignore_index = args.ignore_index;
+    const auto classes = static_cast<uint64_t>(args.num_classes);
+    int64_t without = 0;
+    int64_t invalid = 0;
+    for (int j = 0; j < count; ++j) {
+      const int64_t ignored = index[j] == ignore_index ? 1 : 0;
+      const int64_t in_range = static_cast<uint64_t>(index[j]) < classes ? 1 : 0;
+      const int64_t has = in_range & (1 - ignored);
+      without += 1 - has;
+      invalid += (1 - in_range) & (1 - ignored);
+      has_loss[j] = static_cast<acc_t>(static_cast<int32_t>(has));
+      without_loss[j] = ignored != 0 ? acc_t(0) : math::quiet_nan<acc_t>();
+      index[j] = has != 0 ? index[j] : 0;
+    }
+    all_have_loss = without == 0;
+    all_valid = invalid == 0;
+  }
+
+ private:
+  template <typename index_t>
+  LOSSOPS_HOST_DEVICE void copy(const index_t* from, int64_t stride, int length, int j) {
+    for (int i = 0; i < length; ++i) {
+      index[j + i] = from[i * stride];
+    }
+  }
+};
+
+// values[i] = data[offset + i * stride + index[i] * index_stride]
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void gather(const void* data, DType dtype, int64_t offset, int64_t stride,
+                                const int64_t* index, int64_t index_stride, int count,
+                                acc_t* values) {
+  const auto gather_typed = [&](const auto* from) LOSSOPS_ALWAYS_INLINE {
+    for (int i = 0; i < count; ++i) {
+      values[i] = to_acc<acc_t>(from[offset + i * stride + index[i] * index_stride]);
+    }
+  };
+  switch (dtype) {
+    case DType::kFloat64:
+      return gather_typed(static_cast<const double*>(data));
+    case DType::kFloat32:
+      return gather_typed(static_cast<const float*>(data));
+    case DType::kFloat16:
+      return gather_typed(static_cast<const half_t*>(data));
+    case DType::kBFloat16:
+      return gather_typed(static_cast<const bfloat16_t*>(data));
+    default:
+      for (int i = 0; i < count; ++i) {
+        values[i] = load_as<acc_t>(data, dtype, offset + i * stride + index[i] * index_stride);
+      }
+  }
+}
 
 // The coefficients of a row are uniform ones, q_c = w_c p'_c with p'_c = eps / C for a
 // class index, and one more at the class index.
@@ -50,10 +133,31 @@ class Coefficients {
 
   acc_t unsmoothed() const { return acc_t(1) - smoothing_; }
 
-  // What the class index has beyond the uniform coefficients.
-  acc_t at_index(const RowTarget<acc_t>& target) const {
-    return target.has_loss() && !args_.target_is_probability ? unsmoothed() * target.index_weight()
-                                                             : acc_t(0);
+  // Of a block of rows: what their class indices have beyond the uniform coefficients, and what
+  // they add to the mean's denominator.
+  LOSSOPS_HOST_DEVICE void load_at_indices(const BlockTargets<acc_t>& targets, int count, acc_t* q,
+                                           acc_t* mean_weight) const {
+    if (args_.target_is_probability) {
+      std::fill_n(q, count, acc_t(0));
+      // torch: numel / C rows
+      std::fill_n(mean_weight, count, args_.num_classes > 0 ? acc_t(1) : acc_t(0));
+    } else if (args_.weight == nullptr) {
+      for (int j = 0; j < count; ++j) {
+        q[j] = targets.has_loss[j] != acc_t(0) ? unsmoothed() : acc_t(0);
+        // A class index out of range counts.
+        mean_weight[j] = targets.without_loss[j] == acc_t(0) ? targets.has_loss[j] : acc_t(1);
+      }
+    } else {
+      acc_t w[kBlock] = {};
+      if (args_.num_classes > 0) {
+        gather(args_.weight, args_.weight_dtype, 0, 0, targets.index, args_.weight_stride, count,
+               w);
+      }
+      for (int j = 0; j < count; ++j) {
+        mean_weight[j] = targets.has_loss[j] != acc_t(0) ? w[j] : acc_t(0);
+        q[j] = unsmoothed() * mean_weight[j];
+      }
+    }
   }
 
   // p'_c of a block of classes of a row, or of rows of a class.
@@ -98,12 +202,6 @@ class Coefficients {
   acc_t smoothing_per_class_;
   Operand weight_;
 };
-
-// What a row that reads no logits has for its loss and its gradient.
-template <typename acc_t>
-acc_t value_without_loss(const RowTarget<acc_t>& target) {
-  return target.ignored ? acc_t(0) : math::quiet_nan<acc_t>();
-}
 
 // ---------------------------------------------------- forward, what both walks share
 
@@ -152,39 +250,6 @@ LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int
   return static_cast<acc_t>(sum.total());
 }
 
-// What class indices choose of a block of rows: x, the logits there, and the coefficients and
-// weights of rows without class weights. False, and nothing done, unless rows are that simple, as
-// most are, and all have a loss: it takes no branch a row, so that vectors can do it.
-template <typename acc_t>
-LOSSOPS_HOST_DEVICE bool choose_simply(const CrossEntropyForwardArgs& args,
-                                       const Coefficients<acc_t>& coefficients,
-                                       const ForwardWalker& walker, int count, acc_t* x, acc_t* q,
-                                       acc_t* weight) {
-  const BlockOffsets& rows = walker[0];
-  const BlockOffsets& targets = walker[1];
-  if (args.target_is_probability || args.weight != nullptr || args.num_classes == 0 ||
-      args.target.dtype != DType::kInt64 || args.input.dtype != dtype_of<acc_t>::value ||
-      count > rows.first_length || count > targets.first_length) {
-    return false;
-  }
-  const int64_t* index = static_cast<const int64_t*>(args.target.data) + targets.base;
-  const acc_t* logits = static_cast<const acc_t*>(args.input.data) + rows.base;
-  int without_loss = 0;
-  for (int j = 0; j < count; ++j) {
-    const int64_t t = index[j * targets.stride];
-    without_loss += t == args.ignore_index || t < 0 || t >= args.num_classes;
-  }
-  if (without_loss != 0) {
-    return false;
-  }
-  for (int j = 0; j < count; ++j) {
-    x[j] = logits[j * rows.stride + index[j * targets.stride] * args.input_class_stride];
-  }
-  std::fill_n(q, count, coefficients.unsmoothed());
-  std::fill_n(weight, count, acc_t(1));
-  return true;
-}
-
 // Completes rows [first, first + count) by their class indices, and leaves behind their
 // statistics and losses. A sum of states has added up terms_per_sum terms one after the other.
 template <typename acc_t>
@@ -197,42 +262,46 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
   acc_t x[kBlock];  // the logit at the class index
   acc_t q[kBlock];
   acc_t weight[kBlock];
-  acc_t without_loss[kBlock];
   acc_t rest[kBlock];
   acc_t q_sum[kBlock];
   acc_t loss[kBlock];
-  bool all_have_loss = args.num_classes > 0;
-  if (!choose_simply(args, coefficients, walker, count, x, q, weight)) {
-    for (int j = 0; j < count; ++j) {
-      const RowTarget<acc_t> target(args, walker[1][j]);
-      x[j] = q[j] = without_loss[j] = 0;
-      weight[j] = target.mean_weight();
-      chunk.all_valid = chunk.all_valid && target.valid;
-      if (!target.has_loss()) {
-        all_have_loss = false;
-        without_loss[j] = value_without_loss(target);
-        states.max[j] = 0;
-        states.sum[j] = 1;
-      } else if (!args.target_is_probability) {
-        const int64_t offset = walker[0][j] + target.index * args.input_class_stride;
-        x[j] = load_operand<acc_t>(args.input, offset);
-        q[j] = coefficients.at_index(target);
-      }
-    }
+  BlockTargets<acc_t> targets;
+  targets.load(args, walker[1], count);
+  chunk.all_valid = chunk.all_valid && targets.all_valid;
+  coefficients.load_at_indices(targets, count, q, weight);
+  if (args.target_is_probability || args.num_classes == 0) {
+    std::fill_n(x, count, acc_t(0));
+  } else {
+    walker[0].for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
+      gather(args.input.data, args.input.dtype, offset, walker[0].stride, targets.index + j,
+             args.input_class_stride, length, x + j);
+    });
   }
   std::fill(x + count, x + width, acc_t(0));
   std::fill(q + count, q + width, acc_t(0));
+  std::fill(targets.has_loss + count, targets.has_loss + width, acc_t(0));
+  std::fill(targets.without_loss + count, targets.without_loss + width, acc_t(0));
+  if (!targets.all_have_loss) {
+    for (int j = 0; j < width; ++j) {
+      const bool has_loss = targets.has_loss[j] != acc_t(0);
+      x[j] = has_loss ? x[j] : acc_t(0);
+      states.max[j] = has_loss ? states.max[j] : acc_t(0);
+    }
+    for (int j = 0; j < width; ++j) {
+      states.sum[j] = targets.has_loss[j] != acc_t(0) ? states.sum[j] : 1.0;
+    }
+  }
 
   const acc_t least = least_rest<acc_t>(terms_per_sum);
-  bool enough_bits = true;
+  int with_few_bits = 0;
   for (int j = 0; j < width; ++j) {
     // The sum holds exp(0) = 1 for the maximum. An empty row has -1.
     rest[j] = static_cast<acc_t>(states.sum[j] - 1);
-    enough_bits = enough_bits && !(std::fabs(rest[j]) < least);
+    with_few_bits += std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0) ? 1 : 0;
   }
-  if (!enough_bits) {
+  if (with_few_bits != 0) {
     for (int j = 0; j < count; ++j) {
-      if (std::fabs(rest[j]) < least && RowTarget<acc_t>(args, walker[1][j]).has_loss()) {
+      if (std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0)) {
         rest[j] = sum_below_max(args, walker[0][j], states.max[j]);
       }
     }
@@ -249,11 +318,9 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
       loss[j] = sparse_row_loss(states.max[j], rest[j], x[j], q[j]);
     }
   }
-  if (!all_have_loss) {
-    for (int j = 0; j < count; ++j) {
-      // Without classes there is nothing to lose.
-      const bool has_loss = RowTarget<acc_t>(args, walker[1][j]).has_loss() && args.num_classes > 0;
-      loss[j] = has_loss ? loss[j] : without_loss[j];
+  if (!targets.all_have_loss) {
+    for (int j = 0; j < width; ++j) {
+      loss[j] = targets.has_loss[j] != acc_t(0) ? loss[j] : targets.without_loss[j];
     }
   }
 
@@ -547,10 +614,7 @@ struct RowGradients {
   acc_t log_sum[kBlock] = {};
   acc_t q_sum[kBlock] = {};
   acc_t q_at_index[kBlock] = {};
-  int64_t index[kBlock] = {};
-  bool all_have_loss = true;
-  acc_t has_loss[kBlock] = {};  // 0 or 1: as wide as what it chooses, for the vectors' sake
-  acc_t without_loss[kBlock] = {};
+  BlockTargets<acc_t> targets;
 
   // Rows [first, first + count), which lie in target and grad_output as given.
   LOSSOPS_HOST_DEVICE void load(const CrossEntropyBackwardArgs& args,
@@ -566,15 +630,9 @@ struct RowGradients {
     }
     std::copy_n(stats.max + first, count, max);
     std::copy_n(stats.rest + first, count, rest);
-    all_have_loss = true;
-    for (int j = 0; j < count; ++j) {
-      const RowTarget<acc_t> target(args, target_at[j]);
-      index[j] = target.index;
-      q_at_index[j] = coefficients.at_index(target);
-      has_loss[j] = target.has_loss() ? acc_t(1) : acc_t(0);
-      without_loss[j] = value_without_loss(target);
-      all_have_loss = all_have_loss && target.has_loss();
-    }
+    targets.load(args, target_at, count);
+    acc_t mean_weight[kBlock];
+    coefficients.load_at_indices(targets, count, q_at_index, mean_weight);
     std::copy_n(args.dense() ? stats.q_sum + first : q_at_index, count, q_sum);
     for (int j = 0; j < width; ++j) {
       const auto row = RowSoftmax<acc_t>::of(max[j], rest[j], scale[j], q_sum[j]);
@@ -609,15 +667,16 @@ LOSSOPS_HOST_DEVICE void backward_row(const CrossEntropyBackwardArgs& args,
     const int width = padded(count);
     const BlockOffsets grad_input_at =
         classes_of_row(walker[3][j], args.grad_input_class_stride, c);
-    if (rows.has_loss[j] == acc_t(0)) {
-      std::fill_n(grad, count, rows.without_loss[j]);
+    if (rows.targets.has_loss[j] == acc_t(0)) {
+      std::fill_n(grad, count, rows.targets.without_loss[j]);
       store_block(args.grad_input, grad_input_at, count, grad);
       continue;
     }
     const acc_t* x = view_block(
         args.input, classes_of_row(walker[0][j], args.input_class_stride, c), count, x_buffer);
-    const int64_t index = rows.index[j] - c;
-    const bool index_in_block = index >= 0 && index < count;
+    const int64_t index = rows.targets.index[j] - c;
+    const bool index_in_block =
+        !args.target_is_probability && index >= 0 && index < count;
     if (args.grad_input.data != nullptr && !args.dense()) {
       for (int i = 0; i < width; ++i) {
         grad[i] = softmax.gradient(x[i]);
@@ -716,12 +775,12 @@ LOSSOPS_HOST_DEVICE void gradient_columns(const Columns<acc_t>& x,
 
 // Gives rows [first, first + kVector) without a loss the gradient of such.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE void silence_rows(const RowGradients<acc_t>& rows, int classes, int first,
+LOSSOPS_HOST_DEVICE void silence_rows(const BlockTargets<acc_t>& targets, int classes, int first,
                                       int width, acc_t* grad) {
   acc_t has_loss[kVector];
   acc_t without_loss[kVector];
-  std::copy_n(rows.has_loss + first, kVector, has_loss);
-  std::copy_n(rows.without_loss + first, kVector, without_loss);
+  std::copy_n(targets.has_loss + first, kVector, has_loss);
+  std::copy_n(targets.without_loss + first, kVector, without_loss);
   for (int c = 0; c < classes; ++c) {
     acc_t result[kVector];
     std::copy_n(grad + c * width + first, kVector, result);
@@ -740,19 +799,20 @@ LOSSOPS_HOST_DEVICE void gradient_at_indices(const CrossEntropyArgs& args, const
                                              int64_t first_class, int classes, int count,
                                              acc_t* grad) {
   const int width = padded(count);
-  int at[kBlock];  // in grad; -1: the class is not in this block
+  int at[kBlock];            // in grad
+  bool in_block[kBlock];     // else at is that of some other class
   acc_t x_at[kBlock] = {};
   acc_t q[kBlock] = {};
   acc_t result[kBlock];
   for (int j = 0; j < count; ++j) {
-    const int64_t c = rows.index[j] - first_class;
-    at[j] = c >= 0 && c < classes ? static_cast<int>(c) * width + j : -1;
-    if (at[j] >= 0) {
-      x_at[j] = x.first[c * x.stride + j];
-      q[j] = rows.q_at_index[j];
-      if (args.dense()) {
-        q[j] += p(static_cast<int>(c), j) * weights[c];
-      }
+    const int64_t c = rows.targets.index[j] - first_class;
+    in_block[j] = static_cast<uint64_t>(c) < static_cast<uint64_t>(classes);
+    const int64_t safe = in_block[j] ? c : 0;
+    at[j] = static_cast<int>(safe) * width + j;
+    x_at[j] = x.first[safe * x.stride + j];
+    q[j] = rows.q_at_index[j];
+    if (args.dense()) {
+      q[j] += p(static_cast<int>(safe), j) * weights[safe];
     }
   }
   if (args.dense()) {
@@ -765,9 +825,7 @@ LOSSOPS_HOST_DEVICE void gradient_at_indices(const CrossEntropyArgs& args, const
     }
   }
   for (int j = 0; j < count; ++j) {
-    if (at[j] >= 0) {
-      grad[at[j]] = result[j];
-    }
+    grad[at[j]] = in_block[j] ? result[j] : grad[at[j]];
   }
 }
 
@@ -809,9 +867,9 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
         if (!args.target_is_probability) {
           gradient_at_indices(args, x, p, weights, rows, first_class, classes, count, grad);
         }
-        if (!rows.all_have_loss) {
+        if (!rows.targets.all_have_loss) {
           for (int j = 0; j < width; j += kVector) {
-            silence_rows(rows, classes, j, width, grad);
+            silence_rows(rows.targets, classes, j, width, grad);
           }
         }
         store_columns(args.grad_input,
