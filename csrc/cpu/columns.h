@@ -101,6 +101,23 @@ LOSSOPS_HOST_DEVICE void transpose(const T* from, int64_t from_stride, int rows,
 #endif
 }
 
+// Asks for what the block behind this one will read of class c: its rows are a short run of memory
+// per class, too short for the processor to foresee.
+LOSSOPS_HOST_DEVICE void prefetch_next_rows(const Operand& operand, const ColumnsAt& at, int c) {
+#if defined(__GNUC__)
+  if (at.rows.stride == 1 && at.count <= at.rows.first_length) {
+    constexpr int64_t kLine = 64;  // bytes
+    const int64_t size = element_size(operand.dtype);
+    const auto run = reinterpret_cast<uintptr_t>(operand.data) +
+                     (at.base() + c * at.class_stride + at.count) * size;
+    for (int64_t i = 0; i < at.count * size; i += kLine) {
+      // Into the L2 cache: classes at a power of two from each other share few lines of an L1.
+      __builtin_prefetch(reinterpret_cast<const void*>(run + i), 0, 2);
+    }
+  }
+#endif
+}
+
 // Reads a block, its rows padded with zeros: in place where memory holds just that, else into
 // buffer.
 template <typename acc_t>
@@ -109,6 +126,9 @@ LOSSOPS_HOST_DEVICE Columns<acc_t> load_columns(const Operand& operand, const Co
   const int width = padded(at.count);
   const bool same_type = operand.dtype == dtype_of<acc_t>::value;
   if (same_type && at.rows.stride == 1 && width == at.count && at.count <= at.rows.first_length) {
+    for (int c = 0; c < at.classes; ++c) {
+      prefetch_next_rows(operand, at, c);
+    }
     return {static_cast<const acc_t*>(operand.data) + at.base(), at.class_stride};
   }
   if (at.rows_are_runs()) {
@@ -138,6 +158,7 @@ LOSSOPS_HOST_DEVICE Columns<acc_t> load_columns(const Operand& operand, const Co
   for (int c = 0; c < at.classes; ++c) {
     load_block(operand, at.rows.shifted((at.first_class + c) * at.class_stride), at.count,
                buffer + c * width, acc_t(0));
+    prefetch_next_rows(operand, at, c);
   }
   return {buffer, width};
 }
