@@ -142,8 +142,11 @@ class Coefficients {
       // torch: numel / C rows
       std::fill_n(mean_weight, count, args_.num_classes > 0 ? acc_t(1) : acc_t(0));
     } else if (args_.weight == nullptr) {
+      const acc_t at_index = unsmoothed();
       for (int j = 0; j < count; ++j) {
-        q[j] = targets.has_loss[j] != acc_t(0) ? unsmoothed() : acc_t(0);
+        q[j] = targets.has_loss[j] != acc_t(0) ? at_index : acc_t(0);
+      }
+      for (int j = 0; j < count; ++j) {
         // A class index out of range counts.
         mean_weight[j] = targets.without_loss[j] == acc_t(0) ? targets.has_loss[j] : acc_t(1);
       }
@@ -153,9 +156,12 @@ class Coefficients {
         gather(args_.weight, args_.weight_dtype, 0, 0, targets.index, args_.weight_stride, count,
                w);
       }
+      const acc_t at_index = unsmoothed();
       for (int j = 0; j < count; ++j) {
         mean_weight[j] = targets.has_loss[j] != acc_t(0) ? w[j] : acc_t(0);
-        q[j] = unsmoothed() * mean_weight[j];
+      }
+      for (int j = 0; j < count; ++j) {
+        q[j] = at_index * mean_weight[j];
       }
     }
   }
@@ -513,29 +519,43 @@ LOSSOPS_HOST_DEVICE void fold_columns(const Columns<acc_t>& x, const Probability
   std::copy_n(states.sum + first, kVector, sums);
   {
     acc_t max[kVector];
+    acc_t old_max[kVector];
+    acc_t old_shift[kVector];
     double rises[kVector];
-    bool risen = false;
-    std::copy_n(states.max + first, kVector, max);
+    std::copy_n(states.max + first, kVector, old_max);
+    std::copy_n(old_max, kVector, max);
     for (int c = 0; c < classes; ++c) {
       const acc_t* column = x.first + c * x.stride + first;
       for (int lane = 0; lane < kVector; ++lane) {
         max[lane] = column[lane] > max[lane] ? column[lane] : max[lane];
       }
     }
-    for (int lane = 0; lane < kVector; ++lane) {
-      const int j = first + lane;
-      shift[lane] = softmax_shift(max[lane]);
-      // In fp64, so that a maximum that rises in every block costs no accuracy.
-      const double rise =
-          static_cast<double>(shift[lane]) - static_cast<double>(softmax_shift(states.max[j]));
-      rises[lane] = sums[lane] == 0 ? 0 : rise;
-      if (kDense) {
-        states.dot[j] += states.q_sum[j] == 0 ? 0 : states.q_sum[j] * rise;
-      }
-      states.max[j] = max[lane];
-      risen = risen || rises[lane] != 0;
+    double q_sums[kVector];
+    double dots[kVector];
+    if (kDense) {
+      std::copy_n(states.q_sum + first, kVector, q_sums);
+      std::copy_n(states.dot + first, kVector, dots);
     }
-    if (risen) {
+    for (int lane = 0; lane < kVector; ++lane) {
+      shift[lane] = softmax_shift(max[lane]);
+      old_shift[lane] = softmax_shift(old_max[lane]);
+    }
+    int risen = 0;
+    for (int lane = 0; lane < kVector; ++lane) {
+      // In fp64, so that a maximum that rises in every block costs no accuracy.
+      const double rise = static_cast<double>(shift[lane]) - static_cast<double>(old_shift[lane]);
+      rises[lane] = sums[lane] == 0 ? 0 : rise;
+      risen += rises[lane] != 0 ? 1 : 0;
+      if (kDense) {
+        const double moved = q_sums[lane] * rise;
+        dots[lane] += q_sums[lane] == 0 ? 0 : moved;
+      }
+    }
+    std::copy_n(max, kVector, states.max + first);
+    if (kDense) {
+      std::copy_n(dots, kVector, states.dot + first);
+    }
+    if (risen != 0) {
       for (int lane = 0; lane < kVector; ++lane) {
         sums[lane] *= math::exp(-rises[lane]);
       }
