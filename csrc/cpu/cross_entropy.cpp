@@ -44,7 +44,10 @@ struct BlockTargets {
   bool all_have_loss;
   bool all_valid;  // no class index is out of range
 
+  // Rows of padding have no loss.
   LOSSOPS_HOST_DEVICE void load(const CrossEntropyArgs& args, const BlockOffsets& at, int count) {
+    std::fill(has_loss + count, has_loss + padded(count), acc_t(0));
+    std::fill(without_loss + count, without_loss + padded(count), acc_t(0));
     all_have_loss = all_valid = true;
     if (args.target_is_probability) {
       // Without classes there is nothing to lose.
@@ -54,40 +57,35 @@ struct BlockTargets {
       std::fill_n(without_loss, count, acc_t(0));
       return;
     }
+    int64_t valid = 0;
+    int64_t ignored = 0;
+    const auto load_run = [&](const auto* from, int length, int j) LOSSOPS_ALWAYS_INLINE {
+      const int64_t stride = at.stride;
+      const int64_t ignore_index = args.ignore_index;
+      const auto classes = static_cast<uint64_t>(args.num_classes);
+      for (int i = 0; i < length; ++i) {
+        const int64_t t = from[i * stride];
+        const int64_t is_ignored = t == ignore_index ? 1 : 0;
+        const int64_t has = (static_cast<uint64_t>(t) < classes ? 1 : 0) & (1 - is_ignored);
+        ignored += is_ignored;
+        valid += has;
+        has_loss[j + i] = static_cast<acc_t>(static_cast<int32_t>(has));
+        without_loss[j + i] = is_ignored != 0 ? acc_t(0) : math::quiet_nan<acc_t>();
+        index[j + i] = has != 0 ? t : 0;
+      }
+    };
     at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
       switch (args.target.dtype) {
         case DType::kInt64:
-          return copy(static_cast<const int64_t*>(args.target.data) + offset, at.stride, length, j);
+          return load_run(static_cast<const int64_t*>(args.target.data) + offset, length, j);
         case DType::kInt32:
-          return copy(static_cast<const int32_t*>(args.target.data) + offset, at.stride, length, j);
+          return load_run(static_cast<const int32_t*>(args.target.data) + offset, length, j);
         default:
-          return copy(static_cast<const uint8_t*>(args.target.data) + offset, at.stride, length, j);
+          return load_run(static_cast<const uint8_t*>(args.target.data) + offset, length, j);
       }
     });
-    const int64_t ignore_index = args.ignore_index;
-    const auto classes = static_cast<uint64_t>(args.num_classes);
-    int64_t without = 0;
-    int64_t invalid = 0;
-    for (int j = 0; j < count; ++j) {
-      const int64_t ignored = index[j] == ignore_index ? 1 : 0;
-      const int64_t in_range = static_cast<uint64_t>(index[j]) < classes ? 1 : 0;
-      const int64_t has = in_range & (1 - ignored);
-      without += 1 - has;
-      invalid += (1 - in_range) & (1 - ignored);
-      has_loss[j] = static_cast<acc_t>(static_cast<int32_t>(has));
-      without_loss[j] = ignored != 0 ? acc_t(0) : math::quiet_nan<acc_t>();
-      index[j] = has != 0 ? index[j] : 0;
-    }
-    all_have_loss = without == 0;
-    all_valid = invalid == 0;
-  }
-
- private:
-  template <typename index_t>
-  LOSSOPS_HOST_DEVICE void copy(const index_t* from, int64_t stride, int length, int j) {
-    for (int i = 0; i < length; ++i) {
-      index[j + i] = from[i * stride];
-    }
+    all_have_loss = valid == count;
+    all_valid = valid + ignored == count;
   }
 };
 
@@ -285,8 +283,6 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
   }
   std::fill(x + count, x + width, acc_t(0));
   std::fill(q + count, q + width, acc_t(0));
-  std::fill(targets.has_loss + count, targets.has_loss + width, acc_t(0));
-  std::fill(targets.without_loss + count, targets.without_loss + width, acc_t(0));
   if (!targets.all_have_loss) {
     for (int j = 0; j < width; ++j) {
       const bool has_loss = targets.has_loss[j] != acc_t(0);
@@ -695,8 +691,7 @@ LOSSOPS_HOST_DEVICE void backward_row(const CrossEntropyBackwardArgs& args,
     const acc_t* x = view_block(
         args.input, classes_of_row(walker[0][j], args.input_class_stride, c), count, x_buffer);
     const int64_t index = rows.targets.index[j] - c;
-    const bool index_in_block =
-        !args.target_is_probability && index >= 0 && index < count;
+    const bool index_in_block = !args.target_is_probability && index >= 0 && index < count;
     if (args.grad_input.data != nullptr && !args.dense()) {
       for (int i = 0; i < width; ++i) {
         grad[i] = softmax.gradient(x[i]);
@@ -819,8 +814,8 @@ LOSSOPS_HOST_DEVICE void gradient_at_indices(const CrossEntropyArgs& args, const
                                              int64_t first_class, int classes, int count,
                                              acc_t* grad) {
   const int width = padded(count);
-  int at[kBlock];            // in grad
-  bool in_block[kBlock];     // else at is that of some other class
+  int at[kBlock];         // in grad
+  bool in_block[kBlock];  // else at is that of some other class
   acc_t x_at[kBlock] = {};
   acc_t q[kBlock] = {};
   acc_t result[kBlock];
