@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from losses import VARIANT_IDS, VARIANTS, Loss, Result, Sample, Variant, evaluate
+from losses import BY_NAME, VARIANT_IDS, VARIANTS, Loss, Result, Sample, Variant, evaluate
 from numerics import same_bits
 
 per_variant = pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
@@ -40,6 +40,35 @@ def test_runs_are_equal(loss: Loss, variant: Variant, device: str) -> None:
         copies = sample.map(torch.Tensor.clone)
         assert_same_result(evaluate(loss.function, copies), first, f"{sample.name}, cloned")
         assert_same_result(evaluate(loss.op, sample), first, f"{sample.name}, op")
+
+
+BATCHES = (1, 2, 3, 7, 31, 32, 33, 127, 128, 255, 256, 257, 1000, 1024, 1025, 2047, 4095)
+
+
+@pytest.mark.parametrize("classes", [2, 10, 100, 504, 1001, 2049])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_do_not_depend_on_the_batch_size(
+    dtype: torch.dtype, classes: int, device: str
+) -> None:
+    """Losses and gradients of the first rows of 4096, for every kind of target."""
+    loss = BY_NAME["cross_entropy"]
+    x = (2 * torch.randn(4096, classes)).to(dtype)
+    index = torch.randint(0, classes, (4096,))
+    index[torch.rand(4096) < 0.2] = -100
+    probabilities = torch.softmax(torch.randn(4096, classes), 1).to(dtype)
+    for target, options in (
+        (index, {}),
+        (index, {"label_smoothing": 0.1}),
+        (probabilities, {}),
+    ):
+        tensors = {"input": x.to(device), "target": target.to(device)}
+        all_rows = Sample("", tensors, {"reduction": "none", **options}, ("input",))
+        expected = evaluate(loss.function, all_rows)
+        for rows in BATCHES:
+            some = evaluate(loss.function, all_rows.map(lambda t, rows=rows: t[:rows]))
+            what = f"{rows} rows, {options}, target {target.dtype}"
+            assert same_bits(some.value, expected.value[:rows]), what
+            assert same_bits(some.gradients["input"], expected.gradients["input"][:rows]), what
 
 
 @per_variant
