@@ -11,6 +11,8 @@ Not a test: it takes minutes, and `pytest` does not collect it.
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
 import json
 import os
 import random
@@ -24,21 +26,13 @@ from collections.abc import Callable
 from typing import Any
 
 ALLOWED = ("ValueError", "RuntimeError", "TypeError", "IndexError", "NotImplementedError")
-# Python's own words for a call that does not fit a signature name the parameter or the function.
-NAMES = {
-    "mse_loss": ("input", "target", "reduction", "weight"),
-    "kl_div": ("input", "target", "reduction", "log_target", "log_input"),
-    "cross_entropy": (
-        "input",
-        "target",
-        "weight",
-        "ignore_index",
-        "reduction",
-        "label_smoothing",
-        "inplace_backward",
-    ),
-}
+LOSSES = ("mse_loss", "kl_div", "cross_entropy")
 NONSENSE: tuple[Any, ...] = (None, 0, 1.5, -1, "mean", "", b"x", [], (), {}, object(), True, 2**70)
+
+
+@functools.cache
+def names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def shape_of(draw: random.Random) -> tuple[int, ...]:
@@ -93,10 +87,10 @@ def related(draw: random.Random, shape: tuple[int, ...], classes: bool) -> tuple
 
 
 def arguments(
-    draw: random.Random, torch: Any, device: str, loss: str
+    draw: random.Random, torch: Any, device: str, function: Callable[..., Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     shape = shape_of(draw)
-    classes = loss == "cross_entropy"
+    classes = function.__name__ == "cross_entropy"
 
     def or_nonsense(value: Any, chance: float = 0.03) -> Any:
         return draw.choice(NONSENSE) if draw.random() < chance else value
@@ -120,7 +114,7 @@ def arguments(
         ("label_smoothing", (0.0, 0.1, 1.0, -0.1, 1.5, float("nan"))),
         ("inplace_backward", (True, False)),
     ):
-        fits = name in NAMES[loss]
+        fits = name in names_of(function)
         if draw.random() < (0.25 if fits else 0.01):
             named[name] = or_nonsense(draw.choice(values), 0.1)
     if draw.random() < 0.02:
@@ -130,8 +124,11 @@ def arguments(
     return positional, named
 
 
-def finding(loss: str, error: BaseException) -> str | None:
-    """What is wrong with an error, if anything."""
+def finding(function: Callable[..., Any], error: BaseException) -> str | None:
+    """What is wrong with an error, if anything.
+
+    Python's own words for a call that does not fit the signature name the function.
+    """
     kind = type(error).__name__
     if not any(base.__name__ in ALLOWED for base in type(error).__mro__):
         return f"raised {kind}"
@@ -144,8 +141,8 @@ def finding(loss: str, error: BaseException) -> str | None:
         return "no message"
     if "INTERNAL ASSERT" in message or "Please report a bug" in message:
         return "internal assert"
-    if not any(re.search(rf"\b{name}\b", message) for name in NAMES[loss]) and not (
-        isinstance(error, TypeError) and f"{loss}()" in message
+    if not any(re.search(rf"\b{name}\b", message) for name in names_of(function)) and not (
+        isinstance(error, TypeError) and f"{function.__name__}()" in message
     ):
         return "names no argument"
     return None
@@ -154,18 +151,22 @@ def finding(loss: str, error: BaseException) -> str | None:
 def one_call(seed: int, device: str, torch: Any, lossops: Any) -> tuple[str, str | None, str]:
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    loss = draw.choice(tuple(NAMES))
-    positional, named = arguments(draw, torch, device, loss)
+    loss = draw.choice(LOSSES)
     function: Callable[..., Any] = getattr(lossops, loss)
+    positional, named = arguments(draw, torch, device, function)
     try:
         value = function(*positional, **named)
     except Exception as error:  # any error is looked at
-        return "error", finding(loss, error), f"{loss}: {type(error).__name__}: {error}"
+        return "error", finding(function, error), f"{loss}: {type(error).__name__}: {error}"
     try:
         if value.requires_grad and value.device.type != "meta":
             value.backward(torch.ones_like(value))
     except Exception as error:
-        return "backward error", finding(loss, error), f"{loss}: {type(error).__name__}: {error}"
+        return (
+            "backward error",
+            finding(function, error),
+            f"{loss}: {type(error).__name__}: {error}",
+        )
     return "value", None, ""
 
 

@@ -5,7 +5,7 @@ They are torch's internals, so they are counted for the torch that `make test` p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -111,36 +111,43 @@ def divergence_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample.with_tensors(input=x.to(dtype), target=target.to(dtype))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "poisoned"])
+def contiguous(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+Layout = Callable[[Tensor], Tensor]
+per_layout = pytest.mark.parametrize("layout", [contiguous, poisoned])
+
+
+def laid(samples: Iterator[Sample], layout: Layout) -> list[Sample]:
+    return [sample.map(layout).renamed(layout.__name__) for sample in samples]
+
+
+@per_layout
 @per_dtype
 @pytest.mark.parametrize("loss", OP_SAMPLES)
-def test_op_samples(loss: str, dtype: torch.dtype, layout: str, device: str) -> None:
-    count = 0
-    for sample in op_samples(loss, device, dtype):
-        laid = sample if layout == "contiguous" else sample.map(poisoned).renamed(layout)
-        check(BY_NAME[loss], laid, not_worse_than_torch=True)
-        count += 1
-    assert_all(count, OP_SAMPLES[loss])
+def test_op_samples(loss: str, dtype: torch.dtype, layout: Layout, device: str) -> None:
+    samples = laid(op_samples(loss, device, dtype), layout)
+    assert_all(len(samples), OP_SAMPLES[loss])
+    for sample in samples:
+        check(BY_NAME[loss], sample, not_worse_than_torch=True)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "poisoned"])
+@per_layout
 @per_dtype
 @pytest.mark.parametrize("loss", MODULE_SAMPLES)
-def test_module_samples(loss: str, dtype: torch.dtype, layout: str, device: str) -> None:
-    count = 0
-    for sample in module_samples(loss, device, dtype):
-        laid = sample if layout == "contiguous" else sample.map(poisoned).renamed(layout)
-        check(BY_NAME[loss], laid, function=module_call(loss), not_worse_than_torch=True)
-        count += 1
-    assert_all(count, MODULE_SAMPLES[loss])
+def test_module_samples(loss: str, dtype: torch.dtype, layout: Layout, device: str) -> None:
+    samples = laid(module_samples(loss, device, dtype), layout)
+    assert_all(len(samples), MODULE_SAMPLES[loss])
+    for sample in samples:
+        check(BY_NAME[loss], sample, function=module_call(loss), not_worse_than_torch=True)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "poisoned"])
+@per_layout
 @per_dtype
-def test_divergences(dtype: torch.dtype, layout: str, device: str) -> None:
-    for sample in divergence_samples(device, dtype):
-        laid = sample if layout == "contiguous" else sample.map(poisoned).renamed(layout)
-        result = check(BY_NAME["kl_div"], laid, function=module_call("kl_div"))
+def test_divergences(dtype: torch.dtype, layout: Layout, device: str) -> None:
+    for sample in laid(divergence_samples(device, dtype), layout):
+        result = check(BY_NAME["kl_div"], sample, function=module_call("kl_div"))
         assert result.value.isfinite().all()
 
 
