@@ -984,11 +984,6 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
   const SavedLayout layout(args, problem.rows.numel());
   int64_t scratch_doubles = LOSSOPS_SCRATCH(input, cross_entropy_forward, args);
   double* scratch_data = nullptr;
-  const auto carve = [&](double* memory) {
-    args.mean_terms = mean ? memory : nullptr;
-    args.row_stats = memory + SavedLayout::kMeanTerms;
-    scratch_data = memory + layout.doubles();
-  };
   if (extra == Extra::kBackwardTerms) {
     Dims stats_shape;
     stats_shape.push_back(layout.stats_shape[0]);
@@ -1001,14 +996,18 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
     const bool carved = scratch_doubles <= SavedLayout::kSmallScratch;
     result.saved =
         empty_vector(layout.doubles() + (carved ? scratch_doubles : 0), ScalarType::Double, input);
-    carve(static_cast<double*>(result.saved->mutable_data_ptr()));
+    auto* const memory = static_cast<double*>(result.saved->mutable_data_ptr());
+    args.mean_terms = mean ? memory : nullptr;
+    args.row_stats = memory + SavedLayout::kMeanTerms;
+    scratch_data = memory + layout.doubles();
     scratch_doubles = carved ? 0 : scratch_doubles;
   } else {
-    scratch_doubles += layout.doubles();
+    scratch_doubles += SavedLayout::kMeanTerms;
   }
   const Scratch scratch(scratch_doubles, input);
   if (extra == Extra::kNothing) {
-    carve(scratch.data());
+    args.mean_terms = mean ? scratch.data() : nullptr;
+    scratch_data = scratch.data() + SavedLayout::kMeanTerms;
   } else if (scratch_doubles > 0) {
     scratch_data = scratch.data();
   }

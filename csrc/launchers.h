@@ -104,7 +104,8 @@ struct CrossEntropyArgs {
 
 struct CrossEntropyForwardArgs : CrossEntropyArgs {
   Operand output;                // none: strides over rows; else one element
-  void* row_stats = nullptr;     // out, (2 or 3, rows) of acc_t: max, sum, Q
+  // Out, (2 or 3, rows) of acc_t: max, sum, Q; null: no backward pass will come.
+  void* row_stats = nullptr;
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; mean only
   // The gradient for a grad_output of 1; null: not wanted. Reductions only.
   Operand grad_input;

@@ -326,11 +326,13 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
     }
   }
 
-  const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
-  std::copy_n(states.max, count, stats.max + first);
-  std::copy_n(rest, count, stats.rest + first);
-  if (args.dense()) {
-    std::copy_n(q_sum, count, stats.q_sum + first);
+  if (args.row_stats != nullptr) {
+    const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
+    std::copy_n(states.max, count, stats.max + first);
+    std::copy_n(rest, count, stats.rest + first);
+    if (args.dense()) {
+      std::copy_n(q_sum, count, stats.q_sum + first);
+    }
   }
   if (args.reduction == Reduction::kNone) {
     store_block(args.output, walker[2], count, loss);

@@ -10,15 +10,24 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// 16 bytes, aligned to as many. They are there for this thread after wait_for_own_copies().
-__device__ __forceinline__ void start_own_copy(void* shared, const void* global) {
+// 8 or 16 bytes, aligned to as many. They are there for this thread after wait_for_own_copies().
+template <typename T>
+__device__ __forceinline__ void start_own_copy(T* shared, const void* global) {
+  static_assert(sizeof(T) == 8 || sizeof(T) == 16, "what is copied at once");
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-               :
-               : "r"(shared_address(shared)), "l"(global)
-               : "memory");
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :
+                 : "r"(shared_address(shared)), "l"(global)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
+                 :
+                 : "r"(shared_address(shared)), "l"(global)
+                 : "memory");
+  }
 #else
-  *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
+  *shared = *static_cast<const T*>(global);
 #endif
 }
 

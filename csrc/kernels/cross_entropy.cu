@@ -641,14 +641,19 @@ struct WideningLoader {
 // Twice over the row, in the order of the kernel for columns: where rows lie does not change a bit.
 template <bool kExact, typename Logit>
 __device__ __forceinline__ OnlineSoftmax<float> reduce_strided_row(Logit&& logit,
-                                                                   int64_t num_classes) {
-  OnlineSoftmax<float> state;
+                                                                   int64_t num_classes,
+                                                                   int64_t index,
+                                                                   float x_at_index) {
+  float max = -math::infinity<float>();
 #pragma unroll 8
   for (int64_t c = 0; c < num_classes; ++c) {
-    state.max = math::max_number(logit(c), state.max);
+    max = math::max_number(logit(c), max);
   }
-  const RowTerms<kExact> terms(state.max);
-  TermSum sum;
+  const RowTerms<kExact> terms(max);
+  const auto term = [&](int64_t c) {
+    return terms(c == index ? left_out<float>() : logit(c));
+  };
+  float others = 0;
   // What rounding takes from the sum of more classes than that kernel is for.
   const bool is_long = num_classes > kMaxColumnClasses;
   float lost = 0;
@@ -658,24 +663,18 @@ __device__ __forceinline__ OnlineSoftmax<float> reduce_strided_row(Logit&& logit
     float values[kColumnUnroll];
 #pragma unroll
     for (int i = 0; i < kColumnUnroll; ++i) {
-      values[i] = terms(logit(c + i));
+      values[i] = term(c + i);
     }
-    const float before = sum.below;
-    sum.below = is_long ? 0.0f : before;
-    sum.add(values, terms.unit);
     if (is_long) {
-      float total = before;
-      math::add_exactly(total, sum.below, lost);
-      sum.below = total;
+      math::add_exactly(others, pairwise_sum(values), lost);
+    } else {
+      others += pairwise_sum(values);
     }
   }
   for (; c < num_classes; ++c) {
-    float values[1] = {terms(logit(c))};
-    sum.add(values, terms.unit);
+    others += term(c);
   }
-  state.ones = static_cast<float>(sum.ones);
-  state.below = (sum.below + lost) * terms.correction();
-  return state;
+  return softmax_of(terms, max, others + lost, x_at_index);
 }
 
 template <typename Loader, bool kDense>
@@ -697,8 +696,8 @@ __global__ void __launch_bounds__(kThreads)
         return Loader::load(args.input, offsets[0] + c * args.input_class_stride);
       };
       if constexpr (!kDense && std::is_same_v<acc_t, float>) {
-        state = reduce_strided_row<Loader::kExact>(logit, args.num_classes);
         x_at_index = logit(target.index);
+        state = reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
         finish_row(args, target, state, x_at_index, row, offsets[2], partial);
         continue;
       }

@@ -16,34 +16,91 @@ namespace {
 
 // Measured on an H200, 21 classes: 64 threads are as fast, 32 lose 5 %.
 constexpr int kMaxThreads = 128;
-// A multiprocessor shall hold as many blocks. Half types have more rows a thread, and their states.
-template <typename scalar_t>
-constexpr int kMinBlocks = sizeof(scalar_t) == 2 ? 4 : 5;
+// A multiprocessor shall hold as many blocks.
+constexpr int kMinBlocks = 6;
 // Several waves on any GPU. Measured on an H200: 660 to 16384 make no difference.
 constexpr int64_t kMaxBlocks = 4096;
 // What the threads of a block have in shared memory, at most.
 constexpr int kMaxSharedBytes = 44 << 10;
+// Neighbouring rows that a thread takes.
+constexpr int kRows = 4;
+
+// The logits of one class, of a thread's rows.
+template <typename scalar_t>
+struct alignas(kRows * sizeof(scalar_t)) RowGroup {
+  static constexpr int kWords = kRows / kWordElements<scalar_t>;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ float get(int row) const {
+    constexpr int kPerWord = kWordElements<scalar_t>;
+    return word_element<scalar_t>(words[row / kPerWord], row % kPerWord);
+  }
+
+  __device__ __forceinline__ void raise_to(const RowGroup& other) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = max_of_words<scalar_t>(other.words[i], words[i]);
+    }
+  }
+
+  static __device__ __forceinline__ RowGroup of(const float (&values)[kRows]) {
+    RowGroup result;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      result.words[i] = pack_word<scalar_t>(values + i * kWordElements<scalar_t>);
+    }
+    return result;
+  }
+};
+
+// Where groups of rows are.
+struct ColumnShape {
+  int64_t groups;
+  // Rows of one dimension or two, few enough for 32 bits: groups of the first dimension.
+  bool by_divisor;
+  Divisor first_dimension;
+};
+
+// Offsets of a group's first row.
+template <int N>
+__device__ __forceinline__ void group_offsets(const IterationSpace& rows, const ColumnShape& shape,
+                                              const Operand* const (&operands)[N], int64_t group,
+                                              int64_t (&offsets)[N]) {
+  if (!shape.by_divisor) {
+    row_offsets(rows, operands, group * kRows, offsets);
+    return;
+  }
+  const auto index = static_cast<uint32_t>(group);
+  const uint32_t outer = shape.first_dimension.quotient(index);
+  const int64_t inner = int64_t{index - outer * shape.first_dimension.value} * kRows;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    offsets[n] = inner * operands[n]->strides[0] + outer * operands[n]->strides[1];
+  }
+}
 
 template <typename scalar_t, bool kGradient>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                        Denominator denominator, Partial* partials,
-                                        Finalize finalize) {
-  constexpr int kRows = kVectorSize<scalar_t>;
+                                        const ColumnShape shape, Denominator denominator,
+                                        Partial* partials, Finalize finalize) {
   constexpr bool kExact = kExactExponentials<scalar_t>;
+  using Group = RowGroup<scalar_t>;
   using Terms = RowTerms<kExact>;
   extern __shared__ uint4 stage[];
-  const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
+  const Operand* const operands[3] = {&args.input, &args.target, &args.grad_input};
   const int num_classes = static_cast<int>(args.num_classes);
   const int threads = static_cast<int>(blockDim.x);
   const float scale = kGradient ? unit_scale<float>(args, denominator) : 1.0f;
   // Class c of this thread's rows. No other thread reads it.
-  auto* const own = reinterpret_cast<Vector<scalar_t>*>(stage) + threadIdx.x;
+  Group* const own = reinterpret_cast<Group*>(stage) + threadIdx.x;
+  auto* const scalars = reinterpret_cast<scalar_t*>(own);
+  const int class_pitch = threads * kRows;
   Partial partial;
-  for (int64_t row = (int64_t{blockIdx.x} * threads + threadIdx.x) * kRows; row < args.rows.numel;
-       row += int64_t{gridDim.x} * threads * kRows) {
-    int64_t offsets[4];
-    row_offsets(args.rows, operands, row, offsets);
+  for (int64_t group = int64_t{blockIdx.x} * threads + threadIdx.x; group < shape.groups;
+       group += int64_t{gridDim.x} * threads) {
+    int64_t offsets[3];
+    group_offsets(args.rows, shape, operands, group, offsets);
     const auto* logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
 #pragma unroll 4
     for (int c = 0; c < num_classes; ++c) {
@@ -58,103 +115,117 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
       indices[i] = checked_index(args, targets[i]);
     }
     wait_for_own_copies();
-    Vector<scalar_t> maxima = own[0];
+    float x_at_index[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      x_at_index[i] = -math::infinity<float>();
+      if (indices[i] >= 0) {
+        scalar_t& logit = scalars[indices[i] * class_pitch + i];
+        x_at_index[i] = to_acc<float>(logit);
+        logit = left_out<scalar_t>();
+      }
+    }
+    Group largest = own[0];
 #pragma unroll 4
     for (int c = 1; c < num_classes; ++c) {
-      maxima = max_of_vectors(own[c * threads], maxima);
+      largest.raise_to(own[c * threads]);
     }
+    float maxima[kRows];
     Terms terms[kRows];
-    TermSum sums[kRows];
+    float others[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       // Of NaN alone there is no maximum.
-      terms[i] = Terms(math::max_number(to_acc<float>(maxima.get(i)), -math::infinity<float>()));
+      maxima[i] = math::max_number(math::max_number(largest.get(i), -math::infinity<float>()),
+                                   x_at_index[i]);
+      terms[i] = Terms(maxima[i]);
+      others[i] = 0;
     }
     int c = 0;
     for (; c + kColumnUnroll <= num_classes; c += kColumnUnroll) {
-      Vector<scalar_t> x[kColumnUnroll];
+      Group x[kColumnUnroll];
 #pragma unroll
       for (int u = 0; u < kColumnUnroll; ++u) {
         x[u] = own[(c + u) * threads];
       }
-      // One branch for all rows: those without the maximum's term here have nothing to count.
-      float values[kRows][kColumnUnroll];
-      float partial_sums[kRows];
-      bool counts = false;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
+        float values[kColumnUnroll];
 #pragma unroll
         for (int u = 0; u < kColumnUnroll; ++u) {
-          values[i][u] = terms[i](to_acc<float>(x[u].get(i)));
+          values[u] = terms[i](x[u].get(i));
         }
-        partial_sums[i] = pairwise_sum(values[i]);
-        counts = counts || partial_sums[i] >= terms[i].unit;
-      }
-      if (counts) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          sums[i].ones += count_ones(values[i], terms[i].unit);
-          partial_sums[i] = pairwise_sum(values[i]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        sums[i].below += partial_sums[i];
+        others[i] += pairwise_sum(values);
       }
     }
     for (; c < num_classes; ++c) {
-      const Vector<scalar_t> x = own[c * threads];
+      const Group x = own[c * threads];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        float values[1] = {terms[i](to_acc<float>(x.get(i)))};
-        sums[i].add(values, terms[i].unit);
+        others[i] += terms[i](x.get(i));
       }
     }
     LogitGradient<float, kExact> gradients[kRows];
     float at_index[kRows];
-    const auto* const scalars = reinterpret_cast<const scalar_t*>(own);
+    OnlineSoftmax<float> softmax[kRows];
+    float losses[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int index = indices[i];
-      const float weight = row_weight(args, index);
-      OnlineSoftmax<float> softmax;
-      float x_at_index = 0;
-      if (index >= 0) {
-        softmax.max = math::max_number(to_acc<float>(maxima.get(i)), -math::infinity<float>());
-        softmax.ones = static_cast<float>(sums[i].ones);
-        softmax.below = sums[i].below * terms[i].correction();
-        x_at_index = to_acc<float>(scalars[index * threads * kRows + i]);
+      const float weight = row_weight(args, indices[i]);
+      if (indices[i] >= 0) {
+        softmax[i] = softmax_of(terms[i], maxima[i], others[i], x_at_index[i]);
       }
-      finish_indexed_row(args, index, weight, softmax, 0.0f, 0.0f, x_at_index, row + i,
-                         offsets[2] + i * args.output.strides[0], partial);
+      losses[i] =
+          indexed_row_loss(args, indices[i], weight, softmax[i], 0.0f, 0.0f, x_at_index[i]);
+      partial.sum += static_cast<double>(losses[i]);
+      partial.weight += static_cast<double>(weight);
       if constexpr (kGradient) {
-        const auto of_row = RowSoftmax<float>::of(softmax.max, softmax.rest(), scale, weight);
+        const auto of_row =
+            RowSoftmax<float>::of(softmax[i].max, softmax[i].rest(), scale, weight);
         gradients[i] = LogitGradient<float, kExact>(of_row);
-        at_index[i] = of_row.gradient_at_index(x_at_index);
+        at_index[i] = of_row.gradient_at_index(x_at_index[i]);
+      }
+    }
+    if (args.row_stats != nullptr) {
+      const RowStats<float> stats(args.row_stats, args.rows.numel);
+      store_vector(stats.max, group, pack<float>({softmax[0].max, softmax[1].max, softmax[2].max,
+                                                  softmax[3].max}));
+      store_vector(stats.rest, group,
+                   pack<float>({softmax[0].rest(), softmax[1].rest(), softmax[2].rest(),
+                                softmax[3].rest()}));
+    }
+    if (args.reduction == Reduction::kNone) {
+      const Operand* const output[1] = {&args.output};
+      int64_t offset[1];
+      group_offsets(args.rows, shape, output, group, offset);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        store_operand<float>(args.output, offset[0] + i * args.output.strides[0], losses[i]);
       }
     }
     if constexpr (kGradient) {
-      auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
-      scalar_t* results = grad_input;
+      // In the place of the logits first: those of the class indices are known apart.
 #pragma unroll 2
       for (int k = 0; k < num_classes; ++k) {
-        const Vector<scalar_t> x = own[k * threads];
+        const Group x = own[k * threads];
         float values[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          values[i] = indices[i] >= 0 ? gradients[i](to_acc<float>(x.get(i)))
-                                      : gradient_without_loss(indices[i]);
+          values[i] = indices[i] >= 0 ? gradients[i](x.get(i)) : gradient_without_loss(indices[i]);
         }
-        store_vector(results, 0, pack<scalar_t>(values));
-        results += args.grad_input_class_stride;
+        own[k * threads] = Group::of(values);
       }
-      // The class indices once more.
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (indices[i] >= 0) {
-          grad_input[indices[i] * args.grad_input_class_stride + i] =
-              from_acc<scalar_t>(at_index[i]);
+          scalars[indices[i] * class_pitch + i] = from_acc<scalar_t>(at_index[i]);
         }
+      }
+      auto* results = static_cast<scalar_t*>(args.grad_input.data) + offsets[2];
+#pragma unroll 4
+      for (int k = 0; k < num_classes; ++k) {
+        *reinterpret_cast<Group*>(results) = own[k * threads];
+        results += args.grad_input_class_stride;
       }
     }
   }
@@ -166,12 +237,12 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
 }  // namespace
 
 bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand, int64_t class_stride) {
-  const int64_t vector = kVectorBytes / element_size(operand.dtype);
-  bool aligned = reinterpret_cast<uintptr_t>(operand.data) % kVectorBytes == 0 &&
-                 args.rows.ndim >= 1 && args.rows.sizes[0] % vector == 0 &&
-                 operand.strides[0] == 1 && class_stride % vector == 0;
+  const int64_t bytes = kRows * element_size(operand.dtype);
+  bool aligned = reinterpret_cast<uintptr_t>(operand.data) % static_cast<uint64_t>(bytes) == 0 &&
+                 args.rows.ndim >= 1 && args.rows.sizes[0] % kRows == 0 &&
+                 operand.strides[0] == 1 && class_stride % kRows == 0;
   for (int dim = 1; dim < args.rows.ndim; ++dim) {
-    aligned = aligned && operand.strides[dim] % vector == 0;
+    aligned = aligned && operand.strides[dim] % kRows == 0;
   }
   return aligned;
 }
@@ -183,28 +254,32 @@ ColumnPlan plan_columns(const CrossEntropyForwardArgs& args) {
       !lies_in_columns(args, args.input, args.input_class_stride)) {
     return plan;
   }
-  static_assert(kMaxColumnClasses * kWarpSize * kVectorBytes <= kMaxSharedBytes,
+  static_assert(kMaxColumnClasses * kWarpSize * sizeof(RowGroup<float>) <= kMaxSharedBytes,
                 "a warp's classes");
-  int threads = kMaxThreads;
-  while (threads * args.num_classes * kVectorBytes > kMaxSharedBytes) {
-    threads /= 2;
+  plan.threads = kMaxThreads;
+  plan.class_bytes = kRows * static_cast<int>(element_size(args.input.dtype));
+  while (plan.threads * args.num_classes * plan.class_bytes > kMaxSharedBytes) {
+    plan.threads /= 2;
   }
-  const int64_t vector = kVectorBytes / element_size(args.input.dtype);
-  plan.threads = threads;
-  plan.blocks = std::clamp<int64_t>(ceil_div(args.rows.numel / vector, threads), 1, kMaxBlocks);
+  plan.blocks = std::clamp<int64_t>(ceil_div(args.rows.numel / kRows, plan.threads), 1, kMaxBlocks);
   return plan;
 }
 
 void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
                     const Denominator& denominator, Partial* partials, const Finalize& finalize,
                     cudaStream_t stream) {
+  ColumnShape shape = {args.rows.numel / kRows, false, {}};
+  shape.by_divisor = args.rows.ndim <= 2 && shape.groups <= kMaxDividend;
+  if (shape.by_divisor) {
+    shape.first_dimension = Divisor(static_cast<uint32_t>(args.rows.sizes[0] / kRows));
+  }
+  const auto shared = static_cast<size_t>(plan.threads * args.num_classes * plan.class_bytes);
   visit_floating(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     if constexpr (sizeof(scalar_t) <= 4) {
-      const size_t shared = static_cast<size_t>(plan.threads * args.num_classes * kVectorBytes);
       const auto launch = [&](auto kernel) {
         kernel<<<static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.threads), shared,
-                 stream>>>(args, denominator, partials, finalize);
+                 stream>>>(args, shape, denominator, partials, finalize);
         check_launch("cross_entropy_forward_column_kernel");
       };
       args.grad_input.data != nullptr

@@ -1,6 +1,5 @@
 // Cross entropy of rows that lie side by side, such as the pixels of an (N, C, H, W) tensor: a
-// thread takes as many neighbouring rows as 16 bytes hold, and copies all of their classes to
-// shared memory first.
+// thread takes a few neighbouring rows, and copies all of their classes to shared memory first.
 #pragma once
 
 #include "kernels/cross_entropy_row.cuh"
@@ -17,9 +16,10 @@ constexpr int kMaxColumnClasses = 88;
 struct ColumnPlan {
   int threads = 0;  // of a block; 0: these rows are not for this kernel
   int64_t blocks = 0;
+  int class_bytes = 0;  // of a thread
 };
 
-// Whether rows of logits, or of their gradient, lie side by side, in whole vectors.
+// Whether rows of logits, or of their gradient, lie side by side, in whole groups of a thread.
 bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand, int64_t class_stride);
 
 // logits of fp32, fp16 or bf16, class indices without smoothing, few classes.

@@ -103,7 +103,6 @@ __device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
                                            acc_t x_at_index, int64_t row, int64_t output_offset,
                                            Partial& partial) {
   constexpr bool kDense = std::is_same_v<State, DenseOnlineSoftmax<acc_t>>;
-  const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
   acc_t loss = 0;
   const acc_t weight = target.mean_weight();
   if (!target.valid) {
@@ -116,10 +115,13 @@ __device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
       loss = sparse_row_loss(state.max, state.rest(), x_at_index, weight);
     }
   }
-  stats.max[row] = state.max;
-  stats.rest[row] = state.rest();
-  if constexpr (kDense) {
-    stats.q_sum[row] = state.q_sum;
+  if (args.row_stats != nullptr) {
+    const RowStats<acc_t> stats(args.row_stats, args.rows.numel);
+    stats.max[row] = state.max;
+    stats.rest[row] = state.rest();
+    if constexpr (kDense) {
+      stats.q_sum[row] = state.q_sum;
+    }
   }
   if (args.reduction == Reduction::kNone) {
     store_operand<acc_t>(args.output, output_offset, loss);
@@ -169,14 +171,28 @@ __device__ __forceinline__ float gradient_without_loss(int index) {
   return index == kIgnoredRow ? 0.0f : math::quiet_nan<float>();
 }
 
-// As finish_row(): what one row leaves behind. distance, q_sum: TermSum's, of the row.
+// The logit that stands in the place of the class index's, where that is taken out of a row.
+template <typename scalar_t>
+__device__ __forceinline__ scalar_t left_out() {
+  return from_acc<scalar_t>(-math::infinity<float>());
+}
+
+// The softmax of a row, from the terms of all classes but the class index.
+template <bool kExact>
+__device__ __forceinline__ OnlineSoftmax<float> softmax_of(const RowTerms<kExact>& terms, float max,
+                                                           float others, float x_at_index) {
+  OnlineSoftmax<float> softmax;
+  softmax.max = max;
+  softmax.ones = 1;
+  softmax.below = terms.rest_of(others, x_at_index);
+  return softmax;
+}
+
+// distance, q_sum: TermSum's, of the row.
 template <RowKind kKind = RowKind::kIndex>
-__device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs& args, int index,
-                                                   float weight,
-                                                   const OnlineSoftmax<float>& softmax,
-                                                   float distance, float q_sum, float x_at_index,
-                                                   int64_t row, int64_t output_offset,
-                                                   Partial& partial) {
+__device__ __forceinline__ float indexed_row_loss(const CrossEntropyForwardArgs& args, int index,
+                                                  float weight, const OnlineSoftmax<float>& softmax,
+                                                  float distance, float q_sum, float x_at_index) {
   float loss = gradient_without_loss(index);
   if constexpr (kKind == RowKind::kProbability) {
     loss = dense_row_loss(softmax.rest(), q_sum, distance);
@@ -190,13 +206,28 @@ __device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs
       loss = sparse_row_loss(softmax.max, softmax.rest(), x_at_index, weight);
     }
   }
-  const RowStats<float> stats(args.row_stats, args.rows.numel);
-  stats.max[row] = softmax.max;
-  stats.rest[row] = softmax.rest();
-  if constexpr (kKind == RowKind::kSmooth) {
-    stats.q_sum[row] = SmoothedIndex::kSum;
-  } else if constexpr (kKind == RowKind::kProbability) {
-    stats.q_sum[row] = q_sum;
+  return loss;
+}
+
+// As finish_row(): what one row leaves behind.
+template <RowKind kKind = RowKind::kIndex>
+__device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs& args, int index,
+                                                   float weight,
+                                                   const OnlineSoftmax<float>& softmax,
+                                                   float distance, float q_sum, float x_at_index,
+                                                   int64_t row, int64_t output_offset,
+                                                   Partial& partial) {
+  const float loss =
+      indexed_row_loss<kKind>(args, index, weight, softmax, distance, q_sum, x_at_index);
+  if (args.row_stats != nullptr) {
+    const RowStats<float> stats(args.row_stats, args.rows.numel);
+    stats.max[row] = softmax.max;
+    stats.rest[row] = softmax.rest();
+    if constexpr (kKind == RowKind::kSmooth) {
+      stats.q_sum[row] = SmoothedIndex::kSum;
+    } else if constexpr (kKind == RowKind::kProbability) {
+      stats.q_sum[row] = q_sum;
+    }
   }
   if (args.reduction == Reduction::kNone) {
     store_operand<float>(args.output, output_offset, loss);

@@ -173,7 +173,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   int64_t tile = int64_t{blockIdx.x} * kWarps + warp;
   start(tile);
-  int next_index = load_index(tile * tile_rows + lane / kTeam);
+  // This lane's next row, and from the last one of a tile to the first of the next.
+  int64_t next_row = tile * tile_rows + lane / kTeam;
+  const int64_t row_jump = (tile_stride - 1) * tile_rows + kRowsAtATime;
+  int next_index = load_index(next_row);
   for (; tile < tiles; tile += tile_stride) {
     if constexpr (!kGaps) {
       arrived.wait(parity);
@@ -184,14 +187,25 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     __syncwarp();
     for (int step = 0; step < shape.steps; ++step) {
-      const int local = step * kRowsAtATime + lane / kTeam;
-      const int64_t row = tile * tile_rows + local;
+      const int64_t row = next_row;
       const bool exists = row < args.rows.numel;
       const int index = next_index;
-      next_index =
-          load_index(step + 1 < shape.steps ? row + kRowsAtATime
-                                            : (tile + tile_stride) * tile_rows + lane / kTeam);
-      const int first = phase + local * pitch;  // element
+      next_row += step + 1 < shape.steps ? kRowsAtATime : row_jump;
+      next_index = load_index(next_row);
+      const int first = phase + (step * kRowsAtATime + lane / kTeam) * pitch;  // element
+      float x_at_index = -math::infinity<float>();
+      if (index >= 0) {
+        x_at_index = to_acc<float>(elements[first + index]);
+      }
+      if constexpr (kTeam > 1) {
+        __syncwarp();  // it is read by the whole team
+      }
+      if (index >= 0 && member == 0) {
+        elements[first + index] = left_out<scalar_t>();
+      }
+      if constexpr (kTeam > 1) {
+        __syncwarp();
+      }
       const int words = index >= 0 ? num_classes / kPerWord : 0;
       const bool has_last =
           kPerWord > 1 && index >= 0 && num_classes % kPerWord != 0 && words % kTeam == member;
@@ -215,9 +229,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       if (has_last) {
         max = math::max_number(to_acc<float>(elements[first + num_classes - 1]), max);
       }
-      max = warp_max(max, kTeam);
+      max = math::max_number(warp_max(max, kTeam), x_at_index);
       const RowTerms<kExactExponentials<scalar_t>> terms(max);
-      TermSum sum;
+      float others = 0;
       k = member;
       for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
         float values[kUnroll * kPerWord];
@@ -229,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
             values[u * kPerWord + i] = terms(word_element<scalar_t>(loaded, i));
           }
         }
-        sum.add(values, terms.unit);
+        others += pairwise_sum(values);
       }
       for (; k < words; k += kTeam) {
         float values[kPerWord];
@@ -238,19 +252,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
         for (int i = 0; i < kPerWord; ++i) {
           values[i] = terms(word_element<scalar_t>(loaded, i));
         }
-        sum.add(values, terms.unit);
+        others += pairwise_sum(values);
       }
       if (has_last) {
-        float values[1] = {terms(to_acc<float>(elements[first + num_classes - 1]))};
-        sum.add(values, terms.unit);
+        others += terms(to_acc<float>(elements[first + num_classes - 1]));
       }
-      const float x_at_index = index >= 0 ? to_acc<float>(elements[first + index]) : 0.0f;
+      others = warp_sum(others, kTeam);
       OnlineSoftmax<float> state;
       if (index >= 0) {
-        state.max = max;
+        state = softmax_of(terms, max, others, x_at_index);
       }
-      state.below = warp_sum(sum.below, kTeam) * terms.correction();
-      state.ones = static_cast<float>(warp_sum(sum.ones, kTeam));
       const float weight = row_weight(args, index);
       if (member == 0 && exists) {
         finish_indexed_row(args, index, weight, state, 0.0f, 0.0f, x_at_index, row,
@@ -258,7 +269,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
                            partial);
       }
       if constexpr (kGradient) {
-        __syncwarp();  // x_at_index is read
+        if constexpr (kTeam > 1 && kOdd) {
+          __syncwarp();  // a word has elements of two lanes
+        }
         if (exists) {
           const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, weight);
           const LogitGradient<float, kExactExponentials<scalar_t>> gradient(softmax);

@@ -8,4 +8,29 @@ namespace lossops::cuda {
 // a / b, rounded up; both positive.
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Division of numbers below 2^31 by one that launchers know, without a division (Granlund and
+// Montgomery, PLDI 1994).
+struct Divisor {
+  uint32_t value = 1;
+  uint32_t multiplier = 1;
+  uint32_t shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t divisor) : value(divisor) {
+    while (shift < 31 && (uint32_t{1} << shift) < divisor) {
+      ++shift;
+    }
+    const uint64_t one = 1;
+    multiplier = static_cast<uint32_t>(((one << 32) * ((one << shift) - divisor)) / divisor + 1);
+  }
+
+#if defined(__CUDACC__)
+  __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
+    return (__umulhi(n, multiplier) + n) >> shift;
+  }
+#endif
+};
+
+constexpr int64_t kMaxDividend = (int64_t{1} << 31) - 1;
+
 }  // namespace lossops::cuda
