@@ -640,41 +640,54 @@ struct WideningLoader {
 
 // Twice over the row, in the order of the kernel for columns: where rows lie does not change a bit.
 template <bool kExact, typename Logit>
-__device__ __forceinline__ OnlineSoftmax<float> reduce_strided_row(Logit&& logit,
-                                                                   int64_t num_classes,
-                                                                   int64_t index,
-                                                                   float x_at_index) {
-  float max = -math::infinity<float>();
-#pragma unroll 8
-  for (int64_t c = 0; c < num_classes; ++c) {
-    max = math::max_number(logit(c), max);
-  }
-  const RowTerms<kExact> terms(max);
-  const auto term = [&](int64_t c) {
-    return terms(c == index ? left_out<float>() : logit(c));
-  };
-  float others = 0;
+__device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t num_classes,
+                                                       int64_t index, float x_at_index) {
+  // The last class takes the place of the class index.
+  const int64_t count = num_classes - 1;
+  const auto other = [&](int64_t c) { return logit(c == index ? count : c); };
   // What rounding takes from the sum of more classes than that kernel is for.
   const bool is_long = num_classes > kMaxColumnClasses;
-  float lost = 0;
-  int64_t c = 0;
+  const auto sum_of = [&](auto&& term) {
+    float others = 0;
+    float lost = 0;
+    int64_t c = 0;
 #pragma unroll 2
-  for (; c + kColumnUnroll <= num_classes; c += kColumnUnroll) {
-    float values[kColumnUnroll];
+    for (; c + kColumnUnroll <= count; c += kColumnUnroll) {
+      float values[kColumnUnroll];
 #pragma unroll
-    for (int i = 0; i < kColumnUnroll; ++i) {
-      values[i] = term(c + i);
+      for (int i = 0; i < kColumnUnroll; ++i) {
+        values[i] = term(other(c + i));
+      }
+      if (is_long) {
+        math::add_exactly(others, pairwise_sum(values), lost);
+      } else {
+        others += pairwise_sum(values);
+      }
     }
-    if (is_long) {
-      math::add_exactly(others, pairwise_sum(values), lost);
-    } else {
-      others += pairwise_sum(values);
+    for (; c < count; ++c) {
+      others += term(other(c));
+    }
+    return others + lost;
+  };
+  if constexpr (kExact) {
+    float reach = ::fabsf(x_at_index);
+    const float others = sum_of([&](float x) {
+      reach = math::max_number(::fabsf(x), reach);
+      return plain_exp(x);
+    });
+    if (IndexRow::may_be_plain(reach, others)) {
+      return IndexRow::plain(others);
     }
   }
-  for (; c < num_classes; ++c) {
-    others += term(c);
+  float max = x_at_index;
+#pragma unroll 8
+  for (int64_t c = 0; c < count; ++c) {
+    max = math::max_number(other(c), max);
   }
-  return softmax_of(terms, max, others + lost, x_at_index);
+  // Of NaN alone there is no maximum.
+  max = math::max_number(max, -math::infinity<float>());
+  const RowTerms<kExact> terms(max);
+  return {max, terms.rest_of(sum_of(terms), x_at_index)};
 }
 
 template <typename Loader, bool kDense>
@@ -697,8 +710,11 @@ __global__ void __launch_bounds__(kThreads)
       };
       if constexpr (!kDense && std::is_same_v<acc_t, float>) {
         x_at_index = logit(target.index);
-        state = reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
-        finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+        const IndexRow reduced =
+            reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
+        const float weight = target.index_weight();
+        record_row(args, reduced.loss(x_at_index, weight), weight, reduced.max, reduced.rest, row,
+                   offsets[2], partial);
         continue;
       }
       RowSum<RowState<acc_t, kDense>> sum;

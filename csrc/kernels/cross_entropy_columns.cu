@@ -115,84 +115,115 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       indices[i] = checked_index(args, targets[i]);
     }
     wait_for_own_copies();
+    // The last class takes the place of the class index, and rows end before it.
+    const int count = num_classes - 1;
     float x_at_index[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      x_at_index[i] = -math::infinity<float>();
+      x_at_index[i] = 0;
       if (indices[i] >= 0) {
         scalar_t& logit = scalars[indices[i] * class_pitch + i];
         x_at_index[i] = to_acc<float>(logit);
-        logit = left_out<scalar_t>();
+        logit = scalars[count * class_pitch + i];
       }
     }
-    Group largest = own[0];
-#pragma unroll 4
-    for (int c = 1; c < num_classes; ++c) {
-      largest.raise_to(own[c * threads]);
-    }
-    float maxima[kRows];
-    Terms terms[kRows];
-    float others[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      // Of NaN alone there is no maximum.
-      maxima[i] = math::max_number(math::max_number(largest.get(i), -math::infinity<float>()),
-                                   x_at_index[i]);
-      terms[i] = Terms(maxima[i]);
-      others[i] = 0;
-    }
-    int c = 0;
-    for (; c + kColumnUnroll <= num_classes; c += kColumnUnroll) {
-      Group x[kColumnUnroll];
-#pragma unroll
-      for (int u = 0; u < kColumnUnroll; ++u) {
-        x[u] = own[(c + u) * threads];
-      }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        float values[kColumnUnroll];
+    // Adds to `others` the terms of all classes of the rows.
+    const auto add_terms = [&](float(&others)[kRows], auto&& term) {
+      int c = 0;
+      for (; c + kColumnUnroll <= count; c += kColumnUnroll) {
+        Group x[kColumnUnroll];
 #pragma unroll
         for (int u = 0; u < kColumnUnroll; ++u) {
-          values[u] = terms[i](x[u].get(i));
+          x[u] = own[(c + u) * threads];
         }
-        others[i] += pairwise_sum(values);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          float values[kColumnUnroll];
+#pragma unroll
+          for (int u = 0; u < kColumnUnroll; ++u) {
+            values[u] = term(i, x[u].get(i));
+          }
+          others[i] += pairwise_sum(values);
+        }
       }
-    }
-    for (; c < num_classes; ++c) {
-      const Group x = own[c * threads];
+      for (; c < count; ++c) {
+        const Group x = own[c * threads];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          others[i] += term(i, x.get(i));
+        }
+      }
+    };
+    IndexRow reduced[kRows];
+    bool all_plain = kExact;
+    if constexpr (kExact) {
+      float others[kRows] = {};
+      float reach[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        others[i] += terms[i](x.get(i));
+        reach[i] = ::fabsf(x_at_index[i]);
+      }
+      add_terms(others, [&](int i, float x) {
+        reach[i] = math::max_number(::fabsf(x), reach[i]);
+        return plain_exp(x);
+      });
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const bool plain = IndexRow::may_be_plain(reach[i], others[i]);
+        if (plain) {
+          reduced[i] = IndexRow::plain(others[i]);
+        }
+        all_plain = all_plain && (plain || indices[i] < 0);
+      }
+    }
+    if (!all_plain) {
+      Group largest = own[0];
+#pragma unroll 4
+      for (int c = 1; c < count; ++c) {
+        largest.raise_to(own[c * threads]);
+      }
+      float maxima[kRows];
+      Terms terms[kRows];
+      float others[kRows] = {};
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        // Of one class there are no others, and of NaN alone no maximum.
+        const float others_max = count > 0 ? largest.get(i) : -math::infinity<float>();
+        maxima[i] = math::max_number(math::max_number(others_max, x_at_index[i]),
+                                     -math::infinity<float>());
+        terms[i] = Terms(maxima[i]);
+      }
+      add_terms(others, [&](int i, float x) { return terms[i](x); });
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (!reduced[i].is_plain()) {
+          reduced[i] = {maxima[i], terms[i].rest_of(others[i], x_at_index[i])};
+        }
       }
     }
     LogitGradient<float, kExact> gradients[kRows];
     float at_index[kRows];
-    OnlineSoftmax<float> softmax[kRows];
     float losses[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float weight = row_weight(args, indices[i]);
-      if (indices[i] >= 0) {
-        softmax[i] = softmax_of(terms[i], maxima[i], others[i], x_at_index[i]);
-      }
-      losses[i] =
-          indexed_row_loss(args, indices[i], weight, softmax[i], 0.0f, 0.0f, x_at_index[i]);
+      losses[i] = indices[i] >= 0 ? reduced[i].loss(x_at_index[i], weight)
+                                  : gradient_without_loss(indices[i]);
       partial.sum += static_cast<double>(losses[i]);
       partial.weight += static_cast<double>(weight);
       if constexpr (kGradient) {
-        const auto of_row =
-            RowSoftmax<float>::of(softmax[i].max, softmax[i].rest(), scale, weight);
-        gradients[i] = LogitGradient<float, kExact>(of_row);
-        at_index[i] = of_row.gradient_at_index(x_at_index[i]);
+        const RowSoftmax<float> softmax = reduced[i].softmax(x_at_index[i], scale, weight);
+        gradients[i] = LogitGradient<float, kExact>(softmax);
+        at_index[i] = reduced[i].gradient_at_index(softmax, x_at_index[i]);
       }
     }
     if (args.row_stats != nullptr) {
       const RowStats<float> stats(args.row_stats, args.rows.numel);
-      store_vector(stats.max, group, pack<float>({softmax[0].max, softmax[1].max, softmax[2].max,
-                                                  softmax[3].max}));
-      store_vector(stats.rest, group,
-                   pack<float>({softmax[0].rest(), softmax[1].rest(), softmax[2].rest(),
-                                softmax[3].rest()}));
+      store_vector(stats.max, group,
+                   pack<float>({reduced[0].max, reduced[1].max, reduced[2].max, reduced[3].max}));
+      store_vector(
+          stats.rest, group,
+          pack<float>({reduced[0].rest, reduced[1].rest, reduced[2].rest, reduced[3].rest}));
     }
     if (args.reduction == Reduction::kNone) {
       const Operand* const output[1] = {&args.output};
@@ -204,21 +235,38 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       }
     }
     if constexpr (kGradient) {
-      // In the place of the logits first: those of the class indices are known apart.
+      // In the place of the logits first, then to where they belong.
+      const auto write = [&](auto&& gradient_of) {
 #pragma unroll 2
-      for (int k = 0; k < num_classes; ++k) {
-        const Group x = own[k * threads];
-        float values[kRows];
+        for (int k = 0; k < count; ++k) {
+          const Group x = own[k * threads];
+          float values[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          values[i] = indices[i] >= 0 ? gradients[i](x.get(i)) : gradient_without_loss(indices[i]);
+          for (int i = 0; i < kRows; ++i) {
+            values[i] = gradient_of(i, x.get(i));
+          }
+          own[k * threads] = Group::of(values);
         }
-        own[k * threads] = Group::of(values);
+      };
+      if (all_plain) {
+        write([&](int i, float x) {
+          const float gradient = plain_exp_times(gradients[i].softmax.factor, x);
+          return indices[i] >= 0 ? gradient : gradient_without_loss(indices[i]);
+        });
+      } else {
+        write([&](int i, float x) {
+          return indices[i] >= 0 ? gradients[i](x) : gradient_without_loss(indices[i]);
+        });
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
+        scalar_t& last = scalars[count * class_pitch + i];
         if (indices[i] >= 0) {
-          scalars[indices[i] * class_pitch + i] = from_acc<scalar_t>(at_index[i]);
+          scalar_t& result = scalars[indices[i] * class_pitch + i];
+          last = result;
+          result = from_acc<scalar_t>(at_index[i]);
+        } else {
+          last = from_acc<scalar_t>(gradient_without_loss(indices[i]));
         }
       }
       auto* results = static_cast<scalar_t*>(args.grad_input.data) + offsets[2];

@@ -7,6 +7,7 @@
 #include "cross_entropy_row.h"
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
+#include "kernels/plain_rows.cuh"
 #include "kernels/row_terms.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
@@ -171,28 +172,30 @@ __device__ __forceinline__ float gradient_without_loss(int index) {
   return index == kIgnoredRow ? 0.0f : math::quiet_nan<float>();
 }
 
-// The logit that stands in the place of the class index's, where that is taken out of a row.
-template <typename scalar_t>
-__device__ __forceinline__ scalar_t left_out() {
-  return from_acc<scalar_t>(-math::infinity<float>());
+// What one row of these leaves behind.
+__device__ __forceinline__ void record_row(const CrossEntropyForwardArgs& args, float loss,
+                                           float weight, float max, float rest, int64_t row,
+                                           int64_t output_offset, Partial& partial) {
+  if (args.row_stats != nullptr) {
+    const RowStats<float> stats(args.row_stats, args.rows.numel);
+    stats.max[row] = max;
+    stats.rest[row] = rest;
+  }
+  if (args.reduction == Reduction::kNone) {
+    store_operand<float>(args.output, output_offset, loss);
+  }
+  partial.sum += static_cast<double>(loss);
+  partial.weight += static_cast<double>(weight);
 }
 
-// The softmax of a row, from the terms of all classes but the class index.
-template <bool kExact>
-__device__ __forceinline__ OnlineSoftmax<float> softmax_of(const RowTerms<kExact>& terms, float max,
-                                                           float others, float x_at_index) {
-  OnlineSoftmax<float> softmax;
-  softmax.max = max;
-  softmax.ones = 1;
-  softmax.below = terms.rest_of(others, x_at_index);
-  return softmax;
-}
-
-// distance, q_sum: TermSum's, of the row.
+// As finish_row(). distance, q_sum: TermSum's, of the row.
 template <RowKind kKind = RowKind::kIndex>
-__device__ __forceinline__ float indexed_row_loss(const CrossEntropyForwardArgs& args, int index,
-                                                  float weight, const OnlineSoftmax<float>& softmax,
-                                                  float distance, float q_sum, float x_at_index) {
+__device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs& args, int index,
+                                                   float weight,
+                                                   const OnlineSoftmax<float>& softmax,
+                                                   float distance, float q_sum, float x_at_index,
+                                                   int64_t row, int64_t output_offset,
+                                                   Partial& partial) {
   float loss = gradient_without_loss(index);
   if constexpr (kKind == RowKind::kProbability) {
     loss = dense_row_loss(softmax.rest(), q_sum, distance);
@@ -206,34 +209,11 @@ __device__ __forceinline__ float indexed_row_loss(const CrossEntropyForwardArgs&
       loss = sparse_row_loss(softmax.max, softmax.rest(), x_at_index, weight);
     }
   }
-  return loss;
-}
-
-// As finish_row(): what one row leaves behind.
-template <RowKind kKind = RowKind::kIndex>
-__device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs& args, int index,
-                                                   float weight,
-                                                   const OnlineSoftmax<float>& softmax,
-                                                   float distance, float q_sum, float x_at_index,
-                                                   int64_t row, int64_t output_offset,
-                                                   Partial& partial) {
-  const float loss =
-      indexed_row_loss<kKind>(args, index, weight, softmax, distance, q_sum, x_at_index);
-  if (args.row_stats != nullptr) {
-    const RowStats<float> stats(args.row_stats, args.rows.numel);
-    stats.max[row] = softmax.max;
-    stats.rest[row] = softmax.rest();
-    if constexpr (kKind == RowKind::kSmooth) {
-      stats.q_sum[row] = SmoothedIndex::kSum;
-    } else if constexpr (kKind == RowKind::kProbability) {
-      stats.q_sum[row] = q_sum;
-    }
+  if (kKind != RowKind::kIndex && args.row_stats != nullptr) {
+    RowStats<float>(args.row_stats, args.rows.numel).q_sum[row] =
+        kKind == RowKind::kSmooth ? SmoothedIndex::kSum : q_sum;
   }
-  if (args.reduction == Reduction::kNone) {
-    store_operand<float>(args.output, output_offset, loss);
-  }
-  partial.sum += static_cast<double>(loss);
-  partial.weight += static_cast<double>(weight);
+  record_row(args, loss, weight, softmax.max, softmax.rest(), row, output_offset, partial);
 }
 
 // ----------------------------------------------------------------------------- gradients
@@ -307,11 +287,17 @@ struct RowGradient {
     } else {
       q_sum = target.has_loss() ? target.index_weight() : acc_t(0);
     }
-    softmax = RowSoftmax<acc_t>::of(row.max, row.rest, scale, q_sum);
-    logit_gradient = LogitGradient<acc_t, kExact>(softmax);
-    if constexpr (!kDense) {
-      at_index = softmax.gradient_at_index(row.x_at_index);
+    if constexpr (!kDense && std::is_same_v<acc_t, float>) {
+      const IndexRow index_row{row.max, row.rest};
+      softmax = index_row.softmax(row.x_at_index, scale, q_sum);
+      at_index = index_row.gradient_at_index(softmax, row.x_at_index);
+    } else {
+      softmax = RowSoftmax<acc_t>::of(row.max, row.rest, scale, q_sum);
+      if constexpr (!kDense) {
+        at_index = softmax.gradient_at_index(row.x_at_index);
+      }
     }
+    logit_gradient = LogitGradient<acc_t, kExact>(softmax);
   }
 
   // Of a row that has no loss.

@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   constexpr int kPerWord = kWordElements<scalar_t>;
   constexpr bool kGaps = kRows == Rows::kWithGaps;
   constexpr bool kOdd = kRows == Rows::kWithinWords;
+  constexpr bool kExact = kExactExponentials<scalar_t>;
   extern __shared__ uint4 dynamic[];
   __shared__ CopyBarrier barriers[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -193,7 +194,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       next_row += step + 1 < shape.steps ? kRowsAtATime : row_jump;
       next_index = load_index(next_row);
       const int first = phase + (step * kRowsAtATime + lane / kTeam) * pitch;  // element
-      float x_at_index = -math::infinity<float>();
+      // The last class takes the place of the class index, and the row ends before it.
+      const int count = index >= 0 ? num_classes - 1 : 0;
+      float x_at_index = 0;
       if (index >= 0) {
         x_at_index = to_acc<float>(elements[first + index]);
       }
@@ -201,91 +204,104 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
         __syncwarp();  // it is read by the whole team
       }
       if (index >= 0 && member == 0) {
-        elements[first + index] = left_out<scalar_t>();
+        elements[first + index] = elements[first + count];
       }
       if constexpr (kTeam > 1) {
         __syncwarp();
       }
-      const int words = index >= 0 ? num_classes / kPerWord : 0;
-      const bool has_last =
-          kPerWord > 1 && index >= 0 && num_classes % kPerWord != 0 && words % kTeam == member;
+      const int words = count / kPerWord;
+      const bool has_last = kPerWord > 1 && count % kPerWord != 0 && words % kTeam == member;
       const int shift = kOdd ? first % kPerWord * 16 : 0;
       const uint32_t* const row_words = all_words + first / kPerWord;
       const auto word = [&](int k) {
         return kOdd ? __funnelshift_r(row_words[k], row_words[k + 1], shift) : row_words[k];
       };
-      uint32_t maxima = lowest_word<scalar_t>();
-      int k = member;
-      for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
+      const auto sum_of = [&](auto&& term) {
+        float sum = 0;
+        int k = member;
+        for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
+          float values[kUnroll * kPerWord];
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          maxima = max_of_words<scalar_t>(word(k + u * kTeam), maxima);
+          for (int u = 0; u < kUnroll; ++u) {
+            const uint32_t loaded = word(k + u * kTeam);
+#pragma unroll
+            for (int i = 0; i < kPerWord; ++i) {
+              values[u * kPerWord + i] = term(word_element<scalar_t>(loaded, i));
+            }
+          }
+          sum += pairwise_sum(values);
         }
-      }
-      for (; k < words; k += kTeam) {
-        maxima = max_of_words<scalar_t>(word(k), maxima);
-      }
-      float max = max_of_elements<scalar_t>(maxima);
-      if (has_last) {
-        max = math::max_number(to_acc<float>(elements[first + num_classes - 1]), max);
-      }
-      max = math::max_number(warp_max(max, kTeam), x_at_index);
-      const RowTerms<kExactExponentials<scalar_t>> terms(max);
-      float others = 0;
-      k = member;
-      for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
-        float values[kUnroll * kPerWord];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          const uint32_t loaded = word(k + u * kTeam);
+        for (; k < words; k += kTeam) {
+          float values[kPerWord];
+          const uint32_t loaded = word(k);
 #pragma unroll
           for (int i = 0; i < kPerWord; ++i) {
-            values[u * kPerWord + i] = terms(word_element<scalar_t>(loaded, i));
+            values[i] = term(word_element<scalar_t>(loaded, i));
+          }
+          sum += pairwise_sum(values);
+        }
+        if (has_last) {
+          sum += term(to_acc<float>(elements[first + count - 1]));
+        }
+        return warp_sum(sum, kTeam);
+      };
+      IndexRow reduced;
+      bool plain = index < 0;
+      if constexpr (kExact) {
+        float reach = ::fabsf(x_at_index);
+        const float others = sum_of([&](float x) {
+          reach = math::max_number(::fabsf(x), reach);
+          return plain_exp(x);
+        });
+        if (IndexRow::may_be_plain(warp_max(reach, kTeam), others)) {
+          plain = true;
+          reduced = IndexRow::plain(others);
+        }
+      }
+      // All of a warp, for the sake of its shuffles.
+      if (__any_sync(kAllLanes, !plain)) {
+        uint32_t maxima = lowest_word<scalar_t>();
+        int k = member;
+        for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            maxima = max_of_words<scalar_t>(word(k + u * kTeam), maxima);
           }
         }
-        others += pairwise_sum(values);
-      }
-      for (; k < words; k += kTeam) {
-        float values[kPerWord];
-        const uint32_t loaded = word(k);
-#pragma unroll
-        for (int i = 0; i < kPerWord; ++i) {
-          values[i] = terms(word_element<scalar_t>(loaded, i));
+        for (; k < words; k += kTeam) {
+          maxima = max_of_words<scalar_t>(word(k), maxima);
         }
-        others += pairwise_sum(values);
-      }
-      if (has_last) {
-        others += terms(to_acc<float>(elements[first + num_classes - 1]));
-      }
-      others = warp_sum(others, kTeam);
-      OnlineSoftmax<float> state;
-      if (index >= 0) {
-        state = softmax_of(terms, max, others, x_at_index);
+        float max = max_of_elements<scalar_t>(maxima);
+        if (has_last) {
+          max = math::max_number(to_acc<float>(elements[first + count - 1]), max);
+        }
+        max = math::max_number(warp_max(max, kTeam), x_at_index);
+        const RowTerms<kExact> terms(max);
+        const float others = sum_of(terms);
+        if (!plain) {
+          reduced = {max, terms.rest_of(others, x_at_index)};
+        }
       }
       const float weight = row_weight(args, index);
       if (member == 0 && exists) {
-        finish_indexed_row(args, index, weight, state, 0.0f, 0.0f, x_at_index, row,
-                           args.reduction == Reduction::kNone ? offset_of(args.output, row) : 0,
-                           partial);
+        const float loss =
+            index >= 0 ? reduced.loss(x_at_index, weight) : gradient_without_loss(index);
+        record_row(args, loss, weight, reduced.max, reduced.rest, row,
+                   args.reduction == Reduction::kNone ? offset_of(args.output, row) : 0, partial);
       }
       if constexpr (kGradient) {
         if constexpr (kTeam > 1 && kOdd) {
           __syncwarp();  // a word has elements of two lanes
         }
-        if (exists) {
-          const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, weight);
-          const LogitGradient<float, kExactExponentials<scalar_t>> gradient(softmax);
-          const auto gradient_of = [&](float x) {
-            return index >= 0 ? gradient(x) : gradient_without_loss(index);
-          };
+        scalar_t* const own = elements + first;
+        const auto write = [&](int length, auto&& gradient_of) {
           if constexpr (kOdd) {
-            for (int c = member; c < num_classes; c += kTeam) {
-              elements[first + c] =
-                  from_acc<scalar_t>(gradient_of(to_acc<float>(elements[first + c])));
+            for (int c = member; c < length; c += kTeam) {
+              own[c] = from_acc<scalar_t>(gradient_of(to_acc<float>(own[c])));
             }
           } else {
             uint32_t* const results = all_words + first / kPerWord;
-            const int whole = num_classes / kPerWord;
+            const int whole = length / kPerWord;
 #pragma unroll 4
             for (int i = member; i < whole; i += kTeam) {
               const uint32_t loaded = results[i];
@@ -296,15 +312,30 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
               }
               results[i] = pack_word<scalar_t>(values);
             }
-            if (num_classes % kPerWord != 0 && whole % kTeam == member) {
-              scalar_t& last = elements[first + num_classes - 1];
-              last = from_acc<scalar_t>(gradient_of(to_acc<float>(last)));
+            if (length % kPerWord != 0 && whole % kTeam == member) {
+              own[length - 1] = from_acc<scalar_t>(gradient_of(to_acc<float>(own[length - 1])));
             }
           }
-          // The class index once more, by the lane that wrote it.
-          if (index >= 0 && index / (kOdd ? 1 : kPerWord) % kTeam == member) {
-            elements[first + index] = from_acc<scalar_t>(softmax.gradient_at_index(x_at_index));
+        };
+        float at_index = 0;
+        if (exists && index >= 0) {
+          const RowSoftmax<float> softmax = reduced.softmax(x_at_index, scale, weight);
+          at_index = reduced.gradient_at_index(softmax, x_at_index);
+          if (kExact && reduced.is_plain()) {
+            write(count, [&](float x) { return plain_exp_times(softmax.factor, x); });
+          } else {
+            write(count, LogitGradient<float, kExact>(softmax));
           }
+        } else if (exists) {
+          const float value = gradient_without_loss(index);
+          write(num_classes, [&](float) { return value; });
+        }
+        if constexpr (kTeam > 1) {
+          __syncwarp();
+        }
+        if (exists && index >= 0 && member == 0) {
+          own[count] = own[index];
+          own[index] = from_acc<scalar_t>(at_index);
         }
       }
     }

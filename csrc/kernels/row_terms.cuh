@@ -51,7 +51,7 @@ struct RowTerms {
     }
   }
 
-  // sum exp(x - max) less 1, from the terms of all classes but one. Where that one is the maximum,
+  // sum exp(x - max) less 1, from the terms of all classes but the class index. Where that one is the maximum,
   // `others` is the answer and keeps its bits, however small. Elsewhere it has a term of 1, and what
   // rounding takes from it is nothing beside that class's distance from the maximum, which is in
   // every formula too. So no kernel for class indices has to tell the maximum's terms from others.

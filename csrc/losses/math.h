@@ -69,6 +69,19 @@ __device__ __forceinline__ float exp2(float x) {
   return power;
 }
 
+// a / (b + c), rounded once but for one quotient in many; b and c not negative, their sum from
+// 2^-126 to 2^126. In a third of the instructions of the above.
+__device__ __forceinline__ float divide_by_sum(float a, float b, float c) {
+  const float sum = b + c;
+  const float lost_by_sum = ::fminf(b, c) - (sum - ::fmaxf(b, c));
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
+  const float quotient = a * inverse;
+  const float lost = ::fmaf(-quotient, lost_by_sum, ::fmaf(-quotient, sum, a));
+  const float corrected = ::fmaf(lost, inverse, quotient);
+  return is_nan(corrected) ? quotient : corrected;  // an infinity has no remainder
+}
+
 #endif
 
 #if defined(__CUDA_ARCH__)
