@@ -669,15 +669,13 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
     }
     return others + lost;
   };
-  if constexpr (kExact) {
-    float reach = ::fabsf(x_at_index);
-    const float others = sum_of([&](float x) {
-      reach = math::max_number(::fabsf(x), reach);
-      return plain_exp(x);
-    });
-    if (IndexRow::may_be_plain(reach, others)) {
-      return IndexRow::plain(others);
-    }
+  float reach = ::fabsf(x_at_index);
+  const float plain_others = sum_of([&](float x) {
+    reach = math::max_number(::fabsf(x), reach);
+    return PlainTerms<kExact>()(x);
+  });
+  if (IndexRow::may_be_plain(reach, plain_others)) {
+    return IndexRow::plain(plain_others);
   }
   float max = x_at_index;
 #pragma unroll 8
@@ -713,8 +711,8 @@ __global__ void __launch_bounds__(kThreads)
         const IndexRow reduced =
             reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
         const float weight = target.index_weight();
-        record_row(args, reduced.loss(x_at_index, weight), weight, reduced.max, reduced.rest, row,
-                   offsets[2], partial);
+        record_row(args, reduced.finish(x_at_index, 1.0f, weight).loss, weight, reduced.max,
+                   reduced.rest, row, offsets[2], partial);
         continue;
       }
       RowSum<RowState<acc_t, kDense>> sum;

@@ -43,6 +43,13 @@ struct alignas(kRows * sizeof(scalar_t)) RowGroup {
     }
   }
 
+  __device__ __forceinline__ void reach_to(const RowGroup& other) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = reach_of_words<scalar_t>(other.words[i], words[i]);
+    }
+  }
+
   static __device__ __forceinline__ RowGroup of(const float (&values)[kRows]) {
     RowGroup result;
 #pragma unroll
@@ -128,13 +135,14 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       }
     }
     // Adds to `others` the terms of all classes of the rows.
-    const auto add_terms = [&](float(&others)[kRows], auto&& term) {
+    const auto add_terms = [&](float(&others)[kRows], auto&& term, auto&& see) {
       int c = 0;
       for (; c + kColumnUnroll <= count; c += kColumnUnroll) {
         Group x[kColumnUnroll];
 #pragma unroll
         for (int u = 0; u < kColumnUnroll; ++u) {
           x[u] = own[(c + u) * threads];
+          see(x[u]);
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -148,6 +156,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       }
       for (; c < count; ++c) {
         const Group x = own[c * threads];
+        see(x);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           others[i] += term(i, x.get(i));
@@ -155,26 +164,21 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       }
     };
     IndexRow reduced[kRows];
-    bool all_plain = kExact;
-    if constexpr (kExact) {
-      float others[kRows] = {};
-      float reach[kRows];
+    float others[kRows] = {};
+    Group reaches = {};
+    add_terms(
+        others, [](int, float x) { return PlainTerms<kExact>()(x); },
+        [&](const Group& x) { reaches.reach_to(x); });
+    bool all_plain = true;
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        reach[i] = ::fabsf(x_at_index[i]);
+    for (int i = 0; i < kRows; ++i) {
+      const float reach = math::max_number(reaches.get(i), ::fabsf(x_at_index[i]));
+      const bool plain = IndexRow::may_be_plain(reach, others[i]);
+      if (plain) {
+        reduced[i] = IndexRow::plain(others[i]);
       }
-      add_terms(others, [&](int i, float x) {
-        reach[i] = math::max_number(::fabsf(x), reach[i]);
-        return plain_exp(x);
-      });
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const bool plain = IndexRow::may_be_plain(reach[i], others[i]);
-        if (plain) {
-          reduced[i] = IndexRow::plain(others[i]);
-        }
-        all_plain = all_plain && (plain || indices[i] < 0);
-      }
+      all_plain = all_plain && (plain || indices[i] < 0);
+      others[i] = 0;
     }
     if (!all_plain) {
       Group largest = own[0];
@@ -184,7 +188,6 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       }
       float maxima[kRows];
       Terms terms[kRows];
-      float others[kRows] = {};
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         // Of one class there are no others, and of NaN alone no maximum.
@@ -193,7 +196,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
                                      -math::infinity<float>());
         terms[i] = Terms(maxima[i]);
       }
-      add_terms(others, [&](int i, float x) { return terms[i](x); });
+      add_terms(
+          others, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (!reduced[i].is_plain()) {
@@ -207,15 +211,12 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float weight = row_weight(args, indices[i]);
-      losses[i] = indices[i] >= 0 ? reduced[i].loss(x_at_index[i], weight)
-                                  : gradient_without_loss(indices[i]);
+      const auto finished = reduced[i].finish(x_at_index[i], scale, weight);
+      losses[i] = indices[i] >= 0 ? finished.loss : gradient_without_loss(indices[i]);
       partial.sum += static_cast<double>(losses[i]);
       partial.weight += static_cast<double>(weight);
-      if constexpr (kGradient) {
-        const RowSoftmax<float> softmax = reduced[i].softmax(x_at_index[i], scale, weight);
-        gradients[i] = LogitGradient<float, kExact>(softmax);
-        at_index[i] = reduced[i].gradient_at_index(softmax, x_at_index[i]);
-      }
+      gradients[i] = LogitGradient<float, kExact>(finished.softmax);
+      at_index[i] = finished.gradient_at_index;
     }
     if (args.row_stats != nullptr) {
       const RowStats<float> stats(args.row_stats, args.rows.numel);
@@ -250,7 +251,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       };
       if (all_plain) {
         write([&](int i, float x) {
-          const float gradient = plain_exp_times(gradients[i].softmax.factor, x);
+          const float gradient = PlainTerms<kExact>{gradients[i].softmax.factor}(x);
           return indices[i] >= 0 ? gradient : gradient_without_loss(indices[i]);
         });
       } else {

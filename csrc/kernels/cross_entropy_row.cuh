@@ -288,9 +288,9 @@ struct RowGradient {
       q_sum = target.has_loss() ? target.index_weight() : acc_t(0);
     }
     if constexpr (!kDense && std::is_same_v<acc_t, float>) {
-      const IndexRow index_row{row.max, row.rest};
-      softmax = index_row.softmax(row.x_at_index, scale, q_sum);
-      at_index = index_row.gradient_at_index(softmax, row.x_at_index);
+      const auto finished = IndexRow{row.max, row.rest}.finish(row.x_at_index, scale, q_sum);
+      softmax = finished.softmax;
+      at_index = finished.gradient_at_index;
     } else {
       softmax = RowSoftmax<acc_t>::of(row.max, row.rest, scale, q_sum);
       if constexpr (!kDense) {

@@ -163,13 +163,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
     }
   };
-  // checked_index() of a row, or of one that does not exist.
-  const auto load_index = [&](int64_t row) {
-    if (row >= args.rows.numel) {
-      return kIgnoredRow;
-    }
-    const int64_t index = load_class_index(args.target, offset_of(args.target, row));
-    return checked_index(args, index);
+  const auto load_target = [&](int64_t row) {
+    return row < args.rows.numel ? load_class_index(args.target, offset_of(args.target, row)) : 0;
   };
 
   int64_t tile = int64_t{blockIdx.x} * kWarps + warp;
@@ -177,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   // This lane's next row, and from the last one of a tile to the first of the next.
   int64_t next_row = tile * tile_rows + lane / kTeam;
   const int64_t row_jump = (tile_stride - 1) * tile_rows + kRowsAtATime;
-  int next_index = load_index(next_row);
+  int64_t next_target = load_target(next_row);
   for (; tile < tiles; tile += tile_stride) {
     if constexpr (!kGaps) {
       arrived.wait(parity);
@@ -190,9 +185,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     for (int step = 0; step < shape.steps; ++step) {
       const int64_t row = next_row;
       const bool exists = row < args.rows.numel;
-      const int index = next_index;
+      const int index = exists ? checked_index(args, next_target) : kIgnoredRow;
       next_row += step + 1 < shape.steps ? kRowsAtATime : row_jump;
-      next_index = load_index(next_row);
+      next_target = load_target(next_row);
       const int first = phase + (step * kRowsAtATime + lane / kTeam) * pitch;  // element
       // The last class takes the place of the class index, and the row ends before it.
       const int count = index >= 0 ? num_classes - 1 : 0;
@@ -216,7 +211,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const auto word = [&](int k) {
         return kOdd ? __funnelshift_r(row_words[k], row_words[k + 1], shift) : row_words[k];
       };
-      const auto sum_of = [&](auto&& term) {
+      // see(word): each word with the row's elements.
+      const auto sum_of = [&](auto&& term, auto&& see) {
         float sum = 0;
         int k = member;
         for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
@@ -224,6 +220,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) {
             const uint32_t loaded = word(k + u * kTeam);
+            see(loaded);
 #pragma unroll
             for (int i = 0; i < kPerWord; ++i) {
               values[u * kPerWord + i] = term(word_element<scalar_t>(loaded, i));
@@ -234,6 +231,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
         for (; k < words; k += kTeam) {
           float values[kPerWord];
           const uint32_t loaded = word(k);
+          see(loaded);
 #pragma unroll
           for (int i = 0; i < kPerWord; ++i) {
             values[i] = term(word_element<scalar_t>(loaded, i));
@@ -241,22 +239,23 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
           sum += pairwise_sum(values);
         }
         if (has_last) {
-          sum += term(to_acc<float>(elements[first + count - 1]));
+          const scalar_t last = elements[first + count - 1];
+          float values[kPerWord] = {to_acc<float>(last)};
+          see(pack_word<scalar_t>(values));
+          sum += term(values[0]);
         }
         return warp_sum(sum, kTeam);
       };
       IndexRow reduced;
-      bool plain = index < 0;
-      if constexpr (kExact) {
-        float reach = ::fabsf(x_at_index);
-        const float others = sum_of([&](float x) {
-          reach = math::max_number(::fabsf(x), reach);
-          return plain_exp(x);
-        });
-        if (IndexRow::may_be_plain(warp_max(reach, kTeam), others)) {
-          plain = true;
-          reduced = IndexRow::plain(others);
-        }
+      uint32_t reaches = 0;
+      const float plain_others =
+          sum_of(PlainTerms<kExact>(),
+                 [&](uint32_t word) { reaches = reach_of_words<scalar_t>(word, reaches); });
+      const float reach = math::max_number(warp_max(max_of_elements<scalar_t>(reaches), kTeam),
+                                           ::fabsf(x_at_index));
+      const bool plain = index < 0 || IndexRow::may_be_plain(reach, plain_others);
+      if (plain) {
+        reduced = IndexRow::plain(plain_others);
       }
       // All of a warp, for the sake of its shuffles.
       if (__any_sync(kAllLanes, !plain)) {
@@ -277,15 +276,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
         }
         max = math::max_number(warp_max(max, kTeam), x_at_index);
         const RowTerms<kExact> terms(max);
-        const float others = sum_of(terms);
+        const float others = sum_of(terms, [](uint32_t) {});
         if (!plain) {
           reduced = {max, terms.rest_of(others, x_at_index)};
         }
       }
       const float weight = row_weight(args, index);
+      const auto finished = reduced.finish(x_at_index, scale, weight);
       if (member == 0 && exists) {
-        const float loss =
-            index >= 0 ? reduced.loss(x_at_index, weight) : gradient_without_loss(index);
+        const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
         record_row(args, loss, weight, reduced.max, reduced.rest, row,
                    args.reduction == Reduction::kNone ? offset_of(args.output, row) : 0, partial);
       }
@@ -317,14 +316,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
             }
           }
         };
-        float at_index = 0;
         if (exists && index >= 0) {
-          const RowSoftmax<float> softmax = reduced.softmax(x_at_index, scale, weight);
-          at_index = reduced.gradient_at_index(softmax, x_at_index);
-          if (kExact && reduced.is_plain()) {
-            write(count, [&](float x) { return plain_exp_times(softmax.factor, x); });
+          if (reduced.is_plain()) {
+            write(count, PlainTerms<kExact>{finished.softmax.factor});
           } else {
-            write(count, LogitGradient<float, kExact>(softmax));
+            write(count, LogitGradient<float, kExact>(finished.softmax));
           }
         } else if (exists) {
           const float value = gradient_without_loss(index);
@@ -335,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
         }
         if (exists && index >= 0 && member == 0) {
           own[count] = own[index];
-          own[index] = from_acc<scalar_t>(at_index);
+          own[index] = from_acc<scalar_t>(finished.gradient_at_index);
         }
       }
     }

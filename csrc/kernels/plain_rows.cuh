@@ -1,4 +1,4 @@
-// Rows of fp32 with a class index whose logits are small enough for exponentials without a shift.
+// Rows with a class index whose logits are small enough for exponentials without a shift.
 //
 //   others   = sum_{c != t} exp(x_c)
 //   loss     = log1p(others / exp(x_t))
@@ -9,7 +9,7 @@
 // not in the sum.
 #pragma once
 
-#include "kernels/row_terms.cuh"
+#include "kernels/row_words.cuh"
 #include "losses/cross_entropy.h"
 
 namespace lossops::cuda {
@@ -26,6 +26,23 @@ __device__ __forceinline__ float plain_exp_times(float factor, float x) {
 }
 __device__ __forceinline__ float plain_exp(float x) { return plain_exp_times(1.0f, x); }
 
+// The terms of a plain row, and its gradients but for the class index. kExact: as RowTerms'.
+template <bool kExact>
+struct PlainTerms {
+  float factor = 1;
+
+  __device__ __forceinline__ float operator()(float x) const {
+    return kExact ? plain_exp_times(factor, x) : factor * math::exp2(x * math::kLog2E);
+  }
+};
+
+// The larger distance from 0, element by element; of a NaN and a number, the number. a: without
+// signs.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t reach_of_words(uint32_t word, uint32_t a) {
+  return max_of_words<scalar_t>(word & (sizeof(scalar_t) == 4 ? 0x7fffffffu : 0x7fff7fffu), a);
+}
+
 // What forward leaves of a row with a class index: max and rest, or 0 and -others of a plain row.
 struct IndexRow {
   float max = -math::infinity<float>();
@@ -39,26 +56,24 @@ struct IndexRow {
 
   __device__ __forceinline__ bool is_plain() const { return max == 0.0f && rest < 0.0f; }
 
-  __device__ __forceinline__ float loss(float x_at_index, float weight) const {
-    if (is_plain()) {
-      return weight * math::log1p(math::divide_by_sum(-rest, plain_exp(x_at_index), 0.0f));
-    }
-    return sparse_row_loss(max, rest, x_at_index, weight);
-  }
+  // What becomes of the row, once the logit at its class index is known.
+  struct Finished {
+    float loss;
+    RowSoftmax<float> softmax;
+    float gradient_at_index;
+  };
 
-  __device__ __forceinline__ RowSoftmax<float> softmax(float x_at_index, float scale,
-                                                       float weight) const {
+  __device__ __forceinline__ Finished finish(float x_at_index, float scale, float weight) const {
     if (is_plain()) {
-      const float sum_scale = math::divide_by_sum(scale * weight, plain_exp(x_at_index), -rest);
-      return {0, rest, sum_scale, 0};
+      const float at_index = plain_exp(x_at_index);
+      const float factor = math::divide_by_sum(scale * weight, at_index, -rest);
+      return {weight * math::log1p(math::divide_by_sum(-rest, at_index, 0.0f)),
+              {0, rest, factor, 0},
+              factor * rest};
     }
-    return RowSoftmax<float>::of(max, rest, scale, weight);
-  }
-
-  // softmax: of this row.
-  __device__ __forceinline__ float gradient_at_index(const RowSoftmax<float>& softmax,
-                                                     float x_at_index) const {
-    return is_plain() ? softmax.factor * rest : softmax.gradient_at_index(x_at_index);
+    const auto softmax = RowSoftmax<float>::of(max, rest, scale, weight);
+    return {sparse_row_loss(max, rest, x_at_index, weight), softmax,
+            softmax.gradient_at_index(x_at_index)};
   }
 };
 
