@@ -76,9 +76,14 @@ def test_no_synchronisation(loss: Loss, variant: Variant) -> None:
     sample = samples(loss, variant)[0]
     evaluate(loss.function, sample)
     torch.cuda.synchronize()
-    end = keep_busy()
-    evaluate(loss.function, sample)
-    assert not end.query(), "the call waited for the device"
+
+    def waits() -> bool:
+        end = keep_busy()
+        evaluate(loss.function, sample)
+        return end.query()
+
+    # Other processes may hold up the host for as long: it is asked more than once.
+    assert not all(waits() for _ in range(3)), "the call waited for the device"
 
 
 @per_variant
