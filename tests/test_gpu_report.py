@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,10 @@ STAND_INS = {
     "torch.py": """
 from types import SimpleNamespace
 __version__ = "2.99"
+def properties(index):
+    with open("reports.txt", "a") as file:  # each report asks once
+        file.write("report\\n")
+    return SimpleNamespace(name="a GPU", major=9, minor=0)
 version = SimpleNamespace(cuda="13.0")
 ops = SimpleNamespace(lossops=SimpleNamespace(
     build_info=lambda: '{"cuda": "13.0", "cuda_archs": "9.0+PTX"}'))
@@ -168,7 +174,7 @@ cuda = SimpleNamespace(
     is_available=lambda: True,
     device_count=lambda: 1,
     set_sync_debug_mode=lambda mode: None,
-    get_device_properties=lambda index: SimpleNamespace(name="a GPU", major=9, minor=0),
+    get_device_properties=properties,
 )
 manual_seed = set_num_threads = use_deterministic_algorithms = lambda value: None
 get_num_threads = lambda: 1
@@ -180,18 +186,37 @@ check_targets = lambda enabled: None
 }
 
 
+TWO = ("-n", "2")
+needs_xdist = pytest.mark.skipif(find_spec("xdist") is None, reason="needs pytest-xdist")
+
+
+def name_of(arguments: object) -> str:
+    return " ".join(arguments) or "nothing" if isinstance(arguments, tuple) else str(arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "written"),
     [
         ((), True),
         (("tests",), True),
+        (("tests", "-p", "no:xdist"), True),
         (("tests", "-k", "test_a"), False),
         (("tests/test_one.py::test_a",), False),
         (("tests", "--deselect", "tests/test_one.py::test_a"), False),
         (("tests", "--ignore", "tests/test_one.py"), False),
         (("tests", "--collect-only"), False),
+        *(
+            pytest.param((*TWO, *arguments), written, marks=needs_xdist)
+            for arguments, written in (
+                ((), True),
+                (("tests", "--dist", "worksteal"), True),
+                (("tests", "--dist", "each"), False),
+                (("tests", "--deselect", "tests/test_one.py::test_a"), False),
+                (("tests/test_one.py",), False),
+            )
+        ),
     ],
-    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, tuple) else str(value),
+    ids=name_of,
 )
 def test_written_by_full_runs_only(
     tmp_path: Path, arguments: tuple[str, ...], written: bool
@@ -211,7 +236,13 @@ def test_written_by_full_runs_only(
     assert gpu_report.check(tmp_path, tmp_path / "report.json")[0]
 
 
-def test_failures_are_reported(tmp_path: Path) -> None:
+per_processes = pytest.mark.parametrize(
+    "processes", [(), pytest.param(TWO, marks=needs_xdist)], ids=name_of
+)
+
+
+@per_processes
+def test_failures_are_reported(tmp_path: Path, processes: tuple[str, ...]) -> None:
     broken = {
         "test_one.py": "import pytest\n"
         "@pytest.fixture\ndef bad(): raise ValueError\n"
@@ -220,17 +251,57 @@ def test_failures_are_reported(tmp_path: Path) -> None:
         "def test_c(): pass\n"
         "@pytest.mark.xfail(reason='known')\ndef test_d(): assert False\n"
     }
-    report = run_small_suite(tmp_path, ("tests",), broken)
+    report = run_small_suite(tmp_path, ("tests", *processes), broken)
     assert report is not None
     assert report["tests"] == {"passed": 1, "failed": 2, "skipped": 0, "xfailed": 1}
     assert not gpu_report.check(tmp_path, tmp_path / "report.json")[0]
     stopped = tmp_path / "stopped"
     stopped.mkdir()
-    assert run_small_suite(stopped, ("tests", "-x"), broken) is None
+    assert run_small_suite(stopped, ("tests", "-x", *processes), broken) is None
+
+
+@per_processes
+def test_errors_of_collection_are_not_overlooked(
+    tmp_path: Path, processes: tuple[str, ...]
+) -> None:
+    """In a class, where other tests of the file are collected and pass."""
+    files = {
+        "test_one.py": "import pytest\n"
+        "def test_a(): pass\n"
+        "class TestOther:\n"
+        "    @pytest.mark.parametrize('unknown', [1])\n"
+        "    def test_b(self): pass\n"
+    }
+    arguments = ("tests", "--continue-on-collection-errors", *processes)
+    assert run_small_suite(tmp_path, arguments, files, said="1 passed") is None
+
+
+@needs_xdist
+def test_a_worker_that_crashes(tmp_path: Path) -> None:
+    """Its test is run no more, all others are; but nobody knows what it had left to say."""
+    crash = {"test_three.py": "import os\ndef test_e(): os._exit(0)\n"}
+    said = "1 failed, 4 passed, 1 skipped"
+    assert run_small_suite(tmp_path, ("tests", *TWO), SMALL_SUITE | crash, said=said) is None
+
+
+@needs_xdist
+def test_workers_that_do_not_collect_the_same(tmp_path: Path) -> None:
+    files = {
+        "test_three.py": "import os\n"
+        "def test_e(): pass\n"
+        "if os.environ['PYTEST_XDIST_WORKER'] == 'gw1':\n"
+        "    def test_f(): pass\n"
+    }
+    said = "Different tests were collected"
+    assert run_small_suite(tmp_path, ("tests", *TWO), SMALL_SUITE | files, said=said) is None
 
 
 def run_small_suite(
-    root: Path, arguments: tuple[str, ...], files: dict[str, str] | None = None
+    root: Path,
+    arguments: tuple[str, ...],
+    files: dict[str, str] | None = None,
+    *,
+    said: str = "",
 ) -> dict[str, Any] | None:
     """Runs a suite of a few tests under this suite's conftest.py; returns its report."""
     tests = root / "tests"
@@ -241,12 +312,19 @@ def run_small_suite(
         (tests / name).write_text((TESTS / name).read_text())
     (root / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     path = root / "report.json"
+    # as if no pytest ran this one
+    own = re.compile("PYTEST_")
+    environment = {name: value for name, value in os.environ.items() if not own.match(name)}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=root,
-        env={**os.environ, "LOSSOPS_GPU_REPORT": str(path)},
+        env={**environment, "LOSSOPS_GPU_REPORT": str(path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode in (0, 1, 2, 5), done.stdout + done.stderr
+    assert said in done.stdout, done.stdout + done.stderr
+    reports = root / "reports.txt"
+    written = len(reports.read_text().splitlines()) if reports.exists() else 0
+    assert written == path.exists(), f"{written} processes wrote a report"
     return json.loads(path.read_text()) if path.exists() else None
