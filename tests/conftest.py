@@ -20,6 +20,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # torch.compile keeps compiled graphs on disk and finds them again by an operator's name: it would
 # run one that was made for another build of lossops.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+# The workers of pytest-xdist share the cores, and what a test starts inherits its worker's part.
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of all the cores
 
 import gpu_report
 import pytest

@@ -1,4 +1,7 @@
-"""The GPU report: what it describes, what its check says, when a run writes it."""
+"""The GPU report: what it describes, what its check says, when a run writes it.
+
+Also what conftest.py does for tests that run in several processes.
+"""
 
 from __future__ import annotations
 
@@ -296,6 +299,16 @@ def test_workers_that_do_not_collect_the_same(tmp_path: Path) -> None:
     assert run_small_suite(tmp_path, ("tests", *TWO), SMALL_SUITE | files, said=said) is None
 
 
+@needs_xdist
+def test_workers_share_the_cores(tmp_path: Path) -> None:
+    files = {
+        "test_one.py": "import os\n"
+        "def test_a(): assert int(os.environ['OMP_NUM_THREADS']) == "
+        "max(1, len(os.sched_getaffinity(0)) // 2)\n"
+    }
+    assert run_small_suite(tmp_path, ("tests", *TWO), files, said="1 passed") is not None
+
+
 def run_small_suite(
     root: Path,
     arguments: tuple[str, ...],
@@ -313,7 +326,7 @@ def run_small_suite(
     (root / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     path = root / "report.json"
     # as if no pytest ran this one
-    own = re.compile("PYTEST_")
+    own = re.compile("PYTEST_|OMP_NUM_THREADS|TORCHINDUCTOR_COMPILE_THREADS")
     environment = {name: value for name, value in os.environ.items() if not own.match(name)}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
