@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -52,6 +53,7 @@ DEVICES = ("cpu",) if NO_CUDA else ("cpu", "cuda")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: runs on a GPU only")
     config.addinivalue_line("markers", "gpus(count): needs that many GPUs")
+    config.addinivalue_line("markers", "gpu_memory(gib): on a GPU, needs so much of it free")
     config.stash[_RUN] = Run()
 
 
@@ -82,6 +84,31 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     if not NO_CUDA:
         torch.cuda.set_sync_debug_mode("default")
+        if torch.cuda.memory_reserved() > 2**28:  # other processes may need it
+            torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Tests that need much memory take turns: a GPU has room for one, not for one a worker."""
+    marker = request.node.get_closest_marker("gpu_memory")
+    on_cpu = "device" in request.fixturenames and request.getfixturevalue("device") == "cpu"
+    if marker is None or on_cpu:
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        folder = folder.parent  # that of all workers
+    with open(folder / "gpu_memory.lock", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        (gib,) = marker.args
+        if torch.cuda.mem_get_info()[0] < gib * 2**30:
+            pytest.skip(f"needs {gib} GiB of free GPU memory")
+        yield
+        torch.cuda.empty_cache()
 
 
 # --- the GPU report -----------------------------------------------------------------------------

@@ -178,6 +178,9 @@ cuda = SimpleNamespace(
     device_count=lambda: 1,
     set_sync_debug_mode=lambda mode: None,
     get_device_properties=properties,
+    memory_reserved=lambda: 0,
+    mem_get_info=lambda: (2**30, 2**30),
+    empty_cache=lambda: None,
 )
 manual_seed = set_num_threads = use_deterministic_algorithms = lambda value: None
 get_num_threads = lambda: 1
@@ -307,6 +310,38 @@ def test_workers_share_the_cores(tmp_path: Path) -> None:
         "max(1, len(os.sched_getaffinity(0)) // 2)\n"
     }
     assert run_small_suite(tmp_path, ("tests", *TWO), files, said="1 passed") is not None
+
+
+@needs_xdist
+def test_memory_of_the_gpu_is_taken_in_turns(tmp_path: Path) -> None:
+    """By two workers that each have a test which asks for all there is; on the CPU they meet."""
+    test = """
+import time, pytest
+def note(what):
+    with open("order.txt", "a+") as file:
+        file.write(what)
+        file.seek(0)
+        return file.read()
+@pytest.mark.gpu_memory(1)
+def test_large(device):
+    note("(" if device == "cuda" else "[")
+    if device == "cpu":
+        until = time.monotonic() + 30
+        while note("").count("[") < 2:
+            assert time.monotonic() < until, "the other worker waits"
+            time.sleep(0.01)
+    else:
+        time.sleep(0.5)
+        note(")")
+@pytest.mark.gpu_memory(2)
+def test_too_large(): pass
+"""
+    files = {"test_one.py": test, "test_two.py": test}
+    report = run_small_suite(tmp_path, ("tests", *TWO, "--dist", "loadfile"), files)
+    assert report is not None
+    assert report["tests"] == {"passed": 4, "failed": 0, "skipped": 2, "xfailed": 0}
+    assert report["skip_reasons"] == ["needs 2 GiB of free GPU memory"]
+    assert (tmp_path / "order.txt").read_text() == "[[()()"
 
 
 def run_small_suite(
