@@ -4,7 +4,8 @@
 #   LOSSOPS_CUDA          auto, 1 or 0: see setup.py
 #   TORCH_CUDA_ARCH_LIST  default here: the GPUs of this machine, else 9.0
 #   MAX_JOBS              how many compilers run at a time
-#   TESTS, PYTEST_ARGS    which tests, as tests/test_ops.py, and further arguments for pytest
+#   TESTS, PYTEST_ARGS    which tests, as tests/test_ops.py, and further arguments for pytest,
+#                         as -n 0: in one process
 
 PYTHON ?= python3
 TESTS ?= tests
@@ -18,7 +19,10 @@ PIP_INSTALL = python -m pip --disable-pip-version-check --quiet install
 # The wheel runs under any torch from 2.10 on; both commands use this one.
 TORCH := torch==2.13.0
 BUILD_TOOLS := 'setuptools>=77' ninja
-TEST_TOOLS := 'pytest>=8' 'hypothesis>=6' numpy 'matplotlib>=3.8' expecttest
+# The whole suite takes two processes half the time. Some tests take as long as hundreds of others:
+# a process that is done takes work from the others. A few tests are over before many would start.
+TEST_PROCESSES := $(if $(filter tests tests/,$(TESTS)),-n auto --maxprocesses=8 --dist=worksteal)
+TEST_TOOLS := 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6' numpy 'matplotlib>=3.8' expecttest
 PRE_COMMIT := pre-commit==4.7.0
 
 GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
@@ -50,7 +54,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/python -m lossops.bench --quick
 
 test: $(VENV)/.installed
-	@$(BIN)/python -m pytest --quiet $(PYTEST_ARGS) $(TESTS)
+	@$(BIN)/python -m pytest --quiet $(TEST_PROCESSES) $(PYTEST_ARGS) $(TESTS)
 
 wheel: build/.wheel
 	@ls dist/*.whl

@@ -153,10 +153,3 @@ def words_of_dtype(dtype: torch.dtype) -> str:
         torch.complex128: "ComplexDouble",
     }[dtype]
     return rf"\b({python}|{cpp})\b"
-
-
-def need_gpu_memory(gib: int) -> None:
-    """Skips the test on a GPU that has less memory to spare."""
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < gib * 2**30:
-        pytest.skip(f"needs {gib} GiB of free GPU memory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -20,6 +21,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # torch.compile keeps compiled graphs on disk and finds them again by an operator's name: it would
 # run one that was made for another build of lossops.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+# The workers of pytest-xdist share the cores, and what a test starts inherits its worker's part.
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of all the cores
 
 import gpu_report
 import pytest
@@ -47,6 +53,7 @@ DEVICES = ("cpu",) if NO_CUDA else ("cpu", "cuda")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: runs on a GPU only")
     config.addinivalue_line("markers", "gpus(count): needs that many GPUs")
+    config.addinivalue_line("markers", "gpu_memory(gib): on a GPU, needs so much of it free")
     config.stash[_RUN] = Run()
 
 
@@ -77,6 +84,31 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     if not NO_CUDA:
         torch.cuda.set_sync_debug_mode("default")
+        if torch.cuda.memory_reserved() > 2**28:  # other processes may need it
+            torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Tests that need much memory take turns: a GPU has room for one, not for one a worker."""
+    marker = request.node.get_closest_marker("gpu_memory")
+    on_cpu = "device" in request.fixturenames and request.getfixturevalue("device") == "cpu"
+    if marker is None or on_cpu:
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        folder = folder.parent  # that of all workers
+    with open(folder / "gpu_memory.lock", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        (gib,) = marker.args
+        if torch.cuda.mem_get_info()[0] < gib * 2**30:
+            pytest.skip(f"needs {gib} GiB of free GPU memory")
+        yield
+        torch.cuda.empty_cache()
 
 
 # --- the GPU report -----------------------------------------------------------------------------
@@ -89,7 +121,10 @@ class Run:
         self.start = time.time()
         self.counts = dict.fromkeys(("passed", "failed", "skipped", "xfailed"), 0)
         self.skip_reasons: set[str] = set()
-        self.deselected = 0
+        self.incomplete = False
+        self.started = 0
+        # What each process that collects tests found: this one, or the workers of pytest-xdist.
+        self.collected: set[int | None] = set()
 
 
 _RUN = pytest.StashKey[Run]()
@@ -102,11 +137,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     for run in _current:
-        run.deselected += len(items)
+        run.incomplete |= bool(items)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    for run in _current:
+        run.incomplete |= report.failed
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     for run in _current:
+        run.started += report.when == "setup"
         if report.failed:  # in the test, its set-up or its clean-up
             run.counts["failed"] += 1
         elif report.skipped and hasattr(report, "wasxfail"):
@@ -119,18 +160,24 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             run.counts["passed"] += 1
 
 
-def whole_suite(session: pytest.Session, run: Run) -> bool:
-    """Whether the run took in every test there is, from beginning to end."""
+def size_of_whole_suite(session: pytest.Session, run: Run) -> int | None:
+    """How many tests this process collected, if they are all that there are."""
     everything = {str(TESTS), str(ROOT)}
-    collected = {item.path for item in session.items}
-    return (
-        not run.deselected
+    files = {item.path for item in session.items}
+    whole = (
+        not run.incomplete
         and not session.config.option.collectonly
         and {str(Path(argument).resolve()) for argument in session.config.args} <= everything
-        and collected >= set(TESTS.glob("test_*.py"))
-        and not session.shouldstop
-        and not session.shouldfail
+        and files >= set(TESTS.glob("test_*.py"))
     )
+    return len(session.items) if whole else None
+
+
+@pytest.hookimpl(optionalhook=True)  # known where pytest-xdist is
+def pytest_testnodedown(node: Any) -> None:
+    """A worker is done. One that crashed has no output."""
+    for run in _current:
+        run.collected.add(getattr(node, "workeroutput", {}).get("size_of_whole_suite"))
 
 
 def gpu_report_of(run: Run) -> dict[str, Any]:
@@ -161,10 +208,19 @@ def gpu_report_of(run: Run) -> dict[str, Any]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    run = session.config.stash[_RUN]
+    config = session.config
+    run = config.stash[_RUN]
     _current.clear()
-    interrupted = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    if NO_CUDA or interrupted or not whole_suite(session, run):
+    to_the_end = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not (
+        session.shouldstop or session.shouldfail
+    )
+    if not config.pluginmanager.hasplugin("dsession"):  # where the workers collect
+        run.collected = {size_of_whole_suite(session, run) if to_the_end else None}
+    if hasattr(config, "workeroutput"):  # of a worker; who started it writes the report
+        (config.workeroutput["size_of_whole_suite"],) = run.collected
+        return
+    # Each test once: a worker may have taken tests with it, and --dist=each runs all by all.
+    if NO_CUDA or not to_the_end or run.collected != {run.started}:
         return
     path = Path(os.environ.get("LOSSOPS_GPU_REPORT") or gpu_report.REPORT)
     path.write_text(json.dumps(gpu_report_of(run), indent=2) + "\n")

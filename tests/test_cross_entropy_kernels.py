@@ -288,10 +288,11 @@ def test_without_hopper() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda", *files],
         cwd=Path(__file__).parent,
-        env=os.environ | {"LOSSOPS_DISABLE_HOPPER": "1", "LOSSOPS_GPU_REPORT": ""},
+        env=os.environ
+        | {"LOSSOPS_DISABLE_HOPPER": "1", "LOSSOPS_GPU_REPORT": "", "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from checks import need_gpu_memory
 from losses import (
     LOSS_IDS,
     LOSSES,
@@ -76,9 +75,14 @@ def test_no_synchronisation(loss: Loss, variant: Variant) -> None:
     sample = samples(loss, variant)[0]
     evaluate(loss.function, sample)
     torch.cuda.synchronize()
-    end = keep_busy()
-    evaluate(loss.function, sample)
-    assert not end.query(), "the call waited for the device"
+
+    def waits() -> bool:
+        end = keep_busy()
+        evaluate(loss.function, sample)
+        return end.query()
+
+    # Other processes may hold up the host for as long: it is asked more than once.
+    assert not all(waits() for _ in range(3)), "the call waited for the device"
 
 
 @per_variant
@@ -213,9 +217,9 @@ def test_tensors_on_two_gpus(loss: Loss) -> None:
 MANY = 2**31 + 4099
 
 
+@pytest.mark.gpu_memory(40)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_mse_loss_of_more_than_2_31_elements(dtype: torch.dtype) -> None:
-    need_gpu_memory(40)
     x = torch.randn(MANY, dtype=dtype, device="cuda")
     t = torch.randn(MANY, dtype=dtype, device="cuda")
     sample = Sample("large", {"input": x, "target": t}, {"reduction": "none"}, ("input", "target"))
@@ -231,11 +235,10 @@ def test_mse_loss_of_more_than_2_31_elements(dtype: torch.dtype) -> None:
     del result
     mean = lossops.mse_loss(x, t)
     assert_within(mean, total / MANY, 0.51 * ulp(total / MANY, dtype), "mean")
-    torch.cuda.empty_cache()
 
 
+@pytest.mark.gpu_memory(50)
 def test_kl_div_of_more_than_2_31_elements() -> None:
-    need_gpu_memory(50)
     p = torch.rand(MANY, dtype=torch.bfloat16, device="cuda") + 0.25
     t = torch.rand(MANY, dtype=torch.bfloat16, device="cuda") + 0.25
     options = {"reduction": "none", "log_input": False}
@@ -248,16 +251,15 @@ def test_kl_div_of_more_than_2_31_elements() -> None:
         assert same_bits(result.value[part], expected.value)
         for name, gradient in expected.gradients.items():
             assert same_bits(result.gradients[name][part], gradient)
-    torch.cuda.empty_cache()
 
 
+@pytest.mark.gpu_memory(60)
 @pytest.mark.parametrize(
     "shape",
     [(65_552, 32_768), (2, 33_000, 32_800), (2**26 + 3, 33)],
     ids=["long_rows", "spatial", "many_rows"],
 )
 def test_cross_entropy_of_more_than_2_31_elements(shape: tuple[int, ...]) -> None:
-    need_gpu_memory(60)
     x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
     rows = (shape[0], *shape[2:])
     t = torch.randint(0, shape[1], rows, device="cuda")
@@ -278,11 +280,10 @@ def test_cross_entropy_of_more_than_2_31_elements(shape: tuple[int, ...]) -> Non
         true = exact.gradients["input"]
         bound = 0.51 * ulp(true, torch.bfloat16) + 1e-6
         assert_within(piece(result.gradients["input"]), true, bound, "gradient")
-    torch.cuda.empty_cache()
 
 
+@pytest.mark.gpu_memory(60)
 def test_cross_entropy_of_more_than_2_31_rows() -> None:
-    need_gpu_memory(60)
     rows = 2**31 + 2
     x = torch.zeros(rows, 2, dtype=torch.float16, device="cuda")
     x[-1, 0] = 1.0
@@ -296,4 +297,3 @@ def test_cross_entropy_of_more_than_2_31_rows() -> None:
     last = torch.softmax(torch.tensor([1.0, 0.0]), 0)[1]
     assert_within(gradient[-1, 1], last.double(), ulp(last, torch.float16), "last row")
     del gradient
-    torch.cuda.empty_cache()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import need_gpu_memory
 from losses import VARIANT_IDS, VARIANTS, Loss, Variant, evaluate
 from numerics import same_bits
 from torch import Tensor
@@ -18,10 +17,9 @@ def spread_out(tensor: Tensor, buffer: Tensor) -> Tensor:
     return buffer.as_strided(tensor.shape, strides).copy_(tensor)
 
 
+@pytest.mark.gpu_memory(10)
 @pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
 def test_strides_beyond_2_31(loss: Loss, variant: Variant, device: str) -> None:
-    if device == "cuda":
-        need_gpu_memory(10)
     try:
         # Not written to, so on a CPU only the pages that hold an element come to exist.
         buffers = [torch.empty(2**31 + 2**20, dtype=torch.float16, device=device) for _ in "ab"]

@@ -10,18 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from checks import bound_of, need_gpu_memory
+from checks import bound_of
 from losses import BY_NAME, Loss, Sample, evaluate
 from numerics import assert_within, ulp
 from torch import Tensor
 
 import lossops
-
-
-def prepare(device: str, gib: int) -> None:
-    """Frees what other tests left behind on a GPU; skips where it has less than `gib` GiB."""
-    if device == "cuda":
-        need_gpu_memory(gib)
 
 
 def check_by_rows(loss: Loss, sample: Sample, divisor: float, rows: int = 1024) -> None:
@@ -73,9 +67,9 @@ def mse_problems(device: str) -> Iterator[Sample]:
     yield Sample("spread", {"input": p, "target": t}, {"reduction": "mean"}, both)
 
 
+@pytest.mark.gpu_memory(50)
 def test_mean_squared_error(device: str) -> None:
     """mean((p - t) ** 2) of (32768, 32768): 2^30 elements."""
-    prepare(device, 50)
     for sample in mse_problems(device):
         x, t = sample.tensors["input"], sample.tensors["target"]
         direct = torch.zeros((), dtype=torch.float64, device=device)
@@ -86,9 +80,9 @@ def test_mean_squared_error(device: str) -> None:
         del x, t, sample
 
 
+@pytest.mark.gpu_memory(10)
 def test_cross_entropy(device: str) -> None:
     """cross_entropy of (32768, 4096) logits."""
-    prepare(device, 10)
     n, classes = (32768, 4096) if device == "cuda" else (1024, 4096)
     for name, x in (
         ("rand", torch.rand(n, classes, device=device)),
@@ -105,10 +99,10 @@ def test_cross_entropy(device: str) -> None:
         check_by_rows(BY_NAME["cross_entropy"], sample, n)
 
 
+@pytest.mark.gpu_memory(20)
 @pytest.mark.parametrize("log_input", [False, True], ids=["fused_log", "log"])
 def test_kl_divergence(log_input: bool, device: str) -> None:
     """kl_div(log(p), t, reduction="batchmean") of (16384, 16384) distributions."""
-    prepare(device, 20)
     n = 16384 if device == "cuda" else 1024
     scale = torch.rand((), device=device)
     for name in ("rand", "peaked"):
