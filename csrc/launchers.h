@@ -103,7 +103,7 @@ struct CrossEntropyArgs {
 };
 
 struct CrossEntropyForwardArgs : CrossEntropyArgs {
-  Operand output;                // none: strides over rows; else one element
+  Operand output;  // none: strides over rows; else one element
   // Out, (2 or 3, rows) of acc_t: max, sum, Q; null: no backward pass will come.
   void* row_stats = nullptr;
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; mean only

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       }
     }
     // Adds to `others` the terms of all classes of the rows.
-    const auto add_terms = [&](float(&others)[kRows], auto&& term, auto&& see) {
+    const auto add_terms = [&](float (&others)[kRows], auto&& term, auto&& see) {
       int c = 0;
       for (; c + kColumnUnroll <= count; c += kColumnUnroll) {
         Group x[kColumnUnroll];
@@ -192,12 +192,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       for (int i = 0; i < kRows; ++i) {
         // Of one class there are no others, and of NaN alone no maximum.
         const float others_max = count > 0 ? largest.get(i) : -math::infinity<float>();
-        maxima[i] = math::max_number(math::max_number(others_max, x_at_index[i]),
-                                     -math::infinity<float>());
+        maxima[i] =
+            math::max_number(math::max_number(others_max, x_at_index[i]), -math::infinity<float>());
         terms[i] = Terms(maxima[i]);
       }
-      add_terms(
-          others, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
+      add_terms(others, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (!reduced[i].is_plain()) {

@@ -248,9 +248,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       };
       IndexRow reduced;
       uint32_t reaches = 0;
-      const float plain_others =
-          sum_of(PlainTerms<kExact>(),
-                 [&](uint32_t word) { reaches = reach_of_words<scalar_t>(word, reaches); });
+      const float plain_others = sum_of(PlainTerms<kExact>(), [&](uint32_t word) {
+        reaches = reach_of_words<scalar_t>(word, reaches);
+      });
       const float reach = math::max_number(warp_max(max_of_elements<scalar_t>(reaches), kTeam),
                                            ::fabsf(x_at_index));
       const bool plain = index < 0 || IndexRow::may_be_plain(reach, plain_others);

@@ -5,8 +5,8 @@
 //   d / dx_c = factor exp(x_c), d / dx_t = -factor others,   factor = scale / (others + exp(x_t))
 //
 // The differences x - max, and what rounding takes from them, do not occur: one pass over the row
-// instead of two, and a third of the instructions of a gradient. Nothing cancels: the class index is
-// not in the sum.
+// instead of two, and a third of the instructions of a gradient. Nothing cancels: the class index
+// is not in the sum.
 #pragma once
 
 #include "kernels/row_words.cuh"
