@@ -81,6 +81,9 @@ def module_samples(loss: str, device: str, dtype: torch.dtype) -> Iterator[Sampl
         tensors = {"input": x, "target": target}
         if "weight" in options:
             tensors["weight"] = options.pop("weight")
+        if options.get("log_target", False):
+            # The logarithm of a 0 that was drawn: a listed deviation, with a test of its own.
+            tensors["target"] = target.detach().clamp(min=torch.finfo(dtype).min)
         yield sample_of(f"{loss} ModuleInfo {given.desc} {dtype} {device}", tensors, options)
 
 
@@ -155,6 +158,8 @@ def test_divergences(dtype: torch.dtype, layout: Layout, device: str) -> None:
 def test_module_errors(dtype: torch.dtype, device: str) -> None:
     """What torch's module refuses, ours does, with an error of the same type."""
     info = module_info("cross_entropy")
+    if info.module_error_inputs_func is None and not torch.__version__.startswith(COUNTED_TORCH):
+        pytest.skip("this torch has no such samples")
     count = 0
     for error in info.module_error_inputs_func(
         info, device=device, dtype=dtype, requires_grad=False, training=True
