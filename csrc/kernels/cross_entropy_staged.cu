@@ -641,6 +641,22 @@ int64_t resident_clusters(Kernel* kernel, cudaLaunchConfig_t config, int cluster
   return std::max(1, last.count);
 }
 
+// Rows of a block, or of a cluster, at least. Measured on an H200. A gradient of 64 KB rows is 9 %
+// faster with 1 to 3 rows a block than with a fixed share of 41, rows of 8 KB 6 % with 3 to 5; 4 KB
+// lose. Clusters gain 2 to 5 % with 8, and lose with 2. Forward gains 2 to 6 % with 4 and more, but
+// whole rows that take several turns lose as much.
+int64_t fewest_rows(int64_t row_bytes, bool gradient, const StagedPlan& plan) {
+  constexpr int64_t kFewestBytes = 64 << 10;
+  constexpr int64_t kFewestForwardBytes = 320 << 10;
+  if (gradient) {
+    return plan.cluster > 1 ? 8 : std::max<int64_t>(2, kFewestBytes / row_bytes);
+  }
+  const bool in_turns = plan.pieces * kWarpSize > plan.threads;
+  return in_turns && row_bytes % kVectorBytes == 0
+             ? int64_t{1} << 40
+             : std::max<int64_t>(4, kFewestForwardBytes / row_bytes);
+}
+
 }  // namespace
 
 StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
@@ -681,7 +697,10 @@ StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
   plan.resident = limits.multiprocessors *
                   limits.resident_blocks(plan.threads, plan.shared_bytes + static_bytes) /
                   plan.cluster;
-  plan.max_blocks = std::min(args.rows.numel, plan.resident) * plan.cluster;
+  plan.fewest_rows = fewest_rows(bytes, gradient, plan);
+  plan.max_blocks = std::max(std::min(args.rows.numel, plan.resident),
+                             std::min(args.rows.numel / plan.fewest_rows, kMaxWorkers)) *
+                    plan.cluster;
   return plan;
 }
 
@@ -712,7 +731,7 @@ int64_t launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan
     if (plan.cluster > 1) {
       resident = std::min(resident, resident_clusters(kernel, config, plan.cluster));
     }
-    blocks = even_workers(args.rows.numel, resident) * plan.cluster;
+    blocks = workers_for(args.rows.numel, resident, plan.fewest_rows) * plan.cluster;
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     cudaLaunchKernelEx(&config, kernel, args, Pieces{plan.pieces, plan.piece_size},
                        plan.piece_bytes, argument, denominator, partials, finalize);

@@ -18,13 +18,14 @@ constexpr int64_t kMinStagedBytes = 2001;
 
 // How rows are spread over the device.
 struct StagedPlan {
-  int threads = 0;       // of a block; 0: these rows are not for this kernel
-  int cluster = 1;       // blocks a row
-  int pieces = 0;        // of a row, each for a warp: the same with a gradient and without one
-  int piece_size = 0;    // elements
-  int piece_bytes = 0;   // of shared memory
-  int shared_bytes = 0;  // of a block
-  int64_t resident = 0;  // rows at a time
+  int threads = 0;          // of a block; 0: these rows are not for this kernel
+  int cluster = 1;          // blocks a row
+  int pieces = 0;           // of a row, each for a warp: the same with a gradient and without one
+  int piece_size = 0;       // elements
+  int piece_bytes = 0;      // of shared memory
+  int shared_bytes = 0;     // of a block
+  int64_t resident = 0;     // rows at a time
+  int64_t fewest_rows = 1;  // of a block, or of a cluster, where there are so many
   int64_t max_blocks = 0;
 };
 

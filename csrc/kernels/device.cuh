@@ -79,9 +79,16 @@ inline DeviceLimits current_device_limits() {
   return limits;
 }
 
-// As many workers for `items` as fit, or fewer where all then have the same to do.
-inline int64_t even_workers(int64_t items, int64_t resident) {
-  return ceil_div(items, ceil_div(items, resident));
+// One block folds what this many leave, in microseconds.
+constexpr int64_t kMaxWorkers = 16384;
+
+// Workers for `items`, each with a fixed share: as many as fit at a time, or fewer where all then
+// have the same to do; but more where each still has `fewest`. The device then starts them as
+// others end, and the slowest multiprocessor is not the last.
+inline int64_t workers_for(int64_t items, int64_t resident, int64_t fewest,
+                           int64_t most = kMaxWorkers) {
+  const int64_t even = ceil_div(items, ceil_div(items, resident));
+  return std::max(even, std::min(items / fewest, most));
 }
 
 }  // namespace lossops::cuda
