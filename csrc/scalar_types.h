@@ -27,6 +27,10 @@ enum class DType : int8_t {
   kBool,
 };
 
+LOSSOPS_HOST_DEVICE bool is_half_type(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+}
+
 // In bytes.
 constexpr int64_t element_size(DType dtype) {
   switch (dtype) {

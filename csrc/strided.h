@@ -2,6 +2,9 @@
 // the path that takes any layout and any mixture of dtypes. Host and device.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "launchers.h"
 
 namespace lossops {
@@ -74,23 +77,35 @@ LOSSOPS_HOST_DEVICE bool kept_is_right(const BackwardArgs& args) {
   return args.kept && load_operand<double>(args.grad_output, 0) == 1;
 }
 
-// scale: of the reduction, or the element's own grad_output.
+template <typename Term, typename = void>
+struct HasBackwardHalfInput : std::false_type {};
+template <typename Term>
+struct HasBackwardHalfInput<
+    Term, std::void_t<decltype(std::declval<Term>().backward_half_input(0.0f, 0.0f))>>
+    : std::true_type {};
+
+// scale: of the reduction, or the element's own grad_output. is_half: input's dtype is.
 template <typename acc_t, typename Term>
-LOSSOPS_HOST_DEVICE acc_t input_gradient(const Term& term, acc_t x, acc_t t, acc_t weight,
-                                         acc_t scale) {
+LOSSOPS_HOST_DEVICE acc_t input_gradient(const Term& term, bool is_half, acc_t x, acc_t t,
+                                         acc_t weight, acc_t scale) {
+  if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float>) {
+    if (is_half) {
+      return scale * weight * term.backward_half_input(x, t);
+    }
+  }
   return scale * weight * term.backward_input(x, t);
 }
 
 enum class Wanted : int8_t { kInput, kTarget, kWeight };
 
 // One gradient of one element of the broadcast shape. scale is reduction_scale() for a
-// reduction, the element's own grad_output else.
+// reduction, the element's own grad_output else. is_half: input's dtype is.
 template <typename acc_t, typename Term>
 LOSSOPS_HOST_DEVICE acc_t elementwise_gradient(Wanted wanted, const ElementwiseBackwardArgs& args,
-                                               const Term& term, acc_t x, acc_t t, acc_t weight,
-                                               acc_t scale) {
+                                               const Term& term, bool is_half, acc_t x, acc_t t,
+                                               acc_t weight, acc_t scale) {
   if (wanted == Wanted::kInput) {
-    return input_gradient(term, x, t, weight, scale);
+    return input_gradient(term, is_half, x, t, weight, scale);
   }
   if (wanted == Wanted::kTarget) {
     return scale * weight * term.backward_target(x, t);

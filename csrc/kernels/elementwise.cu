@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<scalar_t>)
     const auto visit = [&](acc_t x, acc_t t, acc_t w, acc_t& value) {
       value = forward_of<scalar_t, kStores>(term, x, t) * w;
       if constexpr (kStores == Stores::kGradients) {
-        return input_gradient(term, x, t, w, scale);
+        return input_gradient(term, sizeof(scalar_t) == 2, x, t, w, scale);
       } else {
         return value;
       }
@@ -190,8 +190,8 @@ __global__ void __launch_bounds__(kThreads)
           acc_t results[kSize];
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
-            results[i] = elementwise_gradient(wanted, args, term, x.at(v, i), t.at(v, i),
-                                              weight != nullptr ? w.at(v, i) : acc_t(1),
+            results[i] = elementwise_gradient(wanted, args, term, sizeof(scalar_t) == 2, x.at(v, i),
+                                              t.at(v, i), weight != nullptr ? w.at(v, i) : acc_t(1),
                                               full_grad_output ? g.at(v, i) : scale);
           }
           store_vector(static_cast<scalar_t*>(gradient.data), first + v * kThreads,
@@ -207,8 +207,8 @@ __global__ void __launch_bounds__(kThreads)
       const auto store_gradient = [&](Wanted wanted, const Operand& gradient) {
         if (gradient.data != nullptr) {
           static_cast<scalar_t*>(gradient.data)[i] = from_acc<scalar_t>(elementwise_gradient(
-              wanted, args, term, to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]),
-              weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1),
+              wanted, args, term, sizeof(scalar_t) == 2, to_acc<acc_t>(input[i]),
+              to_acc<acc_t>(target[i]), weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1),
               full_grad_output ? to_acc<acc_t>(grad_output[i]) : scale));
         }
       };
@@ -233,6 +233,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool reduce = args.reduction != Reduction::kNone;
   const Operand* const operands[5] = {&args.input, &args.target, &args.weight, &args.output,
                                       &args.grad_input};
+  const bool is_half = is_half_type(args.input.dtype);
   Partial partial;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < args.space.numel;
        i += gridDim.x * int64_t{kThreads}) {
@@ -244,7 +245,7 @@ __global__ void __launch_bounds__(kThreads)
     const acc_t value = term.forward(x, t) * weight;
     if (args.grad_input.data != nullptr) {
       store_operand<acc_t>(args.grad_input, offsets[4],
-                           input_gradient(term, x, t, weight, unit_scale<acc_t>(args)));
+                           input_gradient(term, is_half, x, t, weight, unit_scale<acc_t>(args)));
     }
     if (reduce) {
       partial.sum += static_cast<double>(value);
@@ -273,6 +274,7 @@ __global__ void __launch_bounds__(kThreads)
   const Operand* const operands[7] = {&args.input,       &args.target,     &args.weight,
                                       &args.grad_output, &args.grad_input, &args.grad_target,
                                       &args.grad_weight};
+  const bool is_half = is_half_type(args.input.dtype);
   if (kept_is_right(args)) {
     return;
   }
@@ -286,8 +288,9 @@ __global__ void __launch_bounds__(kThreads)
     const acc_t scale = element_scale<acc_t>(args, offsets[3]);
     const auto store_gradient = [&](Wanted wanted, const Operand& gradient, int64_t offset) {
       if (gradient.data != nullptr) {
-        store_operand<acc_t>(gradient, offset,
-                             elementwise_gradient(wanted, args, term, x, t, weight, scale));
+        store_operand<acc_t>(
+            gradient, offset,
+            elementwise_gradient(wanted, args, term, is_half, x, t, weight, scale));
       }
     };
     store_gradient(Wanted::kInput, args.grad_input, offsets[4]);
@@ -311,9 +314,9 @@ struct BroadcastGradientSource {
     strided_offsets(args.space, operands, output, offsets, 0, args.num_kept);
     strided_offsets(args.space, operands, r, offsets, args.num_kept);
     return static_cast<double>(elementwise_gradient(
-        wanted, args, term, load_operand<acc_t>(args.input, offsets[0]),
-        load_operand<acc_t>(args.target, offsets[1]), element_weight<acc_t>(args, offsets[2]),
-        element_scale<acc_t>(args, offsets[3])));
+        wanted, args, term, is_half_type(args.input.dtype),
+        load_operand<acc_t>(args.input, offsets[0]), load_operand<acc_t>(args.target, offsets[1]),
+        element_weight<acc_t>(args, offsets[2]), element_scale<acc_t>(args, offsets[3])));
   }
 };
 

@@ -35,14 +35,22 @@ struct KlDivTerm {
 
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t backward_input(acc_t input, acc_t target) const {
-    acc_t t = target;
-    if constexpr (kLogTarget) {
-      t = math::exp(target);
-    }
+    const acc_t t = probability(target);
     if constexpr (kLogInput) {
       return -t;
     } else {
       return t == acc_t(0) ? zero_unless_nan(input) : -t / input;
+    }
+  }
+
+  // The same where input is of a half type.
+  LOSSOPS_HOST_DEVICE float backward_half_input(float input, float target) const {
+    const float t = probability(target);
+    if constexpr (kLogInput) {
+      return -t;
+    } else {
+      const float quotient = math::divide_half(-t, input);
+      return t == 0.0f ? zero_unless_nan(input) : quotient;
     }
   }
 
@@ -89,6 +97,15 @@ struct KlDivTerm {
                                   : math::log_quotient<kExact>(target, input);
       const acc_t term = target * log_ratio;
       return target == acc_t(0) ? zero_weight : term;
+    }
+  }
+
+  template <typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t probability(acc_t target) {
+    if constexpr (kLogTarget) {
+      return math::exp(target);
+    } else {
+      return target;
     }
   }
 

@@ -153,6 +153,15 @@ __device__ __forceinline__ float divide_by_one_plus(float a, float b) {
 }
 __device__ __forceinline__ double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
 
+// a / b within 2^-22 of it, which half types forgive: a few instructions instead of thirty, none of
+// them a branch. Scaled, so that neither b nor 1 / b is subnormal.
+__device__ __forceinline__ float divide_half(float a, float b) {
+  const float scale = ::fabsf(b) < 0x1p-100f ? 0x1p60f : 0x1p-2f;
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b * scale));
+  return a * scale * inverse;
+}
+
 // log of a term of a sum: within 2^-22 of it, and 2^-22 near 1, which a sum of many forgives.
 template <bool kExact, typename acc_t>
 __device__ __forceinline__ acc_t log_in_sum(acc_t x) {
@@ -358,6 +367,8 @@ LOSSOPS_HOST_DEVICE float divide_by_one_plus(float a, float b) {
   return static_cast<float>(static_cast<double>(a) / (1.0 + static_cast<double>(b)));
 }
 LOSSOPS_HOST_DEVICE double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
+
+LOSSOPS_HOST_DEVICE float divide_half(float a, float b) { return a / b; }
 
 // Vectors of logarithms take no branch, so the two stay two.
 template <bool kExact, typename acc_t>
