@@ -641,15 +641,15 @@ int64_t resident_clusters(Kernel* kernel, cudaLaunchConfig_t config, int cluster
   return std::max(1, last.count);
 }
 
-// Rows of a block, or of a cluster, at least. Measured on an H200. A gradient of 64 KB rows is 9 %
-// faster with 1 to 3 rows a block than with a fixed share of 41, rows of 8 KB 6 % with 3 to 5; 4 KB
-// lose. Clusters gain 2 to 5 % with 8, and lose with 2. Forward gains 2 to 6 % with 4 and more, but
-// whole rows that take several turns lose as much.
+// Rows of a block, or of a cluster, at least. Measured on an H200. Gradients of 64 KB rows are 9 %
+// faster with 1 to 3 rows a block than with a fixed share of 41, those of 8 KB 6 % with 2 to 3;
+// rows of 4 KB lose. Clusters gain 2 to 5 % with 8, and lose with 2. Forward gains 2 to 6 % with 4
+// and more, but whole rows that take several turns lose as much.
 int64_t fewest_rows(int64_t row_bytes, bool gradient, const StagedPlan& plan) {
-  constexpr int64_t kFewestBytes = 64 << 10;
+  constexpr int64_t kShortRowBytes = 8 << 10;
   constexpr int64_t kFewestForwardBytes = 320 << 10;
   if (gradient) {
-    return plan.cluster > 1 ? 8 : std::max<int64_t>(2, kFewestBytes / row_bytes);
+    return plan.cluster > 1 ? 8 : row_bytes < kShortRowBytes ? 16 : 3;
   }
   const bool in_turns = plan.pieces * kWarpSize > plan.threads;
   return in_turns && row_bytes % kVectorBytes == 0
