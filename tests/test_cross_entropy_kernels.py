@@ -12,7 +12,7 @@ import pytest
 import torch
 from checks import check
 from losses import BY_NAME, Result, Sample, evaluate
-from numerics import same_bits
+from numerics import assert_within, same_bits, ulp
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -150,6 +150,97 @@ def test_images(dtype: torch.dtype, classes: int) -> None:
         t[0, 0] = -100
         for options in ({"reduction": "none"}, {"reduction": "mean"}, {"label_smoothing": 0.1}):
             check(CE, sample(x, t, **options))
+
+
+def logits_of_reach(rows: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows whose logits reach up to 32 from 0, a bit further, and much further; and how far."""
+    beyond = torch.nextafter(torch.tensor(32.0, dtype=dtype), torch.tensor(64.0, dtype=dtype))
+    reach = torch.tensor([0.5, 4.0, 31.0, 32.0, beyond.item(), 33.0, 60.0, 500.0])
+    reach = reach.repeat(rows // 8 + 1)[:rows]
+    x = torch.randn(rows, classes)
+    x = (x * (0.99 * reach / x.abs().amax(1))[:, None]).to(dtype)
+    x[torch.arange(rows), torch.randint(0, classes, (rows,))] = (
+        reach * (2 * torch.randint(0, 2, (rows,)) - 1)
+    ).to(dtype)
+    return x.cuda(), reach.cuda()
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 21, 88, 100, 400])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_rows_with_and_without_a_shift(dtype: torch.dtype, classes: int) -> None:
+    """Small logits need no maximum. Rows of both kinds side by side, in each layout."""
+    rows = 72
+    x, reach = logits_of_reach(rows, classes, dtype)
+    t = torch.randint(0, classes, (rows,), device="cuda")
+    t[::9] = x[::9].argmax(1)
+    leaf = x.double().requires_grad_()
+    # log(1 + others / exp(x_t)): float64 keeps what is small beside 1, too
+    others = leaf.scatter(1, t[:, None], -float("inf")).logsumexp(1)
+    exact = torch.nn.functional.softplus(others - leaf.gather(1, t[:, None])[:, 0])
+    exact.sum().backward()
+    assert leaf.grad is not None
+    relative = 2.0**-24 * (8 + 2 * reach.double())
+    half = 0.0 if dtype == torch.float32 else 0.51
+    underflow = torch.finfo(torch.float32).tiny
+    for what, logits, targets in (
+        ("rows", x, t),
+        ("strided", x.t().contiguous().t(), t),
+        ("images", x.view(3, 24, classes).transpose(1, 2).contiguous(), t.view(3, 24)),
+        ("odd images", x.view(24, 3, classes).transpose(1, 2).contiguous(), t.view(24, 3)),
+    ):
+        leaf_of = logits.detach().requires_grad_()
+        loss = lossops.cross_entropy(leaf_of, targets, reduction="none")
+        loss.sum().backward()
+        gradient = leaf_of.grad if what in ("rows", "strided") else leaf_of.grad.transpose(1, 2)
+        gradient = gradient.reshape(rows, classes)
+        bound = relative * exact.detach().abs() + half * ulp(exact.detach(), dtype) + underflow
+        assert_within(loss.detach().reshape(rows), exact.detach(), bound, f"{what}: losses")
+        bound = relative[:, None] * leaf.grad.abs() + (half + 1) * ulp(leaf.grad, dtype) + underflow
+        assert_within(gradient, leaf.grad, bound, f"{what}: gradients")
+        kept = logits.detach().requires_grad_()
+        lossops.cross_entropy(kept, targets, reduction="sum").backward()
+        assert same_bits(kept.grad, leaf_of.grad), f"{what}: kept"
+    whole = run(x, t, reduction="none")
+    for row in range(0, rows, 5):
+        alone = run(x[row : row + 1], t[row : row + 1], reduction="none")
+        assert same_bits(alone.value, whole.value[row : row + 1]), f"row {row}"
+
+
+@pytest.mark.parametrize("classes", [1, 2, 10, 21, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_special_logits_at_each_place(dtype: torch.dtype, classes: int) -> None:
+    """NaN, infinities, the largest numbers: at the class index, beside it, first and last."""
+    largest = torch.finfo(dtype).max
+    specials = (float("nan"), float("inf"), -float("inf"), largest, -largest)
+    for at in {0, classes - 1, classes // 2}:
+        for index in {0, classes - 1, classes // 2}:
+            x = torch.randn(len(specials) + 2, classes).to(dtype)
+            for row, special in enumerate(specials):
+                x[row, at] = special
+            x[len(specials)] = -float("inf")
+            t = torch.full((len(x),), index)
+            leaf = x.double().requires_grad_()
+            exact = torch.nn.functional.cross_entropy(leaf, t, reduction="none")
+            exact.sum().backward()
+            rows, columns = x.cuda(), x.t().contiguous().t().cuda()
+            image = x.t().repeat(1, 4)[None].contiguous().cuda()
+            for logits, targets in ((rows, t), (columns, t), (image, t.repeat(4)[None])):
+                result = run(logits, targets.cuda(), reduction="none")
+                value, gradient = result.value, result.gradients["input"]
+                if logits is image:
+                    value, gradient = value[0, : len(x)], gradient[0, :, : len(x)].t()
+                torch.testing.assert_close(
+                    value.cpu().double(),
+                    exact.detach().to(dtype).double(),
+                    rtol=1e-2,
+                    atol=1e-6,
+                    equal_nan=True,
+                )
+                assert (gradient.isnan().cpu() == leaf.grad.isnan()).all(), (at, index)
+                finite = ~leaf.grad.isnan()
+                torch.testing.assert_close(
+                    gradient.cpu().double()[finite], leaf.grad[finite], rtol=1e-2, atol=1e-6
+                )
 
 
 @pytest.mark.parametrize("classes", [10, 21, 88, 200, 1000, 1001, 4097, 50257])
