@@ -23,9 +23,9 @@ constexpr int kMaxPieces = 64;
 // Of a warp's piece of a row. Measured on an H200, step: 4 KB lose 2 % for 50257 classes of bf16
 // and nothing for 32768; 10 KB lose 1 to 4 %.
 constexpr int kPieceBytes = 8 << 10;
-// Longer rows are for a cluster: of 64 KB a block's step reaches 0.83 of the floor, of 98 KB 0.82
-// to 0.83 and two blocks' 0.84.
-constexpr int kMaxBlockShare = 80 << 10;
+// Longer rows are for a cluster. Measured on an H200, step: one block for 98 KB reaches 0.90 of the
+// floor, two 0.84.
+constexpr int kMaxBlockShare = 104 << 10;
 // Of a row in a cluster, for each of its blocks: 64 KB of 256 reach 0.82, 43 KB 0.74.
 constexpr int kMaxClusterShare = 72 << 10;
 // Warps of a block that leaves no gradient.
@@ -34,7 +34,7 @@ constexpr int kMaxForwardWarps = 8;
 constexpr int kStaticSharedBytes = 2240;
 constexpr int kProbabilitySharedBytes = 128;
 // Pieces of a block and their states, at most.
-constexpr int kMaxSharedBytes = 96 << 10;
+constexpr int kMaxSharedBytes = 110 << 10;
 // Granules that a thread has in flight between shared memory and its registers. Measured on an
 // H200: to load the next ones before these are done takes registers, and loses 3 %.
 constexpr int kGranuleUnroll = 4;
@@ -641,20 +641,20 @@ int64_t resident_clusters(Kernel* kernel, cudaLaunchConfig_t config, int cluster
   return std::max(1, last.count);
 }
 
-// Rows of a block, or of a cluster, at least. Measured on an H200. Gradients of 64 KB rows are 9 %
-// faster with 1 to 3 rows a block than with a fixed share of 41, those of 8 KB 6 % with 2 to 3;
-// rows of 4 KB lose. Clusters gain 2 to 5 % with 8, and lose with 2. Forward gains 2 to 6 % with 4
-// and more, but whole rows that take several turns lose as much.
+// Rows of a block, or of a cluster, at least. Measured on an H200. Gradients of 64 and 98 KB rows
+// are 6 to 9 % faster with 1 to 3 rows a block than with a fixed share of 40, those of 8 KB 6 %
+// with 2; rows of 4 KB lose. Clusters gain 2 to 5 % with 4 to 8, and lose with 2. Forward gains 2
+// to 6 % with 2 to 5, but whole rows that take several turns lose as much.
 int64_t fewest_rows(int64_t row_bytes, bool gradient, const StagedPlan& plan) {
   constexpr int64_t kShortRowBytes = 8 << 10;
   constexpr int64_t kFewestForwardBytes = 320 << 10;
   if (gradient) {
-    return plan.cluster > 1 ? 8 : row_bytes < kShortRowBytes ? 16 : 3;
+    return plan.cluster > 1 ? 8 : row_bytes < kShortRowBytes ? 16 : 2;
   }
   const bool in_turns = plan.pieces * kWarpSize > plan.threads;
   return in_turns && row_bytes % kVectorBytes == 0
              ? int64_t{1} << 40
-             : std::max<int64_t>(4, kFewestForwardBytes / row_bytes);
+             : std::max<int64_t>(2, kFewestForwardBytes / row_bytes);
 }
 
 }  // namespace
@@ -675,16 +675,20 @@ StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
   const bool gradient = args.grad_input.data != nullptr;
   const auto per = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
   plan.cluster = streams * bytes <= kMaxBlockShare ? 1 : per(streams * bytes, kMaxClusterShare);
+  // Fewer clusters of 5 are resident: 304 KB reach 0.74 with 5 and 0.78 with 6.
+  plan.cluster += plan.cluster == 5 ? 1 : 0;
   const int warps = std::min(per(streams * bytes, int64_t{kPieceBytes} * plan.cluster),
                              plan.cluster > 1 ? kMaxPieces / plan.cluster : kMaxBlockWarps);
-  plan.pieces = plan.cluster * warps;
+  // An odd number of pieces leaves warps without work in the last turn of a forward pass.
+  const bool odd = plan.cluster == 1 && warps > kMaxForwardWarps && warps % 2 != 0;
+  plan.pieces = plan.cluster * (warps + (odd ? 1 : 0));
   const int granules = per(bytes, int64_t{plan.pieces} * kVectorBytes);
   plan.piece_size = granules * kVectorBytes / size;
   plan.piece_bytes = static_cast<int>(streams) * (granules + 1) * kVectorBytes;
   const int states = plan.pieces > 1 ? kMaxStateWords * plan.pieces * 4 : 0;
   if (gradient) {
-    plan.threads = warps * kWarpSize;
-    plan.shared_bytes = warps * plan.piece_bytes + 2 * states;
+    plan.threads = plan.pieces / plan.cluster * kWarpSize;
+    plan.shared_bytes = plan.threads / kWarpSize * plan.piece_bytes + 2 * states;
   } else {
     // As many for each warp, as far as it goes.
     const int turns = per(plan.pieces, kMaxForwardWarps);
