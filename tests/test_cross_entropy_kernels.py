@@ -196,6 +196,8 @@ def test_rows_with_and_without_a_shift(dtype: torch.dtype, classes: int) -> None
         bound = relative * exact.detach().abs() + half * ulp(exact.detach(), dtype) + underflow
         assert_within(loss.detach().reshape(rows), exact.detach(), bound, f"{what}: losses")
         bound = relative[:, None] * leaf.grad.abs() + (half + 1) * ulp(leaf.grad, dtype) + underflow
+        small = (reach <= 32)[:, None]
+        bound = torch.where(small, bound.clamp(max=4 * ulp(leaf.grad, dtype) + underflow), bound)
         assert_within(gradient, leaf.grad, bound, f"{what}: gradients")
         kept = logits.detach().requires_grad_()
         lossops.cross_entropy(kept, targets, reduction="sum").backward()
@@ -204,6 +206,65 @@ def test_rows_with_and_without_a_shift(dtype: torch.dtype, classes: int) -> None
     for row in range(0, rows, 5):
         alone = run(x[row : row + 1], t[row : row + 1], reduction="none")
         assert same_bits(alone.value, whole.value[row : row + 1]), f"row {row}"
+
+
+@pytest.mark.parametrize("classes", [21, 85, 88, 100, 500])
+def test_gradients_of_few_classes(classes: int) -> None:
+    """Within 4 units in the last place, for equal logits and for those that spread."""
+    for x in (
+        torch.full((64, classes), -6.23),
+        torch.full((64, classes), 4.88),
+        torch.full((64, classes), 31.0),
+        torch.randn(64, classes),
+        4 * torch.randn(64, classes),
+        20 + torch.randn(64, classes),
+    ):
+        t = torch.randint(0, classes, (64,))
+        leaf = x.double().requires_grad_()
+        torch.nn.functional.cross_entropy(leaf, t, reduction="sum").backward()
+        assert leaf.grad is not None
+        image = x.view(4, 16, classes).transpose(1, 2).contiguous().cuda()
+        for logits, targets in ((x.cuda(), t), (image, t.view(4, 16))):
+            gradient = run(logits, targets.cuda(), reduction="sum").gradients["input"]
+            if logits is image:
+                gradient = gradient.transpose(1, 2).reshape(64, classes)
+            assert_within(gradient, leaf.grad, 4 * ulp(leaf.grad, torch.float32), "gradient")
+
+
+def test_losses_of_half_logits_in_float32() -> None:
+    """Under autocast the result has all bits of float32: no worse than torch's."""
+    rows = [torch.tensor(row) for row in ([-31.75, -31.75], [-19.75, -22.5], [23.0] * 10)]
+    rows += list(28 + torch.randn(50, 10))
+    for row in rows:
+        x = row.half()[None].cuda()
+        t = torch.zeros(1, dtype=torch.int64, device="cuda")
+        with torch.autocast("cuda"):
+            ours = lossops.cross_entropy(x, t, reduction="none")
+            theirs = torch.nn.functional.cross_entropy(x, t, reduction="none")
+        exact = torch.nn.functional.cross_entropy(x.double(), t, reduction="none")
+        assert ours.dtype == torch.float32
+        bound = torch.maximum((theirs.double() - exact).abs(), 3 * ulp(exact, torch.float32))
+        assert ((ours.double() - exact).abs() <= bound).all(), (row, ours, theirs, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_gradients_of_extreme_scale(dtype: torch.dtype) -> None:
+    """A factor of the row may leave the range of fp32 where no gradient does."""
+    for value, scale in ((31.0, 1e-30), (31.0, 1e-24), (-31.0, 1e26), (-31.0, 1e-30), (31.0, 1e30)):
+        x = torch.full((4, 100), value, dtype=dtype, device="cuda")
+        t = torch.tensor([0, 50, 99, 3], device="cuda")
+        p = torch.full((100,), scale, dtype=dtype, device="cuda")
+        exact = torch.full((4, 100), 0.01, device="cuda", dtype=torch.float64)
+        exact[torch.arange(4), t] -= 1
+        exact *= p[0].double()
+        leaf = x.clone().requires_grad_()
+        loss = lossops.cross_entropy(leaf, t, reduction="none")
+        loss.backward(torch.full_like(loss, p[0].item()))
+        weighted = run(x, t, weight=p, reduction="sum").gradients["input"]
+        for gradient in (leaf.grad, weighted):
+            torch.testing.assert_close(
+                gradient.double(), exact, rtol=4 * torch.finfo(dtype).eps, atol=1e-38
+            )
 
 
 @pytest.mark.parametrize("classes", [1, 2, 10, 21, 100])

@@ -645,11 +645,9 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
   // The last class takes the place of the class index.
   const int64_t count = num_classes - 1;
   const auto other = [&](int64_t c) { return logit(c == index ? count : c); };
-  // What rounding takes from the sum of more classes than that kernel is for.
-  const bool is_long = num_classes > kMaxColumnClasses;
   const auto sum_of = [&](auto&& term) {
-    float others = 0;
-    float lost = 0;
+    ExactSum others;
+    float last = 0;
     int64_t c = 0;
 #pragma unroll 2
     for (; c + kColumnUnroll <= count; c += kColumnUnroll) {
@@ -658,21 +656,18 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
       for (int i = 0; i < kColumnUnroll; ++i) {
         values[i] = term(other(c + i));
       }
-      if (is_long) {
-        math::add_exactly(others, pairwise_sum(values), lost);
-      } else {
-        others += pairwise_sum(values);
-      }
+      others.add(pairwise_sum(values));
     }
     for (; c < count; ++c) {
-      others += term(other(c));
+      last += term(other(c));
     }
-    return others + lost;
+    others.add(last);
+    return others.total();
   };
   float reach = ::fabsf(x_at_index);
   const float plain_others = sum_of([&](float x) {
     reach = math::max_number(::fabsf(x), reach);
-    return PlainTerms<kExact>()(x);
+    return plain_exp(x);
   });
   if (IndexRow::may_be_plain(reach, plain_others)) {
     return IndexRow::plain(plain_others);

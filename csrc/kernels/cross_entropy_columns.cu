@@ -134,8 +134,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
         logit = scalars[count * class_pitch + i];
       }
     }
-    // Adds to `others` the terms of all classes of the rows.
-    const auto add_terms = [&](float (&others)[kRows], auto&& term, auto&& see) {
+    // The sums of terms of the rows.
+    const auto sum_terms = [&](float (&totals)[kRows], auto&& term, auto&& see) {
+      ExactSum sums[kRows];
       int c = 0;
       for (; c + kColumnUnroll <= count; c += kColumnUnroll) {
         Group x[kColumnUnroll];
@@ -151,23 +152,29 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
           for (int u = 0; u < kColumnUnroll; ++u) {
             values[u] = term(i, x[u].get(i));
           }
-          others[i] += pairwise_sum(values);
+          sums[i].add(pairwise_sum(values));
         }
       }
+      float last[kRows] = {};
       for (; c < count; ++c) {
         const Group x = own[c * threads];
         see(x);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          others[i] += term(i, x.get(i));
+          last[i] += term(i, x.get(i));
         }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        sums[i].add(last[i]);
+        totals[i] = sums[i].total();
       }
     };
     IndexRow reduced[kRows];
-    float others[kRows] = {};
+    float others[kRows];
     Group reaches = {};
-    add_terms(
-        others, [](int, float x) { return PlainTerms<kExact>()(x); },
+    sum_terms(
+        others, [](int, float x) { return plain_exp(x); },
         [&](const Group& x) { reaches.reach_to(x); });
     bool all_plain = true;
 #pragma unroll
@@ -178,7 +185,6 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
         reduced[i] = IndexRow::plain(others[i]);
       }
       all_plain = all_plain && (plain || indices[i] < 0);
-      others[i] = 0;
     }
     if (!all_plain) {
       Group largest = own[0];
@@ -196,7 +202,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
             math::max_number(math::max_number(others_max, x_at_index[i]), -math::infinity<float>());
         terms[i] = Terms(maxima[i]);
       }
-      add_terms(others, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
+      sum_terms(others, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (!reduced[i].is_plain()) {
@@ -214,6 +220,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       losses[i] = indices[i] >= 0 ? finished.loss : gradient_without_loss(indices[i]);
       partial.sum += static_cast<double>(losses[i]);
       partial.weight += static_cast<double>(weight);
+      all_plain = all_plain && (indices[i] < 0 || finished.has_plain_gradient());
       gradients[i] = LogitGradient<float, kExact>(finished.softmax);
       at_index[i] = finished.gradient_at_index;
     }
@@ -250,7 +257,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       };
       if (all_plain) {
         write([&](int i, float x) {
-          const float gradient = PlainTerms<kExact>{gradients[i].softmax.factor}(x);
+          const float gradient = PlainGradient<kExact>{gradients[i].softmax.factor}(x);
           return indices[i] >= 0 ? gradient : gradient_without_loss(indices[i]);
         });
       } else {

@@ -216,7 +216,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       };
       // see(word): each word with the row's elements.
       const auto sum_of = [&](auto&& term, auto&& see) {
-        float sum = 0;
+        ExactSum sum;
+        float last_terms = 0;
         int k = member;
         for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
           float values[kUnroll * kPerWord];
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
               values[u * kPerWord + i] = term(word_element<scalar_t>(loaded, i));
             }
           }
-          sum += pairwise_sum(values);
+          sum.add(pairwise_sum(values));
         }
         for (; k < words; k += kTeam) {
           float values[kPerWord];
@@ -239,21 +240,22 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
           for (int i = 0; i < kPerWord; ++i) {
             values[i] = term(word_element<scalar_t>(loaded, i));
           }
-          sum += pairwise_sum(values);
+          last_terms += pairwise_sum(values);
         }
         if (has_last) {
           const scalar_t last = elements[first + count - 1];
           float values[kPerWord] = {to_acc<float>(last)};
           see(pack_word<scalar_t>(values));
-          sum += term(values[0]);
+          last_terms += term(values[0]);
         }
-        return warp_sum(sum, kTeam);
+        sum.add(last_terms);
+        return warp_sum(sum.total(), kTeam);
       };
       IndexRow reduced;
       uint32_t reaches = 0;
-      const float plain_others = sum_of(PlainTerms<kExact>(), [&](uint32_t word) {
-        reaches = reach_of_words<scalar_t>(word, reaches);
-      });
+      const float plain_others =
+          sum_of([](float x) { return plain_exp(x); },
+                 [&](uint32_t word) { reaches = reach_of_words<scalar_t>(word, reaches); });
       const float reach = math::max_number(warp_max(max_of_elements<scalar_t>(reaches), kTeam),
                                            ::fabsf(x_at_index));
       const bool plain = index < 0 || IndexRow::may_be_plain(reach, plain_others);
@@ -320,8 +322,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
           }
         };
         if (exists && index >= 0) {
-          if (reduced.is_plain()) {
-            write(count, PlainTerms<kExact>{finished.softmax.factor});
+          if (finished.has_plain_gradient()) {
+            write(count, PlainGradient<kExact>{finished.softmax.factor});
           } else {
             write(count, LogitGradient<float, kExact>(finished.softmax));
           }

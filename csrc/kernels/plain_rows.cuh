@@ -21,15 +21,14 @@ constexpr float kMaxPlainLogit = 32;
 __device__ __forceinline__ float plain_exp_times(float factor, float x) {
   const float t = x * math::kLog2E;
   const float product = factor * math::exp2(t);
-  const float lost = ::fmaf(t, -0x1.62e430p-1f, x);
-  return ::fmaf(product, lost, product);
+  return ::fmaf(product, math::lost_by_log2(x, t), product);
 }
 __device__ __forceinline__ float plain_exp(float x) { return plain_exp_times(1.0f, x); }
 
-// The terms of a plain row, and its gradients but for the class index. kExact: as RowTerms'.
+// The gradients of a plain row, but for the class index. kExact: as LogitGradient's, to the bit.
 template <bool kExact>
-struct PlainTerms {
-  float factor = 1;
+struct PlainGradient {
+  float factor;
 
   __device__ __forceinline__ float operator()(float x) const {
     return kExact ? plain_exp_times(factor, x) : factor * math::exp2(x * math::kLog2E);
@@ -42,6 +41,17 @@ template <typename scalar_t>
 __device__ __forceinline__ uint32_t reach_of_words(uint32_t word, uint32_t a) {
   return max_of_words<scalar_t>(word & (sizeof(scalar_t) == 4 ? 0x7fffffffu : 0x7fff7fffu), a);
 }
+
+// A thread's sum of exponentials to the last place: the largest may come first, and every one that
+// is added to it later would be rounded as it is.
+struct ExactSum {
+  float sum = 0;
+  float lost = 0;
+
+  // NaN of infinities, which no row has whose sum counts.
+  __device__ __forceinline__ void add(float x) { lost += math::lost_by_adding(sum, x); }
+  __device__ __forceinline__ float total() const { return sum + lost; }
+};
 
 // What forward leaves of a row with a class index: max and rest, or 0 and -others of a plain row.
 struct IndexRow {
@@ -61,15 +71,28 @@ struct IndexRow {
     float loss;
     RowSoftmax<float> softmax;
     float gradient_at_index;
+
+    // Whether PlainGradient gives this row's gradients.
+    __device__ __forceinline__ bool has_plain_gradient() const { return softmax.max == 0.0f; }
   };
 
   __device__ __forceinline__ Finished finish(float x_at_index, float scale, float weight) const {
     if (is_plain()) {
       const float at_index = plain_exp(x_at_index);
-      const float factor = math::divide_by_sum(scale * weight, at_index, -rest);
-      return {weight * math::log1p(math::divide_by_sum(-rest, at_index, 0.0f)),
-              {0, rest, factor, 0},
-              factor * rest};
+      const float loss = weight * math::log1p(math::divide_by_sum(-rest, at_index, 0.0f));
+      const float scaled = scale * weight;
+      const float magnitude = ::fabsf(scaled);
+      if (magnitude >= 0x1p-60f && magnitude <= 0x1p60f) {
+        const float factor = math::divide_by_sum(scaled, at_index, -rest);
+        return {loss, {0, rest, factor, 0}, factor * rest};
+      }
+      // The factor might leave fp32's range where no gradient does.
+      const float sum = at_index - rest;
+      const float log_sum = math::log(sum);
+      const float ratio = math::divide_by_sum(plain_exp(log_sum), sum, 0.0f);
+      return {loss,
+              {log_sum, rest, scaled * ratio, log_sum},
+              scaled * math::divide_by_sum(rest, sum, 0.0f)};
     }
     const auto softmax = RowSoftmax<float>::of(max, rest, scale, weight);
     return {sparse_row_loss(max, rest, x_at_index, weight), softmax,

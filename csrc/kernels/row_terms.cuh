@@ -59,7 +59,7 @@ struct RowTerms {
   __device__ __forceinline__ float rest_of(float others, float x_left_out) const {
     const float term = (*this)(x_left_out);
     const float rest = term == unit ? others : (others - unit) + term;
-    return rest * correction();
+    return __fmul_rn(rest, correction());  // as a backward pass reads it: not part of an FMA
   }
 };
 

@@ -69,6 +69,12 @@ __device__ __forceinline__ float exp2(float x) {
   return power;
 }
 
+// What rounding took from x log2(e) = t, as an exponent of e. ln 2 in two parts: the first alone
+// would leave 2^-29 of t.
+__device__ __forceinline__ float lost_by_log2(float x, float t) {
+  return ::fmaf(t, 0x1.05c610p-29f, ::fmaf(t, -0x1.62e430p-1f, x));
+}
+
 // a / (b + c), rounded once but for one quotient in many; b and c not negative, their sum from
 // 2^-126 to 2^126. In a third of the instructions of the above.
 __device__ __forceinline__ float divide_by_sum(float a, float b, float c) {
@@ -124,7 +130,7 @@ __device__ __forceinline__ float exp_times(float factor, float x, float lost) {
   float power;                                           // 2^t
   asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(t));  // subnormal where it must be
   const float product = factor * power;
-  const float rest = ::fmaf(t, -0x1.62e430p-1f, x) + lost;
+  const float rest = lost_by_log2(x, t) + lost;
   // Where t is -inf there is no remainder, but an infinity or a NaN: the largest of integers.
   const float bounded = __int_as_float(::min(__float_as_int(rest), __float_as_int(1.0f)));
   return ::fmaf(product, bounded, product);
@@ -378,13 +384,19 @@ LOSSOPS_HOST_DEVICE acc_t log_quotient(acc_t a, acc_t b) {
 
 #endif
 
-// sum += x, and lost += what rounding took from it (Knuth's exact sum). Of infinities, nothing.
+// sum += x; what rounding took from it (Knuth's exact sum). NaN of infinities.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE void add_exactly(acc_t& sum, acc_t x, acc_t& lost) {
+LOSSOPS_HOST_DEVICE acc_t lost_by_adding(acc_t& sum, acc_t x) {
   const acc_t before = sum;
   sum = before + x;
   const acc_t added = sum - before;
-  const acc_t error = (before - (sum - added)) + (x - added);
+  return (before - (sum - added)) + (x - added);
+}
+
+// The same, and lost += that; of infinities, nothing.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void add_exactly(acc_t& sum, acc_t x, acc_t& lost) {
+  const acc_t error = lost_by_adding(sum, x);
   lost += is_nan(error) ? acc_t(0) : error;
 }
 
