@@ -837,6 +837,28 @@ def test_masked_logits(dtype: torch.dtype, classes: int, device: str) -> None:
                 assert close.all(), name
 
 
+@pytest.mark.parametrize("classes", [5, 100, 700, 1501, 9001])
+@per_dtype
+def test_rows_that_begin_with_masked_classes(dtype: torch.dtype, classes: int, device: str) -> None:
+    """By -inf: for most of a row there is no maximum, and then there is one."""
+    x = torch.randn(6, classes).to(dtype)
+    first = torch.tensor([classes - 1, classes - 2, classes // 2, classes * 3 // 4, 1, 0])
+    x[torch.arange(classes) < first[:, None]] = -INF
+    t = torch.randint(2**40, (6,)) % (classes - first) + first
+    p = torch.zeros(6, classes, dtype=dtype)
+    p[torch.arange(6), t] = 1
+    exact = torchs(x.double(), t, reduction="none")
+    for name, layout in layouts_of(x.to(device)).items():
+        for target in (t, p):
+            result = run(layout(x.to(device)), target.to(device), reduction="none")
+            for mine, true in (
+                (result.value, exact.value),
+                (result.gradients["input"], exact.gradients["input"]),
+            ):
+                bound = 0.51 * ulp(true, dtype) + 32 * 2.0**-24
+                assert_within(mine, true, bound, name)
+
+
 def exact_type(target: Tensor, dtype: torch.dtype = torch.float64) -> torch.dtype:
     return dtype if target.is_floating_point() else target.dtype
 
