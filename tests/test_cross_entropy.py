@@ -582,6 +582,8 @@ def test_target_out_of_range_on_the_cpu(bad: int) -> None:
         ((1, 3, 2, 2), torch.tensor([0, bad, 1, 7]).view(1, 2, 2)),
         ((3,), torch.tensor(bad)),
         ((3,), torch.tensor([bad])),
+        ((3, 3), torch.tensor([[0, 5], [bad, 6], [7, 8]])[:, 0]),
+        ((2, 3, 2), torch.tensor([[0, 1], [bad, 7]]).t()),
         ((3000, 3), torch.cat([torch.zeros(2998, dtype=torch.int64), torch.tensor([bad, 7])])),
     ):
         x = torch.randn(shape, requires_grad=True)
