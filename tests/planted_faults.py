@@ -401,14 +401,14 @@ FAULTS = [
         BINDINGS,
         "return ScalarType::Float;  // two different",
         "return a;  // two different",
-        "test_values.py",
+        "test_values.py::test_promotion",
     ),
     Fault(
         "strides of a result in row-major order",
         BINDINGS,
         "dense_strides(problem.shape, problem.order)",
         "dense_strides(problem.shape, row_major_order(problem.shape.size))",
-        "test_values.py",
+        "test_values.py::test_layouts",
     ),
     Fault(
         "gradients of input and target swapped",
