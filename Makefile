@@ -6,10 +6,12 @@
 #   MAX_JOBS              how many compilers run at a time
 #   TESTS, PYTEST_ARGS    which tests, as tests/test_ops.py, and further arguments for pytest,
 #                         as -n 0: in one process
+#   FAULTS_ARGS           arguments of make planted-faults, as --only='kl_div*'
 
 PYTHON ?= python3
 TESTS ?= tests
 PYTEST_ARGS ?=
+FAULTS_ARGS ?=
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -39,7 +41,7 @@ SOURCES := $(sort setup.py pyproject.toml LICENSE $(shell find csrc src -type f 
 CONFIG := $(SOURCES) cuda=$(LOSSOPS_CUDA) archs=$(TORCH_CUDA_ARCH_LIST) gpus=$(GPUS) \
 	home=$(CUDA_HOME) nvcc=$(shell command -v nvcc) cxx=$(CXX) cc=$(CC)
 
-.PHONY: help demo test lint wheel gpu-report-check clean distclean FORCE
+.PHONY: help demo test lint wheel planted-faults gpu-report-check clean distclean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -47,6 +49,7 @@ help:
 	@echo 'make test              build and install the wheel, run the tests'
 	@echo 'make lint              ruff, mypy, clang-format, actionlint, the layers of csrc/'
 	@echo 'make wheel             build the wheel for the GPUs of this machine into dist/'
+	@echo 'make planted-faults    are the mistakes of tests/planted_faults.py found by the tests?'
 	@echo 'make gpu-report-check  does tests/gpu_report.json describe these sources?'
 	@echo 'make clean             remove what was built; make distclean: the environments too'
 
@@ -58,6 +61,9 @@ test: $(VENV)/.installed
 
 wheel: build/.wheel
 	@ls dist/*.whl
+
+planted-faults: $(VENV)/.made
+	@$(BIN)/python tests/planted_faults.py $(FAULTS_ARGS)
 
 gpu-report-check:
 	@python3 tests/gpu_report.py --check

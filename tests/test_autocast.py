@@ -18,6 +18,7 @@ from losses import (
 )
 from numerics import DTYPES, HALF_TYPES, assert_within, same_bits
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 import lossops
@@ -65,6 +66,21 @@ def test_without_autocast_nothing_is_widened(loss: Loss, device: str) -> None:
     if device == "cuda":  # autocast of the other device is none of its business
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert same_bits(sample.call(loss.function), plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@per_variant
+def test_fake_tensors(loss: Loss, variant: Variant, dtype: torch.dtype, device: str) -> None:
+    """What the compiler is told of the result is what comes."""
+    for reduction in loss.reductions:
+        sample = variant.sample((4, 5), device=device, dtype=dtype, reduction=reduction)
+        for call in (loss.function, loss.op):
+            with torch.autocast(device, dtype=torch.bfloat16):
+                value = sample.call(call)
+                with FakeTensorMode() as mode:
+                    fake = sample.map(mode.from_tensor).call(call)
+            assert fake.dtype == value.dtype, sample.name
+            assert fake.shape == value.shape, sample.name
 
 
 CASTS = re.compile(r"aten::(_to_copy|copy_|clone|float|contiguous|type_as)$")

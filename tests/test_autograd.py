@@ -311,6 +311,26 @@ def test_second_derivatives(loss: Loss, variant: Variant, through: str, device: 
             assert_within(ours, exact, bound, f"{sample.name}: gradient of {name}")
 
 
+@per_call
+@pytest.mark.parametrize("target", ["input itself", "a function of input"])
+@per_loss
+def test_second_derivatives_where_target_depends_on_input(
+    loss: Loss, target: str, through: str, device: str
+) -> None:
+    """Each derivative is a partial one: the graph adds them up, and it alone."""
+    x = torch.rand(4, 5, device=device, dtype=torch.float64) + 0.5
+    for reduction in loss.reductions:
+        results = []
+        for call in (call_of(loss, through), loss.reference):
+            leaf = x.clone().requires_grad_()
+            other = leaf if target == "input itself" else leaf.sqrt()
+            value = call(leaf, other, reduction=reduction)
+            (first,) = torch.autograd.grad(value.sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum() + first.sum(), leaf)
+            results.append(second)
+        torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
 @per_loss
 def test_second_derivative_from_half_precision(loss: Loss, device: str) -> None:
     for dtype in (torch.float16, torch.bfloat16):
@@ -418,6 +438,8 @@ def test_vmap(loss: Loss, device: str) -> None:
             expected = torch.stack([s.call(loss.function) for s in samples])
             found = torch.func.vmap(call)(x, t)
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            last = torch.func.vmap(call, in_dims=(1, -1))(x.movedim(0, 1), t.movedim(0, -1))
+            assert same_bits(last, found)
             if reduction == "none":
                 continue
             found = torch.func.vmap(torch.func.grad(call))(x, t)

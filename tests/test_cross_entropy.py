@@ -582,6 +582,8 @@ def test_target_out_of_range_on_the_cpu(bad: int) -> None:
         ((1, 3, 2, 2), torch.tensor([0, bad, 1, 7]).view(1, 2, 2)),
         ((3,), torch.tensor(bad)),
         ((3,), torch.tensor([bad])),
+        ((3, 3), torch.tensor([[0, 5], [bad, 6], [7, 8]])[:, 0]),
+        ((2, 3, 2), torch.tensor([[0, 1], [bad, 7]]).t()),
         ((3000, 3), torch.cat([torch.zeros(2998, dtype=torch.int64), torch.tensor([bad, 7])])),
     ):
         x = torch.randn(shape, requires_grad=True)
@@ -835,6 +837,28 @@ def test_masked_logits(dtype: torch.dtype, classes: int, device: str) -> None:
                 if mine is result.value and single.value.isinf():
                     close |= mine.cpu().isinf()
                 assert close.all(), name
+
+
+@pytest.mark.parametrize("classes", [5, 100, 700, 1501, 9001])
+@per_dtype
+def test_rows_that_begin_with_masked_classes(dtype: torch.dtype, classes: int, device: str) -> None:
+    """By -inf: for most of a row there is no maximum, and then there is one."""
+    x = torch.randn(6, classes).to(dtype)
+    first = torch.tensor([classes - 1, classes - 2, classes // 2, classes * 3 // 4, 1, 0])
+    x[torch.arange(classes) < first[:, None]] = -INF
+    t = torch.randint(2**40, (6,)) % (classes - first) + first
+    p = torch.zeros(6, classes, dtype=dtype)
+    p[torch.arange(6), t] = 1
+    exact = torchs(x.double(), t, reduction="none")
+    for name, layout in layouts_of(x.to(device)).items():
+        for target in (t, p):
+            result = run(layout(x.to(device)), target.to(device), reduction="none")
+            for mine, true in (
+                (result.value, exact.value),
+                (result.gradients["input"], exact.gradients["input"]),
+            ):
+                bound = 0.51 * ulp(true, dtype) + 32 * 2.0**-24
+                assert_within(mine, true, bound, name)
 
 
 def exact_type(target: Tensor, dtype: torch.dtype = torch.float64) -> torch.dtype:

@@ -234,6 +234,19 @@ def test_special_values(dtype: torch.dtype, device: str) -> None:
                 assert_same(ours.gradients[name], gradient, f"gradient of {name}")
 
 
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_half_types_are_rounded_to_even(dtype: torch.dtype, device: str) -> None:
+    """Squares are exact in float32, so all that a result has lost is its own rounding."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    x = x[x.isfinite()]
+    expected = (x.float() * x.float()).to(dtype)
+    for layout in (x, torch.stack((x, x), 1)[:, 0]):
+        result = lossops.mse_loss(
+            layout.to(device), torch.zeros_like(x).to(device), reduction="none"
+        )
+        assert_same(result.cpu(), expected, str(layout.stride()))
+
+
 def test_half_precision_mean_does_not_overflow(device: str) -> None:
     """Deviation 1: torch rounds each square to float16, where 300 ** 2 is infinite."""
     x = torch.tensor([300.0, 0, 0, 0], dtype=torch.float16, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from losses import VARIANT_IDS, VARIANTS, Loss, Variant, evaluate
+from losses import VARIANT_IDS, VARIANTS, Loss, Sample, Variant, evaluate
 from numerics import same_bits
 from torch import Tensor
 
@@ -17,18 +17,36 @@ def spread_out(tensor: Tensor, buffer: Tensor) -> Tensor:
     return buffer.as_strided(tensor.shape, strides).copy_(tensor)
 
 
+def halves_apart(tensor: Tensor, buffer: Tensor, dim: int) -> Tensor:
+    """`tensor` in `buffer`, dense but for one dimension of 2, a step along which is 2^31."""
+    strides = list(tensor.stride())
+    strides[dim] = 2**31 + 64
+    return buffer.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def two_buffers(device: str) -> list[Tensor]:
+    try:
+        # Not written to, so on a CPU only the pages that hold an element come to exist.
+        return [torch.empty(2**31 + 2**20, dtype=torch.float16, device=device) for _ in "ab"]
+    except RuntimeError as error:  # out of memory is one
+        pytest.skip(f"no 4 GiB of address space: {str(error)[:80]}")
+
+
+def assert_result_is_that_of(sample: Sample, loss: Loss, far: dict[str, Tensor]) -> None:
+    expected = evaluate(loss.function, sample)
+    result = evaluate(loss.function, sample.with_tensors(**far))
+    assert same_bits(result.value.contiguous(), expected.value), sample.name
+    for name, gradient in expected.gradients.items():
+        assert same_bits(result.gradients[name].contiguous(), gradient), sample.name
+
+
 @pytest.mark.gpu_memory(10)
 @pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
 def test_strides_beyond_2_31(loss: Loss, variant: Variant, device: str) -> None:
-    try:
-        # Not written to, so on a CPU only the pages that hold an element come to exist.
-        buffers = [torch.empty(2**31 + 2**20, dtype=torch.float16, device=device) for _ in "ab"]
-    except RuntimeError as error:  # out of memory is one
-        pytest.skip(f"no 4 GiB of address space: {str(error)[:80]}")
+    buffers = two_buffers(device)
     for shape in ((3, 4), (2, 3, 2)):
         for reduction in loss.reductions:
             sample = variant.sample(shape, device=device, dtype=torch.float16, reduction=reduction)
-            expected = evaluate(loss.function, sample)
             floating = [k for k, v in sample.tensors.items() if v.is_floating_point()]
             far = {
                 name: spread_out(sample.tensors[name], buffer)
@@ -39,7 +57,20 @@ def test_strides_beyond_2_31(loss: Loss, variant: Variant, device: str) -> None:
                 for t in far.values()
             )
             assert reach > 2**31 - 2**20
-            result = evaluate(loss.function, sample.with_tensors(**far))
-            assert same_bits(result.value.contiguous(), expected.value), sample.name
-            for name, gradient in expected.gradients.items():
-                assert same_bits(result.gradients[name].contiguous(), gradient), sample.name
+            assert_result_is_that_of(sample, loss, far)
+
+
+@pytest.mark.gpu_memory(10)
+@pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
+def test_one_stride_beyond_2_31(loss: Loss, variant: Variant, device: str) -> None:
+    """Of rows and of classes: where a run of elements begins, not only where one of them is."""
+    buffers = two_buffers(device)
+    for shape, dim in (((2, 5), 0), ((5, 2), 1), ((2, 3, 4), 0), ((4, 2, 3), 1), ((4, 3, 2), 2)):
+        for reduction in loss.reductions:
+            sample = variant.sample(shape, device=device, dtype=torch.float16, reduction=reduction)
+            whole = [k for k, v in sample.tensors.items() if v.shape == shape]
+            far = {
+                name: halves_apart(sample.tensors[name], buffer, dim)
+                for name, buffer in zip(whole, buffers, strict=False)
+            }
+            assert_result_is_that_of(sample, loss, far)

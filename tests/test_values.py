@@ -127,6 +127,17 @@ def test_broadcasting(loss: Loss, variant: Variant, dtype: torch.dtype, device: 
             check(loss, sample.renamed(f"target {target_shape}"))
 
 
+@pytest.mark.parametrize("loss", [x for x in LOSSES if x.elementwise], ids=lambda loss: loss.name)
+def test_broadcast_gradients_of_many_terms(loss: Loss, device: str) -> None:
+    """Sums so long that they are put together from several."""
+    variant = loss.variants[0]
+    for shape, other in (((3,), (70001, 3)), ((1,), (200003,)), ((2, 1), (2, 70001))):
+        for input_shape, target_shape in ((shape, other), (other, shape)):
+            sample = variant.sample(input_shape, device=device, reduction="mean")
+            target = variant.sample(target_shape, device=device).tensors["target"]
+            check(loss, sample.with_tensors(target=target).renamed(f"target {target_shape}"))
+
+
 @per_variant
 def test_expanded_views(loss: Loss, variant: Variant, device: str) -> None:
     """Arguments that are broadcast views, with stride 0 in some dimensions or in all."""
