@@ -196,8 +196,6 @@ def test_rows_with_and_without_a_shift(dtype: torch.dtype, classes: int) -> None
         bound = relative * exact.detach().abs() + half * ulp(exact.detach(), dtype) + underflow
         assert_within(loss.detach().reshape(rows), exact.detach(), bound, f"{what}: losses")
         bound = relative[:, None] * leaf.grad.abs() + (half + 1) * ulp(leaf.grad, dtype) + underflow
-        small = (reach <= 32)[:, None]
-        bound = torch.where(small, bound.clamp(max=4 * ulp(leaf.grad, dtype) + underflow), bound)
         assert_within(gradient, leaf.grad, bound, f"{what}: gradients")
         kept = logits.detach().requires_grad_()
         lossops.cross_entropy(kept, targets, reduction="sum").backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -150,16 +151,25 @@ def test_side_stream(loss: Loss, variant: Variant) -> None:
     assert_same_result(op, expected, f"{sample.name}, op")
 
 
+def settled_memory() -> int:
+    """What is allocated once autograd's threads have let go of their last tensors."""
+    gc.collect()
+    found = [torch.cuda.memory_allocated()]
+    while len(found) < 5 or len(set(found[-5:])) > 1:
+        time.sleep(0.02)
+        found.append(torch.cuda.memory_allocated())
+    return found[-1]
+
+
 @per_variant
 def test_no_memory_is_left_behind(loss: Loss, variant: Variant) -> None:
     sample = variant.sample((257, 130), device="cuda")
     evaluate(loss.function, sample)
-    gc.collect()  # what other tests have left
-    before = torch.cuda.memory_allocated()
+    before = settled_memory()
     for call in (loss.function, loss.op):
         for _ in range(20):
             evaluate(call, sample)
-    assert torch.cuda.memory_allocated() == before
+    assert settled_memory() == before
 
 
 @per_loss

@@ -664,13 +664,15 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
     others.add(last);
     return others.total();
   };
-  float reach = ::fabsf(x_at_index);
-  const float plain_others = sum_of([&](float x) {
-    reach = math::max_number(::fabsf(x), reach);
-    return plain_exp(x);
-  });
-  if (IndexRow::may_be_plain(reach, plain_others)) {
-    return IndexRow::plain(plain_others);
+  if constexpr (!kExact) {
+    float reach = ::fabsf(x_at_index);
+    const float plain_others = sum_of([&](float x) {
+      reach = math::max_number(::fabsf(x), reach);
+      return plain_exp(x);
+    });
+    if (IndexRow::may_be_plain(reach, plain_others)) {
+      return IndexRow::plain(plain_others);
+    }
   }
   float max = x_at_index;
 #pragma unroll 8

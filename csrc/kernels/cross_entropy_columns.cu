@@ -172,19 +172,21 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     };
     IndexRow reduced[kRows];
     float others[kRows];
-    Group reaches = {};
-    sum_terms(
-        others, [](int, float x) { return plain_exp(x); },
-        [&](const Group& x) { reaches.reach_to(x); });
-    bool all_plain = true;
+    bool all_plain = !kExact;
+    if constexpr (!kExact) {
+      Group reaches = {};
+      sum_terms(
+          others, [](int, float x) { return plain_exp(x); },
+          [&](const Group& x) { reaches.reach_to(x); });
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const float reach = math::max_number(reaches.get(i), ::fabsf(x_at_index[i]));
-      const bool plain = IndexRow::may_be_plain(reach, others[i]);
-      if (plain) {
-        reduced[i] = IndexRow::plain(others[i]);
+      for (int i = 0; i < kRows; ++i) {
+        const float reach = math::max_number(reaches.get(i), ::fabsf(x_at_index[i]));
+        const bool plain = IndexRow::may_be_plain(reach, others[i]);
+        if (plain) {
+          reduced[i] = IndexRow::plain(others[i]);
+        }
+        all_plain = all_plain && (plain || indices[i] < 0);
       }
-      all_plain = all_plain && (plain || indices[i] < 0);
     }
     if (!all_plain) {
       Group largest = own[0];
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       losses[i] = indices[i] >= 0 ? finished.loss : gradient_without_loss(indices[i]);
       partial.sum += static_cast<double>(losses[i]);
       partial.weight += static_cast<double>(weight);
-      all_plain = all_plain && (indices[i] < 0 || finished.has_plain_gradient());
+      all_plain = all_plain && (indices[i] < 0 || finished.has_plain_gradient);
       gradients[i] = LogitGradient<float, kExact>(finished.softmax);
       at_index[i] = finished.gradient_at_index;
     }
@@ -257,7 +259,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       };
       if (all_plain) {
         write([&](int i, float x) {
-          const float gradient = PlainGradient<kExact>{gradients[i].softmax.factor}(x);
+          const float gradient = PlainGradient{gradients[i].softmax.factor}(x);
           return indices[i] >= 0 ? gradient : gradient_without_loss(indices[i]);
         });
       } else {

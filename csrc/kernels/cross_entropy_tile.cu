@@ -198,13 +198,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       if (index >= 0) {
         x_at_index = to_acc<float>(elements[first + index]);
       }
-      if constexpr (kTeam > 1) {
-        __syncwarp();  // it is read by the whole team
+      if constexpr (kTeam > 1 || kOdd) {
+        __syncwarp();  // it is read by the whole team; a word has elements of two rows
       }
       if (index >= 0 && member == 0) {
         elements[first + index] = elements[first + count];
       }
-      if constexpr (kTeam > 1) {
+      if constexpr (kTeam > 1 || kOdd) {
         __syncwarp();
       }
       const int words = count / kPerWord;
@@ -252,15 +252,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
         return warp_sum(sum.total(), kTeam);
       };
       IndexRow reduced;
-      uint32_t reaches = 0;
-      const float plain_others =
-          sum_of([](float x) { return plain_exp(x); },
-                 [&](uint32_t word) { reaches = reach_of_words<scalar_t>(word, reaches); });
-      const float reach = math::max_number(warp_max(max_of_elements<scalar_t>(reaches), kTeam),
-                                           ::fabsf(x_at_index));
-      const bool plain = index < 0 || IndexRow::may_be_plain(reach, plain_others);
-      if (plain) {
-        reduced = IndexRow::plain(plain_others);
+      bool plain = index < 0;
+      if constexpr (!kExact) {
+        uint32_t reaches = 0;
+        const float others =
+            sum_of([](float x) { return plain_exp(x); },
+                   [&](uint32_t word) { reaches = reach_of_words<scalar_t>(word, reaches); });
+        const float reach = math::max_number(warp_max(max_of_elements<scalar_t>(reaches), kTeam),
+                                             ::fabsf(x_at_index));
+        if (IndexRow::may_be_plain(reach, others)) {
+          plain = true;
+          reduced = IndexRow::plain(others);
+        }
       }
       // All of a warp, for the sake of its shuffles.
       if (__any_sync(kAllLanes, !plain)) {
@@ -294,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
                    args.reduction == Reduction::kNone ? offset_of(args.output, row) : 0, partial);
       }
       if constexpr (kGradient) {
-        if constexpr (kTeam > 1 && kOdd) {
+        if constexpr (kOdd) {
           __syncwarp();  // a word has elements of two lanes
         }
         scalar_t* const own = elements + first;
@@ -322,8 +325,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
           }
         };
         if (exists && index >= 0) {
-          if (finished.has_plain_gradient()) {
-            write(count, PlainGradient<kExact>{finished.softmax.factor});
+          if (!kExact && finished.has_plain_gradient) {
+            write(count, PlainGradient{finished.softmax.factor});
           } else {
             write(count, LogitGradient<float, kExact>(finished.softmax));
           }

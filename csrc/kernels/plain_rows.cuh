@@ -1,11 +1,12 @@
-// Rows with a class index whose logits are small enough for exponentials without a shift.
+// Rows of half types with a class index whose logits are small enough for exponentials without a
+// shift.
 //
 //   others   = sum_{c != t} exp(x_c)
 //   loss     = log1p(others / exp(x_t))
 //   d / dx_c = factor exp(x_c), d / dx_t = -factor others,   factor = scale / (others + exp(x_t))
 //
 // The differences x - max, and what rounding takes from them, do not occur: one pass over the row
-// instead of two, and a third of the instructions of a gradient. Nothing cancels: the class index
+// instead of two, and fewer instructions of a gradient. Nothing cancels: the class index
 // is not in the sum.
 #pragma once
 
@@ -17,21 +18,20 @@ namespace lossops::cuda {
 // exp(64) times as many classes as there may be is within fp32's range.
 constexpr float kMaxPlainLogit = 32;
 
-// exp(x), |x| <= kMaxPlainLogit. RowSoftmax::times_exp() with max = 0, to the bit.
-__device__ __forceinline__ float plain_exp_times(float factor, float x) {
+// exp(x), |x| <= kMaxPlainLogit, within 3 units in the last place. fp32 would leave gradients at 5:
+// with a shift the largest term is exactly 1, and only the others' errors count.
+__device__ __forceinline__ float plain_exp(float x) {
   const float t = x * math::kLog2E;
-  const float product = factor * math::exp2(t);
-  return ::fmaf(product, math::lost_by_log2(x, t), product);
+  const float power = math::exp2(t);
+  return ::fmaf(power, math::lost_by_log2(x, t), power);
 }
-__device__ __forceinline__ float plain_exp(float x) { return plain_exp_times(1.0f, x); }
 
-// The gradients of a plain row, but for the class index. kExact: as LogitGradient's, to the bit.
-template <bool kExact>
+// The gradients of a plain row, but for the class index: LogitGradient's, to the bit.
 struct PlainGradient {
   float factor;
 
   __device__ __forceinline__ float operator()(float x) const {
-    return kExact ? plain_exp_times(factor, x) : factor * math::exp2(x * math::kLog2E);
+    return factor * math::exp2(x * math::kLog2E);
   }
 };
 
@@ -71,9 +71,7 @@ struct IndexRow {
     float loss;
     RowSoftmax<float> softmax;
     float gradient_at_index;
-
-    // Whether PlainGradient gives this row's gradients.
-    __device__ __forceinline__ bool has_plain_gradient() const { return softmax.max == 0.0f; }
+    bool has_plain_gradient;
   };
 
   __device__ __forceinline__ Finished finish(float x_at_index, float scale, float weight) const {
@@ -84,7 +82,7 @@ struct IndexRow {
       const float magnitude = ::fabsf(scaled);
       if (magnitude >= 0x1p-60f && magnitude <= 0x1p60f) {
         const float factor = math::divide_by_sum(scaled, at_index, -rest);
-        return {loss, {0, rest, factor, 0}, factor * rest};
+        return {loss, {0, rest, factor, 0}, factor * rest, true};
       }
       // The factor might leave fp32's range where no gradient does.
       const float sum = at_index - rest;
@@ -92,11 +90,12 @@ struct IndexRow {
       const float ratio = math::divide_by_sum(plain_exp(log_sum), sum, 0.0f);
       return {loss,
               {log_sum, rest, scaled * ratio, log_sum},
-              scaled * math::divide_by_sum(rest, sum, 0.0f)};
+              scaled * math::divide_by_sum(rest, sum, 0.0f),
+              false};
     }
     const auto softmax = RowSoftmax<float>::of(max, rest, scale, weight);
     return {sparse_row_loss(max, rest, x_at_index, weight), softmax,
-            softmax.gradient_at_index(x_at_index)};
+            softmax.gradient_at_index(x_at_index), false};
   }
 };
 

@@ -130,7 +130,7 @@ __device__ __forceinline__ float exp_times(float factor, float x, float lost) {
   float power;                                           // 2^t
   asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(t));  // subnormal where it must be
   const float product = factor * power;
-  const float rest = lost_by_log2(x, t) + lost;
+  const float rest = ::fmaf(t, -0x1.62e430p-1f, x) + lost;
   // Where t is -inf there is no remainder, but an infinity or a NaN: the largest of integers.
   const float bounded = __int_as_float(::min(__float_as_int(rest), __float_as_int(1.0f)));
   return ::fmaf(product, bounded, product);
