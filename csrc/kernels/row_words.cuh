@@ -81,18 +81,6 @@ __device__ __forceinline__ uint32_t max_of_vector(const Vector<scalar_t>& vector
       max);
 }
 
-// Element by element the larger, as above.
-template <typename scalar_t>
-__device__ __forceinline__ Vector<scalar_t> max_of_vectors(const Vector<scalar_t>& a,
-                                                           const Vector<scalar_t>& b) {
-  Vector<scalar_t> result;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    result.set_word(i, max_of_words<scalar_t>(a.word(i), b.word(i)));
-  }
-  return result;
-}
-
 // Word k of a row whose first element lies in words[0]: in its upper half if kOdd.
 template <bool kOdd>
 __device__ __forceinline__ uint32_t row_word(const uint32_t* words, int k) {
