@@ -941,7 +941,8 @@ struct SavedLayout {
     stats_doubles = args.acc_double ? numbers : (numbers + 1) / 2;
   }
 
-  int64_t doubles() const { return kMeanTerms + stats_doubles; }
+  // Even: what follows is aligned to 16 bytes.
+  int64_t doubles() const { return (kMeanTerms + stats_doubles + 1) / 2 * 2; }
 };
 
 struct CrossEntropyResult {

@@ -17,6 +17,7 @@
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/integers.h"
+#include "kernels/launch.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
 #include "launchers.h"
@@ -233,29 +234,35 @@ struct RowReader {
   }
 };
 
-// The gradient of one vector of a row.
-template <typename scalar_t, typename Gradient>
+// The gradient of one vector of a row. kDirect: LogitGradient::is_direct() says so.
+template <bool kDirect = false, typename scalar_t, typename Gradient>
 __device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient,
                                                         const Vector<scalar_t>& x,
                                                         int first_class) {
   constexpr int kSize = kVectorSize<scalar_t>;
   using acc_t = acc_type_t<scalar_t>;
   acc_t values[kSize];
-  if constexpr (Gradient::kIsDense) {
-    load_coefficients(gradient.target, first_class, values);
-  }
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    const acc_t logit = to_acc<acc_t>(x.get(i));
-    if constexpr (Gradient::kIsDense) {
-      values[i] = gradient.of_dense_logit(logit, values[i]);
+    values[i] = to_acc<acc_t>(x.get(i));
+  }
+  if constexpr (Gradient::kIsDense) {
+    acc_t q[kSize];
+    load_coefficients(gradient.target, first_class, q);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      values[i] = gradient.of_dense_logit(values[i], q[i]);
+    }
+  } else {
+    if constexpr (kDirect) {
+      gradient.logit_gradient.replace_direct(values);
     } else {
-      values[i] = gradient.of_other_logit(logit, first_class + i);
+      gradient.logit_gradient.replace(values);
     }
   }
   Vector<scalar_t> results = pack<scalar_t>(values);
   // At the class index, where it is one of these: a branch for a few threads, not for all.
-  const int64_t at = gradient.target.index - first_class;
+  const int at = static_cast<int>(gradient.target.index) - first_class;
   if (!Gradient::kIsDense && at >= 0 && at < kSize) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -309,33 +316,61 @@ struct RegisterRow {
     }
   }
 
-  // Writes the row's gradient.
+  // Writes the row's gradient. Where one formula does not do for all of a thread's logits, they are
+  // read once more: the code of both for each vector would be too long for the instruction cache.
   template <typename Gradient>
-  __device__ __forceinline__ void write_gradient(const Gradient& gradient, scalar_t* grad_input,
-                                                 int num_classes) {
+  __device__ __forceinline__ void write_gradient(const Gradient& gradient, const scalar_t* row,
+                                                 scalar_t* grad_input, int num_classes) {
+    using acc_t = acc_type_t<scalar_t>;
     const int width = access_width(grad_input);
     const int whole = num_classes / kSize;
+    acc_t least = math::infinity<acc_t>();
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      const int first_class = vector(u) * kSize;
-      forget_conversions(vectors[u]);
-      const Vector<scalar_t> results = gradient_of(gradient, vectors[u], first_class);
       if (vector(u) < whole) {
-        store_vector_at(grad_input + first_class, width, results);
-      } else {
+        acc_t values[kSize];
 #pragma unroll
-        for (int i = 0; i < kSize - 1; ++i) {
-          if (first_class + i < num_classes) {
-            grad_input[first_class + i] = results.get(i);
-          }
+        for (int i = 0; i < kSize; ++i) {
+          values[i] = to_acc<acc_t>(vectors[u].get(i));
         }
+        least = ::fmin(least_of(values), least);
+      }
+    }
+    const int part = whole * kSize;
+    if (part < num_classes &&
+        whole % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x)) {
+      for (int c = part; c < num_classes; ++c) {
+        grad_input[c] = from_acc<scalar_t>(gradient.of_logit(to_acc<acc_t>(row[c]), c));
+      }
+    }
+    if (!gradient.logit_gradient.is_direct(least)) {
+      const int row_width = access_width(row);
+#pragma unroll 1
+      for (int v = static_cast<int>(threadIdx.x); v < whole; v += static_cast<int>(blockDim.x)) {
+        store_vector_at(
+            grad_input + v * kSize, width,
+            gradient_of(gradient, load_vector_at(row + v * kSize, row_width), v * kSize));
+      }
+      return;
+    }
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (vector(u) < whole) {
+        forget_conversions(vectors[u]);
+        store_vector_at(vector_of(grad_input, u), width,
+                        gradient_of<true>(gradient, vectors[u], vector(u) * kSize));
       }
     }
   }
 
  private:
-  __device__ __forceinline__ int vector(int u) const {
-    return static_cast<int>(threadIdx.x) + u * static_cast<int>(blockDim.x);
+  static __device__ __forceinline__ int vector(int u) {
+    return static_cast<int>(threadIdx.x + u * blockDim.x);
+  }
+  // Unsigned: an address in one instruction.
+  template <typename T>
+  static __device__ __forceinline__ T* vector_of(T* row, int u) {
+    return row + threadIdx.x * kSize + u * blockDim.x * kSize;
   }
 
   template <int kWidth>
@@ -343,7 +378,7 @@ struct RegisterRow {
                                        const Vector<scalar_t>& nothing) {
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      vectors[u] = vector(u) < whole ? load_vector_at(row + vector(u) * kSize, kWidth) : nothing;
+      vectors[u] = vector(u) < whole ? load_vector_at(vector_of(row, u), kWidth) : nothing;
     }
   }
 };
@@ -448,7 +483,10 @@ __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kThreads,
   const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
   auto* const cache =
       kTeamIsBlock && kGradient && use_cache ? reinterpret_cast<scalar_t*>(row_cache) : nullptr;
-  const acc_t scale = kGradient ? unit_scale<acc_t>(args, denominator) : acc_t(1);
+  let_next_kernel_start();
+  std::conditional_t<kGradient, UnitScale<acc_t>, NoScale> unit(args, denominator);
+  unit.wait(args, denominator);
+  const acc_t scale = unit.get();
   Partial partial;
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * rows_per_block; base < args.rows.numel;
        base += static_cast<int64_t>(gridDim.x) * rows_per_block) {
@@ -501,13 +539,17 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
   const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
   constexpr int kVectors = kRegisterVectors<scalar_t>;
   const bool first = threadIdx.x == 0;
-  const acc_t scale = kGradient ? unit_scale<acc_t>(args, denominator) : acc_t(1);
+  let_next_kernel_start();
+  std::conditional_t<kGradient, UnitScale<acc_t>, NoScale> unit(args, denominator);
   Partial partial;
   for (int64_t row = blockIdx.x; row < args.rows.numel; row += gridDim.x) {
     int64_t offsets[4];
     row_offsets(args.rows, operands, row, offsets);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
     RegisterRow<scalar_t, kVectors> loaded(logits, static_cast<int>(args.num_classes));
+    if (row == blockIdx.x) {
+      unit.wait(args, denominator);
+    }
     const RowTarget<acc_t> target(args, offsets[1]);
     acc_t x_at_index = 0;
     if (first && target.has_loss()) {
@@ -540,10 +582,10 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
     if constexpr (kGradient) {
       const auto summary = share_summary<true>(summarize(state, x_at_index), 0);
       const RowGradient<acc_t, false, kExactExponentials<scalar_t>> gradient(args, target, summary,
-                                                                             scale);
+                                                                             unit.get());
       auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
       if (target.has_loss()) {
-        loaded.write_gradient(gradient, grad_input, static_cast<int>(args.num_classes));
+        loaded.write_gradient(gradient, logits, grad_input, static_cast<int>(args.num_classes));
       } else {
         const auto value = from_acc<scalar_t>(gradient.without_loss());
         for (int c = static_cast<int>(threadIdx.x); c < args.num_classes; c += blockDim.x) {
@@ -648,15 +690,22 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
   const auto sum_of = [&](auto&& term) {
     ExactSum others;
     float last = 0;
-    int64_t c = 0;
-#pragma unroll 2
-    for (; c + kColumnUnroll <= count; c += kColumnUnroll) {
+    const auto sum_of_classes = [&](int64_t c) {
       float values[kColumnUnroll];
 #pragma unroll
       for (int i = 0; i < kColumnUnroll; ++i) {
         values[i] = term(other(c + i));
       }
-      others.add(pairwise_sum(values));
+      return pairwise_sum(values);
+    };
+    int64_t c = 0;
+    for (; c + 2 * kColumnUnroll <= count; c += 2 * kColumnUnroll) {
+      const float first = sum_of_classes(c);
+      others.add(first + sum_of_classes(c + kColumnUnroll));
+    }
+    if (c + kColumnUnroll <= count) {
+      last = sum_of_classes(c);
+      c += kColumnUnroll;
     }
     for (; c < count; ++c) {
       last += term(other(c));
@@ -691,6 +740,7 @@ __global__ void __launch_bounds__(kThreads)
                                          Partial* partials, Finalize finalize) {
   using acc_t = typename Loader::acc_t;
   const Operand* const operands[3] = {&args.input, &args.target, &args.output};
+  let_next_kernel_start();
   Partial partial;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
        row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kThreads) {
@@ -708,8 +758,10 @@ __global__ void __launch_bounds__(kThreads)
         const IndexRow reduced =
             reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
         const float weight = target.index_weight();
-        record_row(args, reduced.finish(x_at_index, 1.0f, weight).loss, weight, reduced.max,
-                   reduced.rest, row, offsets[2], partial);
+        const float loss = reduced.finish<!Loader::kExact>(x_at_index, 1.0f, weight).loss;
+        record_row(
+            args, loss, weight, reduced.max, reduced.rest, row, [&](int64_t) { return offsets[2]; },
+            partial);
         continue;
       }
       RowSum<RowState<acc_t, kDense>> sum;
@@ -832,18 +884,26 @@ static __global__ void __launch_bounds__(kDenominatorThreads)
   const Operand* const operands[1] = {&args.target};
   const int64_t threads = int64_t{gridDim.x} * kDenominatorThreads;
   int64_t row = int64_t{blockIdx.x} * kDenominatorThreads + threadIdx.x;
+  let_next_kernel_start();
   Partial total;
   if (targets_in_line) {
     const int64_t stride = args.target.strides[0];
+    const bool counts = args.weight == nullptr;
+    int64_t count = 0;
     for (; row + (kDenominatorUnroll - 1) * threads < args.rows.numel;
          row += kDenominatorUnroll * threads) {
       int64_t indices[kDenominatorUnroll];
       load_class_indices(args.target, row * stride, threads * stride, indices);
 #pragma unroll
       for (int i = 0; i < kDenominatorUnroll; ++i) {
-        total.weight += RowTarget<float>(args, indices[i], 0).template mean_weight<double>();
+        if (counts) {
+          count += indices[i] == args.ignore_index ? 0 : 1;
+        } else {
+          total.weight += RowTarget<float>(args, indices[i], 0).template mean_weight<double>();
+        }
       }
     }
+    total.weight += static_cast<double>(count);
   }
   for (; row < args.rows.numel; row += threads) {
     int64_t offsets[1];
@@ -974,9 +1034,10 @@ void forward_rows(const CrossEntropyForwardArgs& args, const Denominator& denomi
       while (int64_t{threads} * kRegisterVectors<scalar_t> * kVectorBytes < bytes) {
         threads *= 2;
       }
-      cross_entropy_forward_register_kernel<scalar_t, kGradient>
-          <<<blocks, threads, 0, stream>>>(args, denominator, partials, finalize);
-      check_launch("cross_entropy_forward_register_kernel");
+      launch_kernel("cross_entropy_forward_register_kernel",
+                    cross_entropy_forward_register_kernel<scalar_t, kGradient>,
+                    {blocks, threads, 0, 1, denominator.is_computed()}, stream, args, denominator,
+                    partials, finalize);
       return;
     }
   }
@@ -1150,9 +1211,9 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, doubl
     if (denominator.count > 0) {
       double* const sums = scratch + blocks * kPartialDoubles;
       denominator.partials = sums;
-      cross_entropy_denominator_kernel<<<denominator.count, kDenominatorThreads, 0, stream>>>(
-          args, targets_are_in_line(args), sums);
-      check_launch("cross_entropy_denominator_kernel");
+      launch_kernel("cross_entropy_denominator_kernel", cross_entropy_denominator_kernel,
+                    {denominator.count, kDenominatorThreads}, stream, args,
+                    targets_are_in_line(args), sums);
     }
     finalize.denominator_is_known = true;
   }

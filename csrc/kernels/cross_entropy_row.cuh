@@ -7,6 +7,7 @@
 #include "cross_entropy_row.h"
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
+#include "kernels/launch.cuh"
 #include "kernels/plain_rows.cuh"
 #include "kernels/row_terms.cuh"
 #include "kernels/row_words.cuh"
@@ -21,6 +22,9 @@ namespace lossops::cuda {
 struct Denominator {
   const double* partials = nullptr;
   int count = 0;
+
+  // By the kernel before this one.
+  __host__ __device__ bool is_computed() const { return partials != nullptr; }
 };
 
 // A row's offsets into input, target and output (or gradient).
@@ -139,9 +143,9 @@ constexpr int kInvalidRow = -1;
 constexpr int kIgnoredRow = -2;
 
 __device__ __forceinline__ int checked_index(const CrossEntropyArgs& args, int64_t index) {
-  return index == args.ignore_index               ? kIgnoredRow
-         : index >= 0 && index < args.num_classes ? static_cast<int>(index)
-                                                  : kInvalidRow;
+  const bool valid = static_cast<uint64_t>(index) < static_cast<uint64_t>(args.num_classes);
+  const int checked = valid ? static_cast<int>(index) : kInvalidRow;
+  return index == args.ignore_index ? kIgnoredRow : checked;
 }
 
 // What the row adds to the mean's denominator; for a class index its weight.
@@ -172,17 +176,18 @@ __device__ __forceinline__ float gradient_without_loss(int index) {
   return index == kIgnoredRow ? 0.0f : math::quiet_nan<float>();
 }
 
-// What one row of these leaves behind.
+// What one row of these leaves behind. output_offset(row): computed where it is needed.
+template <typename OutputOffset>
 __device__ __forceinline__ void record_row(const CrossEntropyForwardArgs& args, float loss,
                                            float weight, float max, float rest, int64_t row,
-                                           int64_t output_offset, Partial& partial) {
+                                           OutputOffset&& output_offset, Partial& partial) {
   if (args.row_stats != nullptr) {
     const RowStats<float> stats(args.row_stats, args.rows.numel);
     stats.max[row] = max;
     stats.rest[row] = rest;
   }
   if (args.reduction == Reduction::kNone) {
-    store_operand<float>(args.output, output_offset, loss);
+    store_operand<float>(args.output, output_offset(row), loss);
   }
   partial.sum += static_cast<double>(loss);
   partial.weight += static_cast<double>(weight);
@@ -213,7 +218,9 @@ __device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs
     RowStats<float>(args.row_stats, args.rows.numel).q_sum[row] =
         kKind == RowKind::kSmooth ? SmoothedIndex::kSum : q_sum;
   }
-  record_row(args, loss, weight, softmax.max, softmax.rest(), row, output_offset, partial);
+  record_row(
+      args, loss, weight, softmax.max, softmax.rest(), row, [&](int64_t) { return output_offset; },
+      partial);
 }
 
 // ----------------------------------------------------------------------------- gradients
@@ -227,6 +234,17 @@ struct RowSummary {
   acc_t x_at_index;  // others
 };
 
+// The least of kCount numbers.
+template <int kCount, typename acc_t>
+__device__ __forceinline__ acc_t least_of(const acc_t (&x)[kCount]) {
+  acc_t least = x[0];
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) {
+    least = ::fmin(x[i], least);
+  }
+  return least;
+}
+
 // The gradient at a logit that is not the class index's: scale Q softmax(x). The same in every
 // kernel, for the same bits.
 template <typename acc_t, bool kExact>
@@ -234,14 +252,84 @@ struct LogitGradient {
   RowSoftmax<acc_t> softmax;
 
   LogitGradient() = default;
-  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<acc_t>& softmax_)
+  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<acc_t>& softmax_,
+                                                    acc_t /*scale*/)
       : softmax(softmax_) {}
-  __device__ __forceinline__ acc_t operator()(acc_t x) const { return softmax.gradient(x); }
+  // Whether replace_direct() takes logits of which this is the least.
+  __device__ __forceinline__ bool is_direct(acc_t) const { return true; }
+  // x: logits, then their gradients.
+  template <int kCount>
+  __device__ __forceinline__ void replace_direct(acc_t (&x)[kCount]) const {
+    replace(x);
+  }
+  template <int kCount>
+  __device__ __forceinline__ void replace(acc_t (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = softmax.gradient(x[i]);
+    }
+  }
   // scale (Q softmax(x) - q), for a row of dense coefficients
   template <bool kMayOutweigh = true>
   __device__ __forceinline__ acc_t dense(acc_t x, acc_t scale, acc_t q_sum, acc_t q) const {
     return softmax.template dense_gradient_of<kMayOutweigh>(softmax.times_exp(acc_t(1), x), scale,
                                                             q_sum, q);
+  }
+};
+
+// fp32: scale Q / sum exp(x) times exp(x), where neither leaves fp32's range. The exponential of a
+// difference from the maximum takes twice the instructions: what rounding took from the difference
+// counts too.
+template <>
+struct LogitGradient<float, true> {
+  // Of the maximum, for exp(-max); of scale Q.
+  static constexpr float kMaxDistance = 32;
+  static constexpr float kMinScale = 0x1p-40f;
+  static constexpr float kMaxScale = 0x1p60f;
+
+  RowSoftmax<float> softmax;
+  float factor = 0;                        // of exp(x)
+  float lowest = math::infinity<float>();  // logit whose gradient is that product
+
+  LogitGradient() = default;
+  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax_, float scale)
+      : softmax(softmax_),
+        factor(math::divide_by_one_plus_times_exp(scale, softmax_.rest, softmax_.max)) {
+    const float magnitude = ::fabsf(scale);
+    // A NaN among the logits is one in rest, and in the factor.
+    if (::fabsf(softmax.max) <= kMaxDistance && magnitude >= kMinScale && magnitude <= kMaxScale &&
+        ::fabsf(factor) < math::infinity<float>()) {
+      lowest = math::lowest_for_exp_times(factor);
+    }
+  }
+
+  __device__ __forceinline__ bool is_direct(float least) const { return least >= lowest; }
+
+  // x: logits, then their gradients. is_direct() of the least of them.
+  template <int kCount>
+  __device__ __forceinline__ void replace_direct(float (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = math::exp_times(factor, x[i]);
+    }
+  }
+
+  // Of any logits.
+  template <int kCount>
+  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
+    if (is_direct(least_of(x))) {
+      replace_direct(x);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        x[i] = is_direct(x[i]) ? math::exp_times(factor, x[i]) : softmax.gradient(x[i]);
+      }
+    }
+  }
+
+  template <bool kMayOutweigh = true>
+  __device__ __forceinline__ float dense(float x, float scale, float q_sum, float q) const {
+    return softmax.dense_gradient_of<kMayOutweigh>(softmax.times_exp(1.0f, x), scale, q_sum, q);
   }
 };
 
@@ -253,12 +341,24 @@ struct LogitGradient<float, false> {
   float factor = 0;
 
   LogitGradient() = default;
-  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax_)
+  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax_,
+                                                    float /*scale*/)
       : softmax(softmax_),
         terms(softmax_.max),
         correction(terms.correction()),
         factor(softmax_.factor * correction) {}
-  __device__ __forceinline__ float operator()(float x) const { return factor * terms(x); }
+  __device__ __forceinline__ bool is_direct(float) const { return true; }
+  template <int kCount>
+  __device__ __forceinline__ void replace_direct(float (&x)[kCount]) const {
+    replace(x);
+  }
+  template <int kCount>
+  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = factor * terms(x[i]);
+    }
+  }
   template <bool kMayOutweigh = true>
   __device__ __forceinline__ float dense(float x, float scale, float q_sum, float q) const {
     return softmax.template dense_gradient_of<kMayOutweigh>(__fmul_rn(terms(x), correction), scale,
@@ -288,7 +388,8 @@ struct RowGradient {
       q_sum = target.has_loss() ? target.index_weight() : acc_t(0);
     }
     if constexpr (!kDense && std::is_same_v<acc_t, float>) {
-      const auto finished = IndexRow{row.max, row.rest}.finish(row.x_at_index, scale, q_sum);
+      const auto finished =
+          IndexRow{row.max, row.rest}.finish<!kExact>(row.x_at_index, scale, q_sum);
       softmax = finished.softmax;
       at_index = finished.gradient_at_index;
     } else {
@@ -297,7 +398,7 @@ struct RowGradient {
         at_index = softmax.gradient_at_index(row.x_at_index);
       }
     }
-    logit_gradient = LogitGradient<acc_t, kExact>(softmax);
+    logit_gradient = LogitGradient<acc_t, kExact>(softmax, scale * q_sum);
   }
 
   // Of a row that has no loss.
@@ -307,15 +408,15 @@ struct RowGradient {
 
   // Of a row that has one.
   __device__ __forceinline__ acc_t of_logit(acc_t x, int64_t c) const {
-    return !kDense && c == target.index ? at_index : of_other_logit(x, c);
-  }
-
-  // The same but at the class index.
-  __device__ __forceinline__ acc_t of_other_logit(acc_t x, int64_t c) const {
     if constexpr (kDense) {
       return of_dense_logit(x, target.coefficient(c));
     } else {
-      return logit_gradient(x);
+      if (c == target.index) {
+        return at_index;
+      }
+      acc_t values[1] = {x};
+      logit_gradient.replace(values);
+      return values[0];
     }
   }
 
@@ -345,20 +446,16 @@ __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBack
   return summary;
 }
 
-// 1, divided by what the mean divides by. All threads of the block must call it.
+// 1, divided by what the mean divides by; of sums 1. All threads of a block must call both parts,
+// and the second when their first loads are on the way: it may have to wait.
 template <typename acc_t>
-__device__ __forceinline__ acc_t unit_scale(const CrossEntropyForwardArgs& args,
-                                            const Denominator& denominator) {
-  if (args.reduction != Reduction::kMean) {
-    return acc_t(1);
-  }
-  double total = 0;
-  if (denominator.partials != nullptr) {
-    for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < denominator.count; i += kWarpSize) {
-      total += denominator.partials[i];
+class UnitScale {
+ public:
+  __device__ __forceinline__ UnitScale(const CrossEntropyForwardArgs& args,
+                                       const Denominator& denominator) {
+    if (args.reduction != Reduction::kMean || denominator.is_computed()) {
+      return;
     }
-    total = warp_sum(total);
-  } else {
     __shared__ double shared;
     Partial partial;
     for (int64_t row = threadIdx.x; row < args.rows.numel; row += blockDim.x) {
@@ -372,13 +469,41 @@ __device__ __forceinline__ acc_t unit_scale(const CrossEntropyForwardArgs& args,
       shared = partial.weight;
     }
     __syncthreads();
-    total = shared;
+    set(args, shared);
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    args.mean_terms[0] = total;
+
+  __device__ __forceinline__ void wait(const CrossEntropyForwardArgs& args,
+                                       const Denominator& denominator) {
+    if (!denominator.is_computed()) {
+      return;
+    }
+    wait_for_previous_kernel();
+    double total = 0;
+    for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < denominator.count; i += kWarpSize) {
+      total += denominator.partials[i];
+    }
+    set(args, warp_sum(total));
   }
-  return acc_t(1) / static_cast<acc_t>(total);
-}
+
+  __device__ __forceinline__ acc_t get() const { return scale_; }
+
+ private:
+  __device__ __forceinline__ void set(const CrossEntropyForwardArgs& args, double total) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      args.mean_terms[0] = total;
+    }
+    scale_ = acc_t(1) / static_cast<acc_t>(total);
+  }
+
+  acc_t scale_ = 1;
+};
+
+// Of kernels without gradients.
+struct NoScale {
+  __device__ __forceinline__ NoScale(const CrossEntropyForwardArgs&, const Denominator&) {}
+  __device__ __forceinline__ void wait(const CrossEntropyForwardArgs&, const Denominator&) {}
+  __device__ __forceinline__ float get() const { return 1; }
+};
 
 // The summary of a row from the team's first thread to all of them.
 template <bool kTeamIsBlock, typename acc_t>

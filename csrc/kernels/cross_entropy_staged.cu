@@ -5,10 +5,10 @@
 
 #include "kernels/async_copy.cuh"
 #include "kernels/block_reduce.cuh"
-#include "kernels/check.cuh"
 #include "kernels/cluster.cuh"
 #include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
+#include "kernels/launch.cuh"
 #include "kernels/row_pieces.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
@@ -228,10 +228,11 @@ struct PieceStage {
     return nullptr;
   }
 
-  // of_logit(x, p) is the gradient of a logit, whose probability is p; of_index(x) that of the
-  // class index, which is counted from the piece's first class. gradient: that of the first class.
-  template <typename OfLogit, typename OfIndex>
-  __device__ __forceinline__ void write_gradient(scalar_t* gradient, int index, OfLogit&& of_logit,
+  // replace(x, p) puts gradients in the place of logits, whose probabilities are p; of_index(x) is
+  // that of the class index, which is counted from the piece's first class. gradient: that of the
+  // first class.
+  template <typename Replace, typename OfIndex>
+  __device__ __forceinline__ void write_gradient(scalar_t* gradient, int index, Replace&& replace,
                                                  OfIndex&& of_index) {
     constexpr int kSize = kVectorSize<scalar_t>;
     gradient -= granules.phase;
@@ -241,17 +242,21 @@ struct PieceStage {
         p = load_vector(probabilities, g);
       }
       float values[kSize];
+      float probabilities_of[kSize];
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        values[i] =
-            of_logit(to_acc<float>(x.get(i)), kProbability ? to_acc<float>(p.get(i)) : 0.0f);
+        values[i] = to_acc<float>(x.get(i));
+        probabilities_of[i] = kProbability ? to_acc<float>(p.get(i)) : 0.0f;
       }
+      replace(values, probabilities_of);
       store_vector(gradient, g, pack<scalar_t>(values));
     };
     granules.for_each_whole(lane, [&](int g) { return load(g); }, write);
     if (edge >= 0) {
-      gradient[edge] =
-          from_acc<scalar_t>(of_logit(to_acc<float>(x_at_edge), to_acc<float>(p_at_edge)));
+      float values[1] = {to_acc<float>(x_at_edge)};
+      const float probabilities_of[1] = {to_acc<float>(p_at_edge)};
+      replace(values, probabilities_of);
+      gradient[edge] = from_acc<scalar_t>(values[0]);
     }
     // The class index once more, by the lane that wrote it.
     if (!kProbability && index >= 0 && index < granules.count) {
@@ -397,6 +402,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     batches.prepare(0);
   }
   batches.clear_sums();
+  let_next_kernel_start();
   __syncthreads();
   const auto start = [&](int n, int piece) {
     if (n < batches.count && batches.row(n).index >= 0) {
@@ -513,18 +519,21 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     batches.prepare(0);
   }
   batches.clear_sums();
-  const float scale = unit_scale<float>(args, denominator);
-  const SmoothedIndex q(args);
+  let_next_kernel_start();
+  UnitScale<float> unit(args, denominator);
   __syncthreads();
   const auto start = [&](int n) {
     if (n < batches.count && batches.row(n).index >= 0) {
       stage.start(args, batches.row(n), begin, pieces.size);
     }
   };
+  start(0);
+  unit.wait(args, denominator);
+  const float scale = unit.get();
+  const SmoothedIndex q(args);
   if constexpr (kCluster) {
     cluster_sync();  // all blocks run before one stores to another
   }
-  start(0);
   for (int n = 0; n < batches.count; ++n) {
     const StagedRow<kKind> row = batches.row(n);
     // All warps are past the batch before, and its last rows are finished.
@@ -563,7 +572,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                           : kKind == RowKind::kSmooth ? SmoothedIndex::kSum
                                                       : state.q_sum;
       const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, q_sum);
-      const LogitGradient<float, kExactExponentials<scalar_t>> of_logit(softmax);
+      const LogitGradient<float, kExactExponentials<scalar_t>> of_logit(softmax, scale * q_sum);
       const auto of_index = [&](float x) {
         return kKind == RowKind::kIndex ? softmax.gradient_at_index(x)
                                         : of_logit.dense(x, scale, q_sum, q.at_index);
@@ -571,12 +580,15 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       const auto write = [&](auto may_outweigh) {
         stage.write_gradient(
             gradient, row.index - begin,
-            [&](float x, float p) {
+            [&](auto& x, const auto& p) {
               if constexpr (kKind == RowKind::kIndex) {
-                return of_logit(x);
+                of_logit.replace(x);
               } else {
-                return of_logit.template dense<decltype(may_outweigh)::value>(
-                    x, scale, q_sum, kKind == RowKind::kSmooth ? q.other : smoothing(p));
+#pragma unroll
+                for (int i = 0; i < static_cast<int>(sizeof(x) / sizeof(float)); ++i) {
+                  x[i] = of_logit.template dense<decltype(may_outweigh)::value>(
+                      x[i], scale, q_sum, kKind == RowKind::kSmooth ? q.other : smoothing(p[i]));
+                }
               }
             },
             of_index);
@@ -614,13 +626,13 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 // Clusters of blocks that fit the device at a time.
 template <typename Kernel>
-int64_t resident_clusters(Kernel* kernel, cudaLaunchConfig_t config, int cluster) {
+int64_t resident_clusters(Kernel* kernel, const LaunchShape& shape, cudaStream_t stream) {
   struct Answer {
     Kernel* kernel = nullptr;
     int device = -1;
     int cluster = 0;
-    unsigned threads = 0;
-    size_t shared_bytes = 0;
+    int threads = 0;
+    int64_t shared_bytes = 0;
     int count = 0;
   };
   static thread_local Answer last;  // the question is slow, and mostly the same
@@ -628,15 +640,15 @@ int64_t resident_clusters(Kernel* kernel, cudaLaunchConfig_t config, int cluster
   if (cudaGetDevice(&device) != cudaSuccess) {
     return 1;
   }
-  if (last.kernel != kernel || last.device != device || last.cluster != cluster ||
-      last.threads != config.blockDim.x || last.shared_bytes != config.dynamicSmemBytes) {
-    config.gridDim = dim3(static_cast<unsigned>(cluster));
+  if (last.kernel != kernel || last.device != device || last.cluster != shape.cluster ||
+      last.threads != shape.threads || last.shared_bytes != shape.shared_bytes) {
+    const LaunchConfig launch(shape, stream);
     int count = 0;
-    if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+    if (cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config) != cudaSuccess) {
       cudaGetLastError();  // it is no error of the launch that follows
       count = 1;
     }
-    last = {kernel, device, cluster, config.blockDim.x, config.dynamicSmemBytes, count};
+    last = {kernel, device, shape.cluster, shape.threads, shape.shared_bytes, count};
   }
   return std::max(1, last.count);
 }
@@ -720,26 +732,17 @@ int64_t launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan
     if (plan.shared_bytes > kFreeSharedBytes) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
     }
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(plan.cluster);
-    attribute.val.clusterDim.y = 1;
-    attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.blockDim = dim3(static_cast<unsigned>(plan.threads));
-    config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = plan.cluster > 1 ? 1 : 0;
+    LaunchShape shape = {plan.cluster, plan.threads, plan.shared_bytes, plan.cluster};
     int64_t resident = plan.resident;
     if (plan.cluster > 1) {
-      resident = std::min(resident, resident_clusters(kernel, config, plan.cluster));
+      resident = std::min(resident, resident_clusters(kernel, shape, stream));
     }
     blocks = workers_for(args.rows.numel, resident, plan.fewest_rows) * plan.cluster;
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
-    cudaLaunchKernelEx(&config, kernel, args, Pieces{plan.pieces, plan.piece_size},
-                       plan.piece_bytes, argument, denominator, partials, finalize);
-    check_launch("a kernel of staged rows");
+    shape.blocks = blocks;
+    shape.overlap = denominator.is_computed();
+    launch_kernel("a kernel of staged rows", kernel, shape, stream, args,
+                  Pieces{plan.pieces, plan.piece_size}, plan.piece_bytes, argument, denominator,
+                  partials, finalize);
   };
   visit_floating(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;

@@ -5,9 +5,9 @@
 
 #include "kernels/async_copy.cuh"
 #include "kernels/block_reduce.cuh"
-#include "kernels/check.cuh"
 #include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
+#include "kernels/launch.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
 
@@ -16,20 +16,23 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
-// Of a multiprocessor: 32 warps of 64 registers.
-constexpr int kMinBlocks = 8;
-// Words of a row that a lane has in flight.
-constexpr int kUnroll = 4;
+// Of a multiprocessor: 32 warps of 64 registers, or 28 of 72, where 64 spill. Measured on an H200:
+// the step of 100 and 10 classes is 3 % faster with 7.
+constexpr int min_blocks(bool gradient) { return gradient ? 7 : 8; }
+// Elements of a row that a lane adds up, or replaces by their gradients, at a time.
+constexpr int kElementsAtATime = 8;
+// Granules of a gradient that a lane has in flight.
+constexpr int kStoreUnroll = 4;
 // Longer rows are worth a warp of their own. Measured on an H200: rows of 4000 bytes are read 1.2
 // times as fast by one.
 constexpr int64_t kMaxRowBytes = 2000;
 // What a block has of shared memory beside its tiles, at most.
 constexpr int kStaticSharedBytes = 1024;
-// Of a tile: 6000 are 3 % faster for 10 classes, 3000 as much slower.
-constexpr int kTileBytes = 5000;
-// Tiles of a warp, at least. Measured on an H200, 100 classes: 3 are 5 % faster than the 20 of
-// warps that are all resident at once; 1 is slower for 10 classes.
-constexpr int64_t kTilesPerWarp = 3;
+// Of a tile. Measured on an H200, 10 classes: forward 5 % slower with 7700, the step 3 % faster.
+constexpr int tile_bytes(bool gradient) { return gradient ? 7700 : 5000; }
+// Tiles of a warp, at least. Measured on an H200, 100 classes: 2 are 1 % faster than 3, and 5 %
+// than 6; 1 is as fast.
+constexpr int64_t kTilesPerWarp = 2;
 // Lanes that may share a row. 100 classes of fp32: 2 take 0.8 times the time of 1 or 8.
 constexpr int kTeams[] = {1, 2, 8};
 // More words than these for a lane make tiles too large.
@@ -51,6 +54,19 @@ struct TileShape {
 // Where the rows of a tile start in shared memory: at 32-bit words, or in the middle of one; or
 // each is copied there by itself, because they do not follow one another in logits or gradient.
 enum class Rows : int8_t { kAtWords, kWithinWords, kWithGaps };
+
+// The gradient of a row that has no loss.
+struct ConstantGradient {
+  float value;
+
+  template <int kCount>
+  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = value;
+    }
+  }
+};
 
 // Rows with gaps, element by element: slower, but the order of the sums is the same.
 template <typename scalar_t>
@@ -80,7 +96,7 @@ __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
 
 // kTeam: lanes that share a row.
 template <typename scalar_t, int kTeam, bool kGradient, Rows kRows>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
+__global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     cross_entropy_forward_tile_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                       const TileShape shape, Denominator denominator,
                                       Partial* partials, Finalize finalize) {
@@ -90,6 +106,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   constexpr bool kGaps = kRows == Rows::kWithGaps;
   constexpr bool kOdd = kRows == Rows::kWithinWords;
   constexpr bool kExact = kExactExponentials<scalar_t>;
+  constexpr int kUnroll = kElementsAtATime / kPerWord;
+  constexpr int kGradientUnroll = kUnroll / 2;
   extern __shared__ uint4 dynamic[];
   __shared__ CopyBarrier barriers[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -110,16 +128,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (lane == 0) {
     arrived.init();
   }
-  const float scale = kGradient ? unit_scale<float>(args, denominator) : 1.0f;
+  let_next_kernel_start();
+  std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator);
   __syncthreads();
-  const int64_t tiles = (args.rows.numel + tile_rows - 1) / tile_rows;
-  const int64_t tile_stride = int64_t{gridDim.x} * kWarps;
+  // From one tile of a warp to its next.
+  const int64_t row_stride = int64_t{gridDim.x} * kWarps * tile_rows;
   const auto* const input = static_cast<const scalar_t*>(args.input.data);
   auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data);
   Partial partial;
   uint32_t parity = 0;
 
-  // The tile's elements in global memory, and in granules.
+  // The tile in shared memory: its rows, its elements in global memory, and in granules.
+  int64_t first_row = 0;
+  int rows = 0;
   int64_t first_element = 0;
   int phase = 0;
   int count = 0;
@@ -127,12 +148,20 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   scalar_t x_at_edge = {};
   const auto whole_begin = [&] { return phase > 0 ? 1 : 0; };
   const auto whole_end = [&] { return (phase + count) / kSize; };
-  const auto start = [&](int64_t tile) {
-    if (tile >= tiles) {
+  // Of the row r of the tile. What is not there is ignored.
+  const auto load_target = [&](int r) {
+    return r < rows ? load_class_index(args.target, offset_of(args.target, first_row + r))
+                    : args.ignore_index;
+  };
+  // This lane's next row.
+  const int first_of_tile = lane / kTeam;
+  int64_t next_target = args.ignore_index;
+  const auto start = [&] {
+    if (first_row >= args.rows.numel) {
       return;
     }
-    const int64_t first_row = tile * tile_rows;
-    const int rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
+    rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
+    next_target = load_target(first_of_tile);
     if constexpr (kGaps) {
       load_rows(args, elements, pitch, first_row, rows);
       return;
@@ -142,13 +171,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
                              sizeof(scalar_t));
     count = rows * num_classes;
     const scalar_t* const base = input + first_element - phase;
-    const bool head = lane < kSize;
-    const int e = head ? lane : whole_end() * kSize + lane - kSize;
-    const bool is_edge =
-        head ? whole_begin() > 0 && e >= phase : lane < 2 * kSize && whole_end() >= whole_begin();
-    edge = is_edge && e < phase + count ? e : -1;
-    if (edge >= 0) {
-      x_at_edge = base[edge];
+    edge = -1;
+    if (phase > 0 || count % kSize != 0) {
+      const bool head = lane < kSize;
+      const int e = head ? lane : whole_end() * kSize + lane - kSize;
+      const bool is_edge =
+          head ? whole_begin() > 0 && e >= phase : lane < 2 * kSize && whole_end() >= whole_begin();
+      if (is_edge && e < phase + count) {
+        edge = e;
+        x_at_edge = base[e];
+      }
     }
     const int whole = max(whole_end() - whole_begin(), 0);
     if (lane == 0) {
@@ -166,17 +198,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
     }
   };
-  const auto load_target = [&](int64_t row) {
-    return row < args.rows.numel ? load_class_index(args.target, offset_of(args.target, row)) : 0;
-  };
 
-  int64_t tile = int64_t{blockIdx.x} * kWarps + warp;
-  start(tile);
-  // This lane's next row, and from the last one of a tile to the first of the next.
-  int64_t next_row = tile * tile_rows + lane / kTeam;
-  const int64_t row_jump = (tile_stride - 1) * tile_rows + kRowsAtATime;
-  int64_t next_target = load_target(next_row);
-  for (; tile < tiles; tile += tile_stride) {
+  first_row = (int64_t{blockIdx.x} * kWarps + warp) * tile_rows;
+  start();
+  unit.wait(args, denominator);
+  const float scale = unit.get();
+  while (first_row < args.rows.numel) {
     if constexpr (!kGaps) {
       arrived.wait(parity);
       parity ^= 1;
@@ -185,40 +212,38 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       elements[edge] = x_at_edge;
     }
     __syncwarp();
-    for (int step = 0; step < shape.steps; ++step) {
-      const int64_t row = next_row;
-      const bool exists = row < args.rows.numel;
-      const int index = exists ? checked_index(args, next_target) : kIgnoredRow;
-      next_row += step + 1 < shape.steps ? kRowsAtATime : row_jump;
-      next_target = load_target(next_row);
-      const int first = phase + (step * kRowsAtATime + lane / kTeam) * pitch;  // element
+#pragma unroll 1
+    for (int r = first_of_tile; r - first_of_tile < rows; r += kRowsAtATime) {
+      const int index = checked_index(args, next_target);
+      next_target = load_target(r + kRowsAtATime);
+      scalar_t* const own = elements + phase + r * pitch;
       // The last class takes the place of the class index, and the row ends before it.
       const int count = index >= 0 ? num_classes - 1 : 0;
       float x_at_index = 0;
       if (index >= 0) {
-        x_at_index = to_acc<float>(elements[first + index]);
+        x_at_index = to_acc<float>(own[index]);
       }
       if constexpr (kTeam > 1 || kOdd) {
         __syncwarp();  // it is read by the whole team; a word has elements of two rows
       }
       if (index >= 0 && member == 0) {
-        elements[first + index] = elements[first + count];
+        own[index] = own[count];
       }
       if constexpr (kTeam > 1 || kOdd) {
         __syncwarp();
       }
       const int words = count / kPerWord;
       const bool has_last = kPerWord > 1 && count % kPerWord != 0 && words % kTeam == member;
-      const int shift = kOdd ? first % kPerWord * 16 : 0;
-      const uint32_t* const row_words = all_words + first / kPerWord;
+      const int shift = kOdd ? (phase + r * pitch) % kPerWord * 16 : 0;
+      uint32_t* const row_words = all_words + (phase + r * pitch) / kPerWord;
       const auto word = [&](int k) {
         return kOdd ? __funnelshift_r(row_words[k], row_words[k + 1], shift) : row_words[k];
       };
       // see(word): each word with the row's elements.
       const auto sum_of = [&](auto&& term, auto&& see) {
         ExactSum sum;
-        float last_terms = 0;
         int k = member;
+#pragma unroll 1
         for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
           float values[kUnroll * kPerWord];
 #pragma unroll
@@ -232,6 +257,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
           }
           sum.add(pairwise_sum(values));
         }
+        float last_terms = 0;
+#pragma unroll 1
         for (; k < words; k += kTeam) {
           float values[kPerWord];
           const uint32_t loaded = word(k);
@@ -243,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
           last_terms += pairwise_sum(values);
         }
         if (has_last) {
-          const scalar_t last = elements[first + count - 1];
+          const scalar_t last = own[count - 1];
           float values[kPerWord] = {to_acc<float>(last)};
           see(pack_word<scalar_t>(values));
           last_terms += term(values[0]);
@@ -266,21 +293,23 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
         }
       }
       // All of a warp, for the sake of its shuffles.
-      if (__any_sync(kAllLanes, !plain)) {
+      if (kExact || __any_sync(kAllLanes, !plain)) {
         uint32_t maxima = lowest_word<scalar_t>();
         int k = member;
+#pragma unroll 1
         for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) {
             maxima = max_of_words<scalar_t>(word(k + u * kTeam), maxima);
           }
         }
+#pragma unroll 1
         for (; k < words; k += kTeam) {
           maxima = max_of_words<scalar_t>(word(k), maxima);
         }
         float max = max_of_elements<scalar_t>(maxima);
         if (has_last) {
-          max = math::max_number(to_acc<float>(elements[first + count - 1]), max);
+          max = math::max_number(to_acc<float>(own[count - 1]), max);
         }
         max = math::max_number(warp_max(max, kTeam), x_at_index);
         const RowTerms<kExact> terms(max);
@@ -290,37 +319,58 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
         }
       }
       const float weight = row_weight(args, index);
-      const auto finished = reduced.finish(x_at_index, scale, weight);
+      const auto finished = reduced.template finish<!kExact>(x_at_index, scale, weight);
+      const bool exists = r < rows;
       if (member == 0 && exists) {
         const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
-        record_row(args, loss, weight, reduced.max, reduced.rest, row,
-                   args.reduction == Reduction::kNone ? offset_of(args.output, row) : 0, partial);
+        record_row(
+            args, loss, weight, reduced.max, reduced.rest, first_row + r,
+            [&](int64_t row) { return offset_of(args.output, row); }, partial);
       }
       if constexpr (kGradient) {
         if constexpr (kOdd) {
           __syncwarp();  // a word has elements of two lanes
         }
-        scalar_t* const own = elements + first;
-        const auto write = [&](int length, auto&& gradient_of) {
+        const auto replace_element = [&](int c, const auto& gradient) {
+          float values[1] = {to_acc<float>(own[c])};
+          gradient.replace(values);
+          own[c] = from_acc<scalar_t>(values[0]);
+        };
+        const auto replace_words = [&](int first_word, auto words_at_a_time, const auto& gradient) {
+          constexpr int kWords = decltype(words_at_a_time)::value;
+          float values[kWords * kPerWord];
+#pragma unroll
+          for (int u = 0; u < kWords; ++u) {
+            const uint32_t loaded = row_words[first_word + u * kTeam];
+#pragma unroll
+            for (int i = 0; i < kPerWord; ++i) {
+              values[u * kPerWord + i] = word_element<scalar_t>(loaded, i);
+            }
+          }
+          gradient.replace(values);
+#pragma unroll
+          for (int u = 0; u < kWords; ++u) {
+            row_words[first_word + u * kTeam] = pack_word<scalar_t>(values + u * kPerWord);
+          }
+        };
+        const auto write = [&](int length, const auto& gradient) {
           if constexpr (kOdd) {
             for (int c = member; c < length; c += kTeam) {
-              own[c] = from_acc<scalar_t>(gradient_of(to_acc<float>(own[c])));
+              replace_element(c, gradient);
             }
           } else {
-            uint32_t* const results = all_words + first / kPerWord;
             const int whole = length / kPerWord;
-#pragma unroll 4
-            for (int i = member; i < whole; i += kTeam) {
-              const uint32_t loaded = results[i];
-              float values[kPerWord];
-#pragma unroll
-              for (int n = 0; n < kPerWord; ++n) {
-                values[n] = gradient_of(word_element<scalar_t>(loaded, n));
-              }
-              results[i] = pack_word<scalar_t>(values);
+            int k = member;
+#pragma unroll 1
+            for (; k + (kGradientUnroll - 1) * kTeam < whole; k += kGradientUnroll * kTeam) {
+              replace_words(k, std::integral_constant<int, kGradientUnroll>{}, gradient);
+            }
+#pragma unroll 1
+            for (; k < whole; k += kTeam) {
+              replace_words(k, std::integral_constant<int, 1>{}, gradient);
             }
             if (length % kPerWord != 0 && whole % kTeam == member) {
-              own[length - 1] = from_acc<scalar_t>(gradient_of(to_acc<float>(own[length - 1])));
+              replace_element(length - 1, gradient);
             }
           }
         };
@@ -328,11 +378,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
           if (!kExact && finished.has_plain_gradient) {
             write(count, PlainGradient{finished.softmax.factor});
           } else {
-            write(count, LogitGradient<float, kExact>(finished.softmax));
+            write(count, LogitGradient<float, kExact>(finished.softmax, scale * weight));
           }
         } else if (exists) {
-          const float value = gradient_without_loss(index);
-          write(num_classes, [&](float) { return value; });
+          write(num_classes, ConstantGradient{gradient_without_loss(index)});
         }
         if constexpr (kTeam > 1) {
           __syncwarp();
@@ -345,22 +394,20 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     __syncwarp();
     if constexpr (kGradient && kGaps) {
-      const int64_t first_row = tile * tile_rows;
-      store_rows(args, elements, pitch, first_row,
-                 static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row)));
+      store_rows(args, elements, pitch, first_row, rows);
       __syncwarp();
     } else if constexpr (kGradient) {
       scalar_t* const base = grad_input + first_element - phase;
       const int end = whole_end();
       int g = lane >= whole_begin() ? lane : lane + kWarpSize;
-      for (; g + (kUnroll - 1) * kWarpSize < end; g += kUnroll * kWarpSize) {
-        Vector<scalar_t> vectors[kUnroll];
+      for (; g + (kStoreUnroll - 1) * kWarpSize < end; g += kStoreUnroll * kWarpSize) {
+        Vector<scalar_t> vectors[kStoreUnroll];
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
+        for (int u = 0; u < kStoreUnroll; ++u) {
           vectors[u] = load_vector(elements, shape.padded(g + u * kWarpSize));
         }
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
+        for (int u = 0; u < kStoreUnroll; ++u) {
           store_vector(base, g + u * kWarpSize, vectors[u]);
         }
       }
@@ -372,7 +419,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
       __syncwarp();
     }
-    start(tile + tile_stride);
+    first_row += row_stride;
+    start();
   }
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid(partial, partials, finalize);
@@ -437,7 +485,7 @@ TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
   }
   // A copy of a row with gaps is whole words.
   const int step_bytes = (words * 4 + plan.padding * kVectorBytes) * (kWarpSize / plan.team);
-  plan.steps = std::max(1, kTileBytes / step_bytes);
+  plan.steps = std::max(1, tile_bytes(gradient) / step_bytes);
   // A granule before the tile and one after it may be its in part, and a word more is read.
   plan.warp_bytes = (step_bytes * plan.steps / kVectorBytes + 3) * kVectorBytes;
   const int64_t tile_rows = int64_t{plan.steps} * (kWarpSize / plan.team);
@@ -462,10 +510,10 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
         shape.rows_of_2_20 = ((1u << 20) + granules - 1) / granules;
       }
       const auto launch = [&](auto kernel) {
-        kernel<<<static_cast<unsigned>(plan.blocks), kThreads,
-                 static_cast<size_t>(kWarps * plan.warp_bytes), stream>>>(args, shape, denominator,
-                                                                          partials, finalize);
-        check_launch("cross_entropy_forward_tile_kernel");
+        launch_kernel(
+            "cross_entropy_forward_tile_kernel", kernel,
+            {plan.blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed()}, stream,
+            args, shape, denominator, partials, finalize);
       };
       const auto launch_rows = [&](auto team, auto rows) {
         constexpr int kTeam = decltype(team)::value;

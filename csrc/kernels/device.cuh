@@ -22,6 +22,8 @@ struct DeviceLimits {
   // Bulk copies, clusters, and shared memory for three rows of 64 KB: sm_90 and sm_100. Off where
   // LOSSOPS_DISABLE_HOPPER is set, to run what older devices run.
   bool hopper = false;
+  // Kernels that start before the one ahead of them has ended, also in captured graphs.
+  bool overlaps = false;
 
   // Blocks that fit a multiprocessor, whose threads have 64 registers. shared_bytes: of a block.
   int64_t resident_blocks(int threads, int block_shared_bytes) const {
@@ -38,6 +40,15 @@ inline bool hopper_is_disabled() {
     return value != nullptr && value[0] != '\0' && value[0] != '0';
   }();
   return disabled;
+}
+
+// Before CUDA 12.3, graphs had no such edges.
+inline bool driver_captures_overlaps() {
+  static const bool captures = [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12030;
+  }();
+  return captures;
 }
 
 inline DeviceLimits current_device_limits() {
@@ -74,6 +85,8 @@ inline DeviceLimits current_device_limits() {
   DeviceLimits limits;
   limits.shared_bytes = static_cast<int>(packed >> 32);
   limits.multiprocessors = static_cast<int>(packed >> 8 & 0xffffff);
+  limits.overlaps =
+      driver_captures_overlaps() && static_cast<int>(packed & 0xff) >= 9 && !hopper_is_disabled();
   limits.hopper = static_cast<int>(packed & 0xff) >= 9 &&
                   limits.shared_bytes >= kHopperSharedBytes && !hopper_is_disabled();
   return limits;

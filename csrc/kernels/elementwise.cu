@@ -10,6 +10,7 @@
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/integers.h"
+#include "kernels/launch.cuh"
 #include "kernels/thread_reduce.cuh"
 #include "kernels/vectorized.cuh"
 #include "launchers.h"
@@ -89,6 +90,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<scalar_t>)
   using acc_t = acc_type_t<scalar_t>;
   constexpr int kCount = kVectors<scalar_t>;
   constexpr int kSize = kVectorSize<scalar_t>;
+  let_next_kernel_start();
   Partial partial;
   for (int64_t base = blockIdx.x * kTile<scalar_t>; base < numel;
        base += gridDim.x * kTile<scalar_t>) {
@@ -234,6 +236,7 @@ __global__ void __launch_bounds__(kThreads)
   const Operand* const operands[5] = {&args.input, &args.target, &args.weight, &args.output,
                                       &args.grad_input};
   const bool is_half = is_half_type(args.input.dtype);
+  let_next_kernel_start();
   Partial partial;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < args.space.numel;
        i += gridDim.x * int64_t{kThreads}) {

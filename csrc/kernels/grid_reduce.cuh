@@ -5,13 +5,13 @@
 #include <cstdint>
 
 #include "kernels/block_reduce.cuh"
-#include "kernels/check.cuh"
+#include "kernels/launch.cuh"
 #include "scalar_types.h"
 
 namespace lossops::cuda {
 
 // fp64: the grid stage adds thousands of partials.
-struct Partial {
+struct alignas(16) Partial {
   double sum = 0;
   double weight = 0;
 
@@ -52,12 +52,29 @@ struct Finalize {
   }
 };
 
-constexpr int kGridReduceThreads = 512;
+constexpr int kGridReduceThreads = 1024;
+// Partials that a thread has in flight. One block waits for all of them: with 4 at a time and 512
+// threads, 16384 took 7 us.
+constexpr int kGridReduceUnroll = 8;
 
 static __global__ void __launch_bounds__(kGridReduceThreads)
     grid_reduce_kernel(const Partial* partials, int64_t count, Finalize finalize) {
+  wait_for_previous_kernel();
   Partial total;
-  for (int64_t i = threadIdx.x; i < count; i += kGridReduceThreads) {
+  int64_t i = threadIdx.x;
+  for (; i + (kGridReduceUnroll - 1) * kGridReduceThreads < count;
+       i += kGridReduceUnroll * kGridReduceThreads) {
+    Partial loaded[kGridReduceUnroll];
+#pragma unroll
+    for (int u = 0; u < kGridReduceUnroll; ++u) {
+      loaded[u] = partials[i + u * kGridReduceThreads];
+    }
+#pragma unroll
+    for (int u = 0; u < kGridReduceUnroll; ++u) {
+      total.combine(loaded[u]);
+    }
+  }
+  for (; i < count; i += kGridReduceThreads) {
     total.combine(partials[i]);
   }
   total = block_reduce(total);
@@ -66,7 +83,8 @@ static __global__ void __launch_bounds__(kGridReduceThreads)
   }
 }
 
-// Last step of a block in the first stage. A grid of one block finishes at once.
+// Last step of a block in the first stage, whose kernel calls let_next_kernel_start() before. A
+// grid of one block finishes at once.
 __device__ __forceinline__ void reduce_to_grid(Partial partial, Partial* partials,
                                                const Finalize& finalize) {
   partial = block_reduce(partial);
@@ -83,8 +101,11 @@ __device__ __forceinline__ void reduce_to_grid(Partial partial, Partial* partial
 inline void launch_grid_reduce(const Partial* partials, int64_t blocks, const Finalize& finalize,
                                cudaStream_t stream) {
   if (blocks > 1) {
-    grid_reduce_kernel<<<1, kGridReduceThreads, 0, stream>>>(partials, blocks, finalize);
-    check_launch("grid_reduce_kernel");
+    LaunchShape shape;
+    shape.threads = kGridReduceThreads;
+    shape.overlap = true;
+    launch_kernel("grid_reduce_kernel", grid_reduce_kernel, shape, stream, partials, blocks,
+                  finalize);
   }
 }
 

@@ -23,15 +23,19 @@ constexpr float kMaxPlainLogit = 32;
 __device__ __forceinline__ float plain_exp(float x) {
   const float t = x * math::kLog2E;
   const float power = math::exp2(t);
-  return ::fmaf(power, math::lost_by_log2(x, t), power);
+  return ::fmaf(power, ::fmaf(t, -0x1.62e430p-1f, x), power);
 }
 
 // The gradients of a plain row, but for the class index: LogitGradient's, to the bit.
 struct PlainGradient {
   float factor;
 
-  __device__ __forceinline__ float operator()(float x) const {
-    return factor * math::exp2(x * math::kLog2E);
+  template <int kCount>
+  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = factor * math::exp2(x[i] * math::kLog2E);
+    }
   }
 };
 
@@ -66,7 +70,7 @@ struct IndexRow {
 
   __device__ __forceinline__ bool is_plain() const { return max == 0.0f && rest < 0.0f; }
 
-  // What becomes of the row, once the logit at its class index is known.
+  // What becomes of the row, once the logit at its class index is known. kMayBePlain: half types.
   struct Finished {
     float loss;
     RowSoftmax<float> softmax;
@@ -74,8 +78,9 @@ struct IndexRow {
     bool has_plain_gradient;
   };
 
+  template <bool kMayBePlain>
   __device__ __forceinline__ Finished finish(float x_at_index, float scale, float weight) const {
-    if (is_plain()) {
+    if (kMayBePlain && is_plain()) {
       const float at_index = plain_exp(x_at_index);
       const float loss = weight * math::log1p(math::divide_by_sum(-rest, at_index, 0.0f));
       const float scaled = scale * weight;

@@ -88,6 +88,64 @@ __device__ __forceinline__ float divide_by_sum(float a, float b, float c) {
   return is_nan(corrected) ? quotient : corrected;  // an infinity has no remainder
 }
 
+// factor exp(x) where that is normal: rounded once, of a product within 2^-25 of it. The hardware's
+// powers would be off by 2.5 units in the last place, and those of the row's sum are already.
+__device__ __forceinline__ float exp_times(float factor, float x) {
+  constexpr float kRound = 0x1.8p23f;
+  const float rounded = ::fmaf(x, kLog2E, kRound);
+  const float n = rounded - kRound;
+  // log2(e) in two parts; 2^(n + r) = 2^n (1 + r P(r)), P by the Remez algorithm.
+  const float r = ::fmaf(x, 0x1.4ae0c0p-26f, ::fmaf(x, kLog2E, -n));
+  float p = 0x1.41fbbcp-13f;
+  p = ::fmaf(p, r, 0x1.5f3e54p-10f);
+  p = ::fmaf(p, r, 0x1.3b2d4cp-7f);
+  p = ::fmaf(p, r, 0x1.c6aee8p-5f);
+  p = ::fmaf(p, r, 0x1.ebfbdcp-3f);
+  p = ::fmaf(p, r, 0x1.62e430p-1f);
+  const float product = ::fmaf(factor, __fmul_rn(p, r), factor);
+  return __int_as_float(__float_as_int(product) + (__float_as_int(rounded) << 23));
+}
+
+// From here on exp_times(factor, x) is normal, and 8 times as large as need be.
+__device__ __forceinline__ float lowest_for_exp_times(float factor) {
+  const int exponent = (__float_as_int(factor) >> 23 & 0xff) - 127;
+  return static_cast<float>(-122 - exponent) * 0x1.62e430p-1f;
+}
+
+// The hardware's powers of negative exponents are too small by as much of themselves: measured on
+// an H200, mean of -8 to 0. Of a sum of them it can be given back.
+constexpr float kLostByPowers = 0x1.4p-25f;
+
+// a / ((1 + b) exp(x)), rounded once but for few, where b >= 0 is a sum of exp_in_sum<true>();
+// |x| <= 32, a from 2^-40 to 2^60.
+__device__ __forceinline__ float divide_by_one_plus_times_exp(float a, float b, float x) {
+  // -x = n ln 2 + r + r_lost; exp(-x) = 2^n (high + low), high = 1 + r rounded.
+  constexpr float kRound = 0x1.8p23f + 127.0f;
+  const float biased = ::fmaf(x, -kLog2E, kRound);
+  const float n = biased - kRound;
+  const float r_high = ::fmaf(n, -0x1.62ep-1f, -x);  // exact
+  const float r_low = __fmul_rn(n, -0x1.0bfbe8p-15f);
+  const float r = r_high + r_low;
+  const float r_lost = (r_high - r) + r_low;
+  float p = 0x1.6a244ep-10f;
+  p = ::fmaf(p, r, 0x1.1239d4p-7f);
+  p = ::fmaf(p, r, 0x1.5558f2p-5f);
+  p = ::fmaf(p, r, 0x1.555492p-3f);
+  p = ::fmaf(p, r, 0x1.fffffcp-2f);
+  const float high = 1.0f + r;
+  const float low = (r - (high - 1.0f)) + ::fmaf(p, __fmul_rn(r, r), r_lost);
+  const float scaled = a * __int_as_float(__float_as_int(biased) << 23);
+  const float product = __fmul_rn(scaled, high);
+  const float product_lost = ::fmaf(scaled, low, ::fmaf(scaled, high, -product));
+  const float sum = 1.0f + b;
+  const float lost_by_sum = ::fmaf(b, kLostByPowers, ::fminf(b, 1.0f) - (sum - ::fmaxf(b, 1.0f)));
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
+  const float quotient = __fmul_rn(product, inverse);
+  const float lost = ::fmaf(-quotient, lost_by_sum, ::fmaf(-quotient, sum, product));
+  return ::fmaf(lost + product_lost, inverse, quotient);
+}
+
 #endif
 
 #if defined(__CUDA_ARCH__)
@@ -130,7 +188,7 @@ __device__ __forceinline__ float exp_times(float factor, float x, float lost) {
   float power;                                           // 2^t
   asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(t));  // subnormal where it must be
   const float product = factor * power;
-  const float rest = ::fmaf(t, -0x1.62e430p-1f, x) + lost;
+  const float rest = lost_by_log2(x, t) + lost;
   // Where t is -inf there is no remainder, but an infinity or a NaN: the largest of integers.
   const float bounded = __int_as_float(::min(__float_as_int(rest), __float_as_int(1.0f)));
   return ::fmaf(product, bounded, product);
@@ -147,15 +205,9 @@ __device__ __forceinline__ float divide(float a, float b) {
 }
 __device__ __forceinline__ double divide(double a, double b) { return a / b; }
 
-// a / (1 + b), b >= 0, rounded once: a quotient and what the roundings of 1 + b and of itself took
-// from it. fp64 would do, but not every GPU is fast at it.
+// a / (1 + b), b >= 0.
 __device__ __forceinline__ float divide_by_one_plus(float a, float b) {
-  const float sum = 1.0f + b;
-  const float lost_by_sum = b < 1.0f ? b - (sum - 1.0f) : 1.0f - (sum - b);
-  const float quotient = a / sum;
-  const float lost = ::fmaf(-quotient, sum, a) - quotient * lost_by_sum;
-  const float corrected = quotient + lost / sum;
-  return is_nan(corrected) ? quotient : corrected;  // an infinity has no remainder
+  return divide_by_sum(a, 1.0f, b);
 }
 __device__ __forceinline__ double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
 

@@ -1,0 +1,76 @@
+// Launches of kernels, some of which start before the kernel ahead of them on the stream has ended:
+// programmatic dependent launches, sm_90 on. Elsewhere they wait, as kernels do.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/check.cuh"
+#include "kernels/device.cuh"
+
+namespace lossops::cuda {
+
+// Once all blocks of a grid have called this, or ended, the blocks of a kernel that was launched to
+// overlap may start where there is room.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// In a kernel that overlaps: the kernel before it has ended, and all that it wrote can be read.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+struct LaunchShape {
+  int64_t blocks = 1;
+  int threads = 1;
+  int64_t shared_bytes = 0;
+  int cluster = 1;       // blocks of one
+  bool overlap = false;  // the kernel calls wait_for_previous_kernel()
+};
+
+// What cudaLaunchKernelEx() is told; holds what `config` points to.
+class LaunchConfig {
+ public:
+  LaunchConfig(const LaunchShape& shape, cudaStream_t stream) {
+    config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+    config.stream = stream;
+    config.attrs = attributes_;
+    if (shape.cluster > 1) {
+      cudaLaunchAttribute& attribute = attributes_[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    }
+    if (shape.overlap && current_device_limits().overlaps) {
+      cudaLaunchAttribute& attribute = attributes_[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+  LaunchConfig& operator=(const LaunchConfig&) = delete;
+
+  cudaLaunchConfig_t config = {};
+
+ private:
+  cudaLaunchAttribute attributes_[2] = {};
+};
+
+// name: in the error.
+template <typename... Parameters, typename... Arguments>
+void launch_kernel(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
+                   cudaStream_t stream, Arguments&&... arguments) {
+  const LaunchConfig launch(shape, stream);
+  cudaLaunchKernelEx(&launch.config, kernel, std::forward<Arguments>(arguments)...);
+  check_launch(name);
+}
+
+}  // namespace lossops::cuda
