@@ -60,7 +60,7 @@ def relative(actual: Tensor, exact: float) -> str:
 
 
 def sums(device: str, elements: int) -> Iterator[tuple[str, str, str]]:
-    x, t = torch.rand(elements, device=device), torch.rand(elements, device=device)
+    x, t = (torch.rand(elements, device=device).clamp_(min=1e-6) for _ in range(2))
     exact = sum(
         (a.double() - b.double()).square().sum().item()
         for a, b in zip(x.split(CHUNK), t.split(CHUNK), strict=True)
