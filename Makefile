@@ -41,12 +41,14 @@ SOURCES := $(sort setup.py pyproject.toml LICENSE $(shell find csrc src -type f 
 CONFIG := $(SOURCES) cuda=$(LOSSOPS_CUDA) archs=$(TORCH_CUDA_ARCH_LIST) gpus=$(GPUS) \
 	home=$(CUDA_HOME) nvcc=$(shell command -v nvcc) cxx=$(CXX) cc=$(CC)
 
-.PHONY: help demo test lint wheel planted-faults gpu-report-check clean distclean FORCE
+.PHONY: help demo test test-full lint wheel planted-faults gpu-report-check clean distclean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo              build and install the wheel, check and time the losses against torch'
 	@echo 'make test              build and install the wheel, run the tests'
+	@echo 'make test-full         the same, then for hours: random calls, planted faults, repeated runs,'
+	@echo '                       accuracy; on a GPU, compute-sanitizer too'
 	@echo 'make lint              ruff, mypy, clang-format, actionlint, the layers of csrc/'
 	@echo 'make wheel             build the wheel for the GPUs of this machine into dist/'
 	@echo 'make planted-faults    are the mistakes of tests/planted_faults.py found by the tests?'
@@ -58,6 +60,21 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest --quiet $(TEST_PROCESSES) $(PYTEST_ARGS) $(TESTS)
+
+# Hours. What needs a GPU is left out without one.
+test-full: test planted-faults
+	@$(BIN)/python tests/fuzz_calls.py --calls 1000000
+	@$(BIN)/python tests/repeat_runs.py --device cpu
+	@$(BIN)/python tests/measure_accuracy.py --device cpu --elements 28
+ifneq ($(strip $(GPUS)),)
+	@$(BIN)/python tests/fuzz_calls.py --calls 100000 --device cuda
+	@$(BIN)/python tests/repeat_runs.py --device cuda
+	@$(BIN)/python tests/measure_accuracy.py --device cuda --elements 30
+	@for tool in memcheck racecheck 'synccheck --num-cuda-barriers 4096'; do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --tool $$tool \
+			$(BIN)/python tests/small_shapes.py || exit 1; \
+	done
+endif
 
 wheel: build/.wheel
 	@ls dist/*.whl

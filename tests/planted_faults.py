@@ -705,6 +705,20 @@ FAULTS = [
         "test_cross_entropy_kernels.py test_cross_entropy.py",
     ),
     Fault(
+        "cuda: exp(x) of logits of any size",
+        "csrc/kernels/cross_entropy_row.cuh",
+        "if (::fabsf(softmax.max) <= kMaxDistance && ",
+        "if (",
+        "test_cross_entropy_kernels.py test_cross_entropy.py",
+    ),
+    Fault(
+        "cuda: what the fold of partials has in flight, added up but for one",
+        "csrc/kernels/grid_reduce.cuh",
+        "for (int u = 0; u < kGridReduceUnroll; ++u) {\n      total.combine(loaded[u]);",
+        "for (int u = 1; u < kGridReduceUnroll; ++u) {\n      total.combine(loaded[u]);",
+        "test_offsets.py test_values.py",
+    ),
+    Fault(
         "cuda: the last piece of a long row left out",
         "csrc/kernels/cross_entropy_staged.cu",
         "if (pieces.count > 1 && lane == 0) {",

@@ -304,6 +304,42 @@ def test_special_logits_at_each_place(dtype: torch.dtype, classes: int) -> None:
                 )
 
 
+@pytest.mark.parametrize("classes", [3, 10, 100, 1001, 1024, 4096, 20001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_rows_of_many_special_logits(dtype: torch.dtype, classes: int) -> None:
+    """Rows of NaN alone, of NaN and infinities in turn: their gradients are NaN, all of them."""
+    nan, inf = float("nan"), float("inf")
+    x = torch.randn(8, classes).to(dtype)
+    x[0] = nan
+    x[1, ::2], x[1, 1::2] = nan, inf
+    x[2, ::2], x[2, 1::2] = -inf, nan
+    x[3] = inf
+    x[4] = -inf
+    x[5, 1:] = nan
+    t = torch.zeros(8, dtype=torch.int64)
+    image = x.t().contiguous()[None]  # neighbours hold NaN and infinity
+    logits = [(x.cuda(), t.cuda())]
+    if classes <= 100:
+        logits.append((image.cuda(), t[None].cuda()))
+    for input, target in logits:
+        for factor in (1.0, 0.5):  # what forward left; computed anew
+            leaf = input.clone().requires_grad_()
+            (factor * lossops.cross_entropy(leaf, target, reduction="sum")).backward()
+            gradient = leaf.grad if leaf.dim() == 2 else leaf.grad[0].t()
+            assert gradient[:6].isnan().all(), factor
+            assert gradient[6:].isfinite().all(), factor
+
+
+@pytest.mark.parametrize("classes", [8, 64, 1000, 1024, 4096])
+def test_gradients_of_equal_logits(classes: int) -> None:
+    """A layer of zeros: 1 / C, rounded once."""
+    leaf = torch.zeros(5, classes, device="cuda", requires_grad=True)
+    target = torch.zeros(5, dtype=torch.int64, device="cuda")
+    lossops.cross_entropy(leaf, target, reduction="sum").backward()
+    assert leaf.grad is not None
+    assert (leaf.grad[:, 1:] == 1 / classes).all()
+
+
 @pytest.mark.parametrize("classes", [10, 21, 88, 200, 1000, 1001, 4097, 50257])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_bits_do_not_depend_on_where_rows_lie(dtype: torch.dtype, classes: int) -> None:

@@ -14,6 +14,7 @@
 #include "kernels/cross_entropy_row.cuh"
 #include "kernels/cross_entropy_staged.cuh"
 #include "kernels/cross_entropy_tile.cuh"
+#include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/integers.h"
@@ -316,49 +317,40 @@ struct RegisterRow {
     }
   }
 
-  // Writes the row's gradient. Where one formula does not do for all of a thread's logits, they are
-  // read once more: the code of both for each vector would be too long for the instruction cache.
+  // Writes the row's gradient.
   template <typename Gradient>
   __device__ __forceinline__ void write_gradient(const Gradient& gradient, const scalar_t* row,
                                                  scalar_t* grad_input, int num_classes) {
-    using acc_t = acc_type_t<scalar_t>;
     const int width = access_width(grad_input);
     const int whole = num_classes / kSize;
-    acc_t least = math::infinity<acc_t>();
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      if (vector(u) < whole) {
-        acc_t values[kSize];
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          values[i] = to_acc<acc_t>(vectors[u].get(i));
-        }
-        least = ::fmin(least_of(values), least);
-      }
-    }
     const int part = whole * kSize;
     if (part < num_classes &&
         whole % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x)) {
       for (int c = part; c < num_classes; ++c) {
-        grad_input[c] = from_acc<scalar_t>(gradient.of_logit(to_acc<acc_t>(row[c]), c));
+        grad_input[c] =
+            from_acc<scalar_t>(gradient.of_logit(to_acc<acc_type_t<scalar_t>>(row[c]), c));
       }
     }
-    if (!gradient.logit_gradient.is_direct(least)) {
-      const int row_width = access_width(row);
+    if constexpr (sizeof(scalar_t) == 4) {
+      // Where one formula does not do for all of a thread's logits, they are read once more: the
+      // code of both for each vector would be too long for the instruction cache.
+      if (!gradient.logit_gradient.is_direct(least(whole))) {
+        const int row_width = access_width(row);
 #pragma unroll 1
-      for (int v = static_cast<int>(threadIdx.x); v < whole; v += static_cast<int>(blockDim.x)) {
-        store_vector_at(
-            grad_input + v * kSize, width,
-            gradient_of(gradient, load_vector_at(row + v * kSize, row_width), v * kSize));
+        for (int v = static_cast<int>(threadIdx.x); v < whole; v += static_cast<int>(blockDim.x)) {
+          const Vector<scalar_t> x = load_vector_at(row + v * kSize, row_width);
+          store_vector_at(grad_input + v * kSize, width, gradient_of(gradient, x, v * kSize));
+        }
+        return;
       }
-      return;
     }
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
       if (vector(u) < whole) {
         forget_conversions(vectors[u]);
-        store_vector_at(vector_of(grad_input, u), width,
-                        gradient_of<true>(gradient, vectors[u], vector(u) * kSize));
+        store_vector_at(
+            vector_of(grad_input, u), width,
+            gradient_of<sizeof(scalar_t) == 4>(gradient, vectors[u], vector(u) * kSize));
       }
     }
   }
@@ -371,6 +363,23 @@ struct RegisterRow {
   template <typename T>
   static __device__ __forceinline__ T* vector_of(T* row, int u) {
     return row + threadIdx.x * kSize + u * blockDim.x * kSize;
+  }
+
+  // Of the logits in whole vectors.
+  __device__ __forceinline__ float least(int whole) const {
+    float result = math::infinity<float>();
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (vector(u) < whole) {
+        float values[kSize];
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          values[i] = to_acc<float>(vectors[u].get(i));
+        }
+        result = ::fminf(least_of(values), result);
+      }
+    }
+    return result;
   }
 
   template <int kWidth>
@@ -876,7 +885,7 @@ constexpr int kDenominatorThreads = 512;
 // Targets that a thread has in flight. One at a time took 100 us for 4 million rows.
 constexpr int kDenominatorUnroll = 8;
 // Every warp of the forward kernel folds the partial sums: few.
-constexpr int64_t kMaxDenominatorBlocks = 128;
+constexpr int64_t kMaxDenominatorBlocks = 256;
 
 static __global__ void __launch_bounds__(kDenominatorThreads)
     cross_entropy_denominator_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -1249,8 +1258,6 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
                     scratch, stream);
     }
   }
-  // A kernel that mostly finds nothing to do has several waves of blocks, which end at once.
-  const int64_t max_blocks = args.kept ? kMaxBlocks : kMaxGrid;
   const bool elementwise = args.grad_input.data != nullptr || args.grad_target.data != nullptr;
   if (!elementwise || args.rows.numel == 0 || args.num_classes == 0) {
     return;
@@ -1260,6 +1267,7 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
     if (rows_are_contiguous(args, kFewClassesBackward) && args.grad_input_class_stride == 1) {
       visit_floating(args.input.dtype, [&](auto type) {
         const int team = team_size(args);
+        const int64_t max_blocks = args.kept ? most_blocks_of_kept(block_size(team)) : kMaxGrid;
         cross_entropy_backward_kernel<typename decltype(type)::type, kDense>
             <<<static_cast<unsigned>(row_blocks(args, team, max_blocks)), block_size(team), 0,
                stream>>>(args, team);
@@ -1267,9 +1275,11 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
       });
       return;
     }
+    const int64_t max_blocks = args.kept ? most_blocks_of_kept(kThreads) : kMaxGrid;
     visit_loader(args, [&](auto loader) {
       cross_entropy_backward_strided_kernel<decltype(loader), kDense>
-          <<<static_cast<unsigned>(strided_blocks(args)), kThreads, 0, stream>>>(args);
+          <<<static_cast<unsigned>(std::min(strided_blocks(args), max_blocks)), kThreads, 0,
+             stream>>>(args);
       check_launch("cross_entropy_backward_strided_kernel");
     });
   });

@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     float at_index[kRows];
     float losses[kRows];
     // Whether one formula gives the gradients of all rows: PlainGradient's, or that of exact ones
-    // from `lowest` on.
+    // above `lowest`.
     bool all_alike = true;
     float lowest = -math::infinity<float>();
 #pragma unroll
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
         write(replace_each);
       } else if constexpr (kExact) {
         write([&](auto& x) {
-          if (least_of(x) >= lowest) {
+          if (least_of(x) > lowest) {
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
               x[i] = math::exp_times(gradients[i].factor, x[i]);

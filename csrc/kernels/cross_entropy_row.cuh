@@ -234,7 +234,7 @@ struct RowSummary {
   acc_t x_at_index;  // others
 };
 
-// The least of kCount numbers.
+// The least of kCount numbers; NaN is none.
 template <int kCount, typename acc_t>
 __device__ __forceinline__ acc_t least_of(const acc_t (&x)[kCount]) {
   acc_t least = x[0];
@@ -255,13 +255,7 @@ struct LogitGradient {
   __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<acc_t>& softmax_,
                                                     acc_t /*scale*/)
       : softmax(softmax_) {}
-  // Whether replace_direct() takes logits of which this is the least.
-  __device__ __forceinline__ bool is_direct(acc_t) const { return true; }
   // x: logits, then their gradients.
-  template <int kCount>
-  __device__ __forceinline__ void replace_direct(acc_t (&x)[kCount]) const {
-    replace(x);
-  }
   template <int kCount>
   __device__ __forceinline__ void replace(acc_t (&x)[kCount]) const {
 #pragma unroll
@@ -289,7 +283,7 @@ struct LogitGradient<float, true> {
 
   RowSoftmax<float> softmax;
   float factor = 0;                        // of exp(x)
-  float lowest = math::infinity<float>();  // logit whose gradient is that product
+  float lowest = math::infinity<float>();  // logits above it have that product for a gradient
 
   LogitGradient() = default;
   __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax_, float scale)
@@ -303,9 +297,11 @@ struct LogitGradient<float, true> {
     }
   }
 
-  __device__ __forceinline__ bool is_direct(float least) const { return least >= lowest; }
+  // Of logits of which this is the least. Not of infinity, which is also the least of nothing but
+  // NaN, and `lowest` of a row that has one.
+  __device__ __forceinline__ bool is_direct(float least) const { return least > lowest; }
 
-  // x: logits, then their gradients. is_direct() of the least of them.
+  // x: logits, then their gradients, where is_direct() of the least of them.
   template <int kCount>
   __device__ __forceinline__ void replace_direct(float (&x)[kCount]) const {
 #pragma unroll
@@ -347,11 +343,6 @@ struct LogitGradient<float, false> {
         terms(softmax_.max),
         correction(terms.correction()),
         factor(softmax_.factor * correction) {}
-  __device__ __forceinline__ bool is_direct(float) const { return true; }
-  template <int kCount>
-  __device__ __forceinline__ void replace_direct(float (&x)[kCount]) const {
-    replace(x);
-  }
   template <int kCount>
   __device__ __forceinline__ void replace(float (&x)[kCount]) const {
 #pragma unroll
@@ -447,7 +438,8 @@ __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBack
 }
 
 // 1, divided by what the mean divides by; of sums 1. All threads of a block must call both parts,
-// and the second when their first loads are on the way: it may have to wait.
+// and the second when their first loads are on the way: it may have to wait. What they load was
+// there before the kernel that is waited for began: that one is not launched to overlap.
 template <typename acc_t>
 class UnitScale {
  public:

@@ -92,6 +92,14 @@ inline DeviceLimits current_device_limits() {
   return limits;
 }
 
+// Blocks of a backward pass that mostly finds its gradient computed: one wave, which ends at once.
+// Measured on an H200: 1.5 us; 8192 blocks of 256 threads took 5 us more.
+inline int64_t most_blocks_of_kept(int threads) {
+  constexpr int kThreadsOfMultiprocessor = 2048;
+  return int64_t{std::max(1, current_device_limits().multiprocessors)} *
+         std::max(1, kThreadsOfMultiprocessor / threads);
+}
+
 // One block folds what this many leave, in microseconds.
 constexpr int64_t kMaxWorkers = 16384;
 

@@ -7,6 +7,7 @@
 #include "kernels/block_reduce.cuh"
 #include "kernels/check.cuh"
 #include "kernels/column_reduce.cuh"
+#include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/integers.h"
@@ -31,8 +32,6 @@ constexpr int kMinBlocks = sizeof(scalar_t) == 2 ? 4 : 1;
 // microseconds. The same with a gradient and without one, for the same bits. Measured on an H200:
 // 32768 lose 3 to 6 % of KL's forward, 65536 of its step too.
 constexpr int64_t kMaxReduceBlocks = 16384;
-// Of a backward kernel that mostly finds nothing to do: several waves, which end in microseconds.
-constexpr int64_t kMaxKeptBlocks = 4096;
 constexpr int64_t kMaxGrid = 1 << 30;
 
 template <typename scalar_t>
@@ -457,6 +456,7 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
     return;
   }
   const auto stream = static_cast<cudaStream_t>(context);
+  const int64_t max_blocks = args.kept ? most_blocks_of_kept(kThreads) : kMaxGrid;
   visit_elementwise_loss(args.loss, args.params, [&](auto term) {
     using Term = decltype(term);
     const Operand* grad_output =
@@ -464,15 +464,15 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
     if (vectorizable(args, {grad_output, &args.grad_input, &args.grad_target, &args.grad_weight})) {
       visit_floating(args.input.dtype, [&](auto type) {
         using scalar_t = typename decltype(type)::type;
-        const int64_t blocks = std::min(ceil_div(args.space.numel, kTile<scalar_t>),
-                                        args.kept ? kMaxKeptBlocks : kMaxGrid);
+        const int64_t blocks = std::min(ceil_div(args.space.numel, kTile<scalar_t>), max_blocks);
         elementwise_backward_kernel<scalar_t, Term>
             <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, term);
         check_launch("elementwise_backward_kernel");
       });
       return;
     }
-    const auto blocks = static_cast<unsigned>(strided_blocks(args.space.numel));
+    const auto blocks =
+        static_cast<unsigned>(std::min(strided_blocks(args.space.numel), max_blocks));
     if (args.acc_double) {
       elementwise_backward_strided_kernel<double, Term>
           <<<blocks, kThreads, 0, stream>>>(args, term);

@@ -88,8 +88,8 @@ __device__ __forceinline__ float divide_by_sum(float a, float b, float c) {
   return is_nan(corrected) ? quotient : corrected;  // an infinity has no remainder
 }
 
-// factor exp(x) where that is normal: rounded once, of a product within 2^-25 of it. The hardware's
-// powers would be off by 2.5 units in the last place, and those of the row's sum are already.
+// factor exp(x) where that is normal, within 2^-23 of it. The hardware's powers would be off by 2.5
+// units in the last place, and those of the row's sum are already.
 __device__ __forceinline__ float exp_times(float factor, float x) {
   constexpr float kRound = 0x1.8p23f;
   const float rounded = ::fmaf(x, kLog2E, kRound);
@@ -106,14 +106,15 @@ __device__ __forceinline__ float exp_times(float factor, float x) {
   return __int_as_float(__float_as_int(product) + (__float_as_int(rounded) << 23));
 }
 
-// From here on exp_times(factor, x) is normal, and 8 times as large as need be.
+// Above this exp_times(factor, x) is normal, and 8 times as large as need be.
 __device__ __forceinline__ float lowest_for_exp_times(float factor) {
   const int exponent = (__float_as_int(factor) >> 23 & 0xff) - 127;
   return static_cast<float>(-122 - exponent) * 0x1.62e430p-1f;
 }
 
 // The hardware's powers of negative exponents are too small by as much of themselves: measured on
-// an H200, mean of -8 to 0. Of a sum of them it can be given back.
+// an H200, mean of -8 to 0; elsewhere it may be less, and then costs as much. Of a sum of them it
+// can be given back.
 constexpr float kLostByPowers = 0x1.4p-25f;
 
 // a / ((1 + b) exp(x)), rounded once but for few, where b >= 0 is a sum of exp_in_sum<true>();
@@ -138,7 +139,9 @@ __device__ __forceinline__ float divide_by_one_plus_times_exp(float a, float b, 
   const float product = __fmul_rn(scaled, high);
   const float product_lost = ::fmaf(scaled, low, ::fmaf(scaled, high, -product));
   const float sum = 1.0f + b;
-  const float lost_by_sum = ::fmaf(b, kLostByPowers, ::fminf(b, 1.0f) - (sum - ::fmaxf(b, 1.0f)));
+  // A whole number is the sum of terms that are exactly 1, as those of equal logits.
+  const float lost_by_powers = b == ::rintf(b) ? 0.0f : kLostByPowers;
+  const float lost_by_sum = ::fmaf(b, lost_by_powers, ::fminf(b, 1.0f) - (sum - ::fmaxf(b, 1.0f)));
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
   const float quotient = __fmul_rn(product, inverse);

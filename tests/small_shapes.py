@@ -1,0 +1,65 @@
+"""Every kernel once, on small shapes: for compute-sanitizer, under which the suite takes hours.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/small_shapes.py
+
+and the same with racecheck, and with synccheck --num-cuda-barriers 4096.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lossops
+
+
+def step(loss: Callable[..., Tensor], x: Tensor, *args: Tensor, **options: Any) -> None:
+    """Forward and backward; of a reduction also with a gradient that is not what forward left."""
+    for factor in (1.0, 2.0):
+        leaf = x.detach().requires_grad_()
+        value = loss(leaf, *args, **options)
+        (factor * value.sum()).backward()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+
+    def indices(classes: int, *shape: int) -> Tensor:
+        return torch.randint(classes, shape, device="cuda")
+
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+
+        def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, device="cuda").to(dtype)
+
+        for classes in (1, 2, 3, 10, 21, 33, 100, 127, 500, 999, 1000, 1001, 2049, 4096):
+            for rows in (3, 70, 1100):
+                target = indices(classes, rows)
+                target[0] = -100
+                target[1] = classes + 5  # out of range
+                for reduction in ("mean", "none"):
+                    step(lossops.cross_entropy, normal(rows, classes), target, reduction=reduction)
+        for classes in (20000, 50257, 131073):
+            for smoothing in (0.0, 0.1):
+                x, target = normal(3, classes), indices(classes, 3)
+                step(lossops.cross_entropy, x, target, label_smoothing=smoothing)
+        for shape in ((2, 21, 8, 16), (2, 7, 5, 3), (1028, 21, 4)):
+            target = indices(shape[1], shape[0], *shape[2:])
+            for reduction in ("mean", "none"):
+                step(lossops.cross_entropy, normal(*shape), target, reduction=reduction)
+        step(lossops.cross_entropy, normal(4, 3000), normal(4, 3000).abs())
+        step(lossops.cross_entropy, normal(4, 3000), indices(3000, 4), normal(3000).abs())
+        for loss in (lossops.mse_loss, lossops.kl_div):
+            for reduction in ("mean", "sum", "none"):
+                x, target = normal(33, 1001).abs(), normal(33, 1001).abs()
+                step(loss, x, target, reduction=reduction)
+                step(loss, x.t(), target.t(), reduction=reduction)
+    torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
