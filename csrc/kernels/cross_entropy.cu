@@ -254,12 +254,10 @@ __device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient
     for (int i = 0; i < kSize; ++i) {
       values[i] = gradient.of_dense_logit(values[i], q[i]);
     }
+  } else if constexpr (kDirect) {
+    gradient.logit_gradient.replace_direct(values);
   } else {
-    if constexpr (kDirect) {
-      gradient.logit_gradient.replace_direct(values);
-    } else {
-      gradient.logit_gradient.replace(values);
-    }
+    gradient.logit_gradient.replace(values);
   }
   Vector<scalar_t> results = pack<scalar_t>(values);
   // At the class index, where it is one of these: a branch for a few threads, not for all.
@@ -884,7 +882,8 @@ struct WeightGradientSink {
 constexpr int kDenominatorThreads = 512;
 // Targets that a thread has in flight. One at a time took 100 us for 4 million rows.
 constexpr int kDenominatorUnroll = 8;
-// Every warp of the forward kernel folds the partial sums: few.
+// Every warp of the forward kernel folds the partial sums: few. Measured on an H200, 4 million
+// rows: 128 make the step 2 us longer.
 constexpr int64_t kMaxDenominatorBlocks = 256;
 
 static __global__ void __launch_bounds__(kDenominatorThreads)

@@ -92,8 +92,8 @@ inline DeviceLimits current_device_limits() {
   return limits;
 }
 
-// Blocks of a backward pass that mostly finds its gradient computed: one wave, which ends at once.
-// Measured on an H200: 1.5 us; 8192 blocks of 256 threads took 5 us more.
+// Blocks of a backward pass that mostly finds its gradient computed: a wave or two, which end at
+// once. Measured on an H200: half as many take 1.5 us, and steps 4 to 7 us less than with 8192.
 inline int64_t most_blocks_of_kept(int threads) {
   constexpr int kThreadsOfMultiprocessor = 2048;
   return int64_t{std::max(1, current_device_limits().multiprocessors)} *

@@ -53,8 +53,7 @@ struct Finalize {
 };
 
 constexpr int kGridReduceThreads = 1024;
-// Partials that a thread has in flight. One block waits for all of them: with 4 at a time and 512
-// threads, 16384 took 7 us.
+// Partials that a thread has in flight: one block waits for all of them.
 constexpr int kGridReduceUnroll = 8;
 
 static __global__ void __launch_bounds__(kGridReduceThreads)

@@ -39,11 +39,11 @@ struct PlainGradient {
   }
 };
 
-// The larger distance from 0, element by element; of a NaN and a number, the number. a: without
-// signs.
+// The larger distance from 0, element by element of half types; of a NaN and a number, the number.
+// a: without signs.
 template <typename scalar_t>
 __device__ __forceinline__ uint32_t reach_of_words(uint32_t word, uint32_t a) {
-  return max_of_words<scalar_t>(word & (sizeof(scalar_t) == 4 ? 0x7fffffffu : 0x7fff7fffu), a);
+  return max_of_words<scalar_t>(word & 0x7fff7fffu, a);
 }
 
 // A thread's sum of exponentials to the last place: the largest may come first, and every one that

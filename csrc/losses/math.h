@@ -76,7 +76,7 @@ __device__ __forceinline__ float lost_by_log2(float x, float t) {
 }
 
 // a / (b + c), rounded once but for one quotient in many; b and c not negative, their sum from
-// 2^-126 to 2^126. In a third of the instructions of divide_by_one_plus().
+// 2^-126 to 2^126.
 __device__ __forceinline__ float divide_by_sum(float a, float b, float c) {
   const float sum = b + c;
   const float lost_by_sum = ::fminf(b, c) - (sum - ::fmaxf(b, c));
