@@ -26,6 +26,8 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
                                                              void** ret_stream)
     __attribute__((weak));
 #endif
+// What torch's last error said; torch 2.13 or newer.
+extern "C" const char* torch_exception_get_what_without_backtrace() __attribute__((weak));
 
 namespace lossops {
 namespace {
@@ -183,6 +185,12 @@ struct View {
         dtype(source.scalar_type()) {}
 };
 
+std::string device_of(const Tensor& tensor) {
+  return tensor.is_cpu()
+             ? std::string("cpu")
+             : (tensor.is_cuda() ? "cuda:" : "device ") + std::to_string(tensor.get_device_index());
+}
+
 // A tensor that was just allocated, on its way to whoever fills it.
 Tensor fresh(Tensor tensor) {
   if (tensor.is_cpu()) {
@@ -192,14 +200,34 @@ Tensor fresh(Tensor tensor) {
   return tensor;
 }
 
+// ops.py knows the first words, and makes torch.OutOfMemoryError of them, as programs that catch
+// torch's own do.
+[[noreturn]] void fail_allocation(const Dims& sizes, ScalarType dtype, const Tensor& like) {
+  std::ostringstream message;
+  const char* const said = torch_exception_get_what_without_backtrace == nullptr
+                               ? ""
+                               : torch_exception_get_what_without_backtrace();
+  if (*said != '\0') {
+    message << said << " (lossops: ";
+  } else {
+    message << (like.is_cuda() ? "CUDA out of memory. (lossops: " : "out of memory (lossops: ");
+  }
+  message << "cannot allocate a tensor of shape " << sizes << ", " << name_of(dtype) << ", on "
+          << device_of(like) << ")";
+  throw std::runtime_error(message.str());
+}
+
 Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& like) {
   int32_t device_type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      sizes.size, sizes.values, strides.values,
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
-      device_type == aoti_torch_device_type_cpu() ? 0 : like.get_device_index(), &handle));
+  if (aoti_torch_empty_strided(
+          sizes.size, sizes.values, strides.values,
+          torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
+          device_type == aoti_torch_device_type_cpu() ? 0 : like.get_device_index(),
+          &handle) != AOTI_TORCH_SUCCESS) {
+    fail_allocation(sizes, dtype, like);
+  }
   return fresh(Tensor(handle));
 }
 
@@ -225,9 +253,14 @@ void set_result(Operand& operand, const Tensor& tensor) {
 
 // empty_like, without the search for the operator of that name where the layout is plain.
 Tensor like_of(const View& view) {
-  return is_dense(view.sizes, view.strides)
-             ? empty_strided(view.sizes, view.strides, view.dtype, view.tensor)
-             : fresh(torch::stable::empty_like(view.tensor));
+  if (is_dense(view.sizes, view.strides)) {
+    return empty_strided(view.sizes, view.strides, view.dtype, view.tensor);
+  }
+  try {
+    return fresh(torch::stable::empty_like(view.tensor));
+  } catch (const std::runtime_error&) {
+    fail_allocation(view.sizes, view.dtype, view.tensor);
+  }
 }
 
 void check_device(const char* op, const char* name, const View& view, const View& input) {
@@ -235,12 +268,23 @@ void check_device(const char* op, const char* name, const View& view, const View
   const Tensor& b = input.tensor;
   const bool same = a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() &&
                     (a.is_cpu() || a.get_device_index() == b.get_device_index());
-  const auto describe = [](const Tensor& tensor) {
-    return tensor.is_cpu() ? std::string("cpu")
-                           : (tensor.is_cuda() ? "cuda:" : "device ") +
-                                 std::to_string(tensor.get_device_index());
-  };
-  LOSSOPS_CHECK(op, same, name, " is on ", describe(a), " but input is on ", describe(b));
+  LOSSOPS_CHECK(op, same, name, " is on ", device_of(a), " but input is on ", device_of(b));
+}
+
+#if defined(LOSSOPS_WITH_CUDA)
+std::string cuda_problem() { return cuda::why_unusable(); }
+#else
+std::string cuda_problem() {
+  return "this build has no CUDA kernels: install a released wheel, or build with a CUDA compiler";
+}
+#endif
+
+// Before anything is allocated or launched: torch's own errors do not say what to do.
+void check_cuda(const char* op, const char* name, const Tensor& tensor) {
+  if (tensor.is_cuda()) {
+    const std::string problem = cuda_problem();
+    LOSSOPS_CHECK(op, problem.empty(), name, " is on ", device_of(tensor), ", but ", problem);
+  }
 }
 
 // Denominator and value of a mean, as forward returned them.
@@ -292,18 +336,8 @@ cuda::Context current_stream(const Tensor& tensor) {
 #define LOSSOPS_SCRATCH(like, name, args) \
   ((like).is_cuda() ? cuda::name##_scratch(args) : cpu::name##_scratch(args))
 #else
-#define LOSSOPS_LAUNCH(like, name, ...)             \
-  do {                                              \
-    check_cpu(like);                                \
-    cpu::launch_##name(__VA_ARGS__, cpu_context()); \
-  } while (false)
-#define LOSSOPS_SCRATCH(like, name, args) (check_cpu(like), cpu::name##_scratch(args))
-
-void check_cpu(const Tensor& tensor) {
-  if (!tensor.is_cpu()) {
-    throw std::runtime_error("lossops: this build has no CUDA kernels; see python -m lossops.info");
-  }
-}
+#define LOSSOPS_LAUNCH(like, name, ...) cpu::launch_##name(__VA_ARGS__, cpu_context())
+#define LOSSOPS_SCRATCH(like, name, args) cpu::name##_scratch(args)
 #endif
 
 // Memory for one call, of torch's allocator, which may hand it out again as soon as the
@@ -395,6 +429,7 @@ struct ElementwiseProblem {
     const ReductionChoice choice = parse_reduction(op, reduction, traits.has_batchmean);
     check_dtypes(traits.takes_integers);
     check_device(op, "target", target, input);
+    check_cuda(op, "input", input_);
     LOSSOPS_CHECK(op, broadcast_shapes(input.sizes, target.sizes, shape), "input of shape ",
                   input.sizes, " and target of shape ", target.sizes, " do not broadcast");
     LOSSOPS_CHECK(op, shape.has_numel(), "input of shape ", input.sizes, " and target of shape ",
@@ -807,6 +842,7 @@ struct CrossEntropyProblem {
     LOSSOPS_CHECK(kCrossEntropy, is_floating(input.dtype), "input must be floating point, but is ",
                   name_of(input.dtype));
     check_device(kCrossEntropy, "target", target, input);
+    check_cuda(kCrossEntropy, "input", input_);
     LOSSOPS_CHECK(
         kCrossEntropy, input.sizes.size >= 1,
         "input must have at least 1 dimension, (C,), (N, C) or (N, C, d1, ...), but is 0-d");
@@ -1201,6 +1237,7 @@ Tensor cross_entropy(Tensor input, Tensor target, OptionalTensor weight, int64_t
 Tensor first_invalid_target(Tensor target, int64_t num_classes, int64_t ignore_index) {
   CrossEntropyArgs args;
   const View view(target);
+  check_cuda(kCrossEntropy, "target", target);
   LOSSOPS_CHECK(kCrossEntropy,
                 view.dtype == ScalarType::Long || view.dtype == ScalarType::Int ||
                     view.dtype == ScalarType::Byte,
@@ -1267,6 +1304,7 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "float label_smoothing, bool[] output_mask) -> Tensor[]");
   m.def("first_invalid_target(Tensor target, int num_classes, int ignore_index) -> Tensor");
   m.def("build_info() -> str");
+  m.def("cuda_problem() -> str");
 }
 
 // The same functions serve both devices.
@@ -1291,6 +1329,7 @@ STABLE_TORCH_LIBRARY(lossops, m) { lossops::define_ops(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(lossops, CompositeExplicitAutograd, m) {
   m.impl("build_info", TORCH_BOX(&lossops::build_info));
+  m.impl("cuda_problem", TORCH_BOX(&lossops::cuda_problem));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lossops, CPU, m) { lossops::implement_ops(m); }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "losses/registry.h"
 #include "scalar_types.h"
@@ -154,6 +155,9 @@ namespace cuda {
 // A cudaStream_t. Launch errors are thrown as std::runtime_error.
 using Context = void*;
 LOSSOPS_DECLARE_LAUNCHERS(Context)
+
+// Why this process cannot use CUDA, in one sentence; empty where it can.
+std::string why_unusable();
 
 }  // namespace cuda
 

@@ -1,10 +1,11 @@
 """Do losses and gradients have the same bits each time? Many runs of each, in many ways.
 
-    python tests/repeat_runs.py [--device cpu|cuda] [--runs 1000]
+    python tests/repeat_runs.py [--device cpu|cuda] [--runs 1000] [--calls 10000]
 
 Every loss, dtype and reduction, with a layout for each kernel of cross entropy. On CUDA half of the
 runs take turns on 4 streams, and a captured graph is replayed as well; on the CPU the number of
-threads changes from run to run. Ends with 1 where a bit differs. Not a test: it takes minutes.
+threads changes from run to run. Then 8 threads take `calls` steps each at
+the same time, the losses in turn. Ends with 1 where a bit differs. Not a test: it takes minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from numerics import DTYPES
@@ -22,6 +24,7 @@ import lossops
 
 Loss = Callable[[Tensor], Tensor]
 STREAMS = 4
+THREADS = 8
 INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
@@ -126,10 +129,36 @@ def differing_runs_cpu(loss: Loss, x: Tensor, runs: int) -> int:
         torch.set_num_threads(threads)
 
 
+def differing_calls_of_threads(device: str, calls: int) -> int:
+    """Of steps of each loss in fp32, from THREADS threads; on CUDA each has its own stream."""
+    wanted_names = {
+        f"{loss} {torch.float32} mean" for loss in ("mse_loss", "kl_div", "cross_entropy")
+    }
+    losses = [(loss, x) for name, loss, x in cases(device) if name in wanted_names]
+    expected = [[bits(tensor).clone() for tensor in both(loss, x)] for loss, x in losses]
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+    def work(_: int) -> int:
+        own = torch.cuda.Stream() if device == "cuda" else None
+        found = torch.zeros((), dtype=torch.int64, device=device)
+        with torch.cuda.stream(own):
+            for call in range(calls):
+                which = call % len(losses)
+                actual = both(*losses[which])
+                for tensor, wanted in zip(actual, expected[which], strict=True):
+                    found += (bits(tensor) != wanted).any()
+        return int(found)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return sum(pool.map(work, range(THREADS)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--calls", type=int, default=10_000, help="of each of the 8 threads")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     differing_runs = differing_runs_cuda if arguments.device == "cuda" else differing_runs_cpu
@@ -141,7 +170,9 @@ def main() -> int:
             failed += 1
             print(f"{name}: {different} runs differ from the first", flush=True)
     print(f"{count} cases, {arguments.runs} runs each on {arguments.device}: {failed} differ")
-    return int(failed > 0)
+    different = differing_calls_of_threads(arguments.device, arguments.calls)
+    print(f"{THREADS} threads, {arguments.calls} calls each: {different} tensors differ")
+    return int(failed > 0 or different > 0)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,45 @@ def test_grad_output_of_any_layout(
 
 
 @per_variant
+def test_layout_of_grad_output_changes_no_bit(loss: Loss, variant: Variant, device: str) -> None:
+    """Contiguous, stride 0, narrowed, transposed, misaligned, 0-d; also in float32 under autocast
+    where the inputs are half. Compared with what the same numbers give when they are contiguous."""
+    for dtype, autocast in (
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+    ):
+        for shape, reduction in (((33, 65), "none"), ((3, 9, 7), "none"), ((33, 65), "mean")):
+            sample = variant.sample(shape, device=device, dtype=dtype, reduction=reduction)
+            for call in (loss.function, loss.op):
+                with torch.autocast(device, enabled=autocast):
+                    leaves = sample.leaves()
+                    value = leaves.call(call)
+                assert value.dtype == (torch.float32 if autocast else dtype)
+                g = torch.randn(value.shape).to(value)
+                found = {name: (layout(g), g) for name, layout in layouts_of(g).items()}
+                number = g.flatten()[:1]
+                expanded = number.view((1,) * g.dim()).expand_as(g)
+                found["stride 0"] = (expanded, expanded.contiguous())
+                if g.dim():
+                    wide = torch.randn(*g.shape[:-1], g.shape[-1] + 2).to(g)
+                    found["narrowed"] = (wide[..., 1:-1], wide[..., 1:-1].contiguous())
+                    rows = g[:1].expand_as(g)
+                    found["stride 0 of rows"] = (rows, rows.contiguous())
+                if g.dim() >= 2:
+                    transposed = torch.randn(g.mT.shape).to(g).mT
+                    found["transposed"] = (transposed, transposed.contiguous())
+                for name, (grad_output, contiguous) in found.items():
+                    gradients = [
+                        torch.autograd.grad(value, leaves_of(leaves), cotangent, retain_graph=True)
+                        for cotangent in (grad_output, contiguous)
+                    ]
+                    for actual, expected in zip(*gradients, strict=True):
+                        what = f"{sample.name}, grad_output {name}"
+                        assert same_bits(actual, expected), what
+
+
+@per_variant
 def test_grad_output_from_real_graphs(loss: Loss, variant: Variant, device: str) -> None:
     extra = torch.randn(5, device=device)
     graphs: dict[str, Callable[[Tensor], Tensor]] = {

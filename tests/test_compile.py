@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,14 @@ def test_compiled_autograd(loss: Loss) -> None:
         assert same_bits(gradients[0], gradients[1]), sample.name
 
 
+class AllLosses(torch.nn.Module):
+    def forward(self, *operands: tuple[Tensor, Tensor]) -> list[Tensor]:
+        return [
+            loss.function(*pair, **loss.variants[0].options)
+            for loss, pair in zip(LOSSES, operands, strict=True)
+        ]
+
+
 @per_loss
 def test_export(loss: Loss) -> None:
     sample = loss.variants[0].sample((6, 9))
@@ -191,3 +200,17 @@ def test_export(loss: Loss) -> None:
     assert same_bits(exported.module()(*operands), sample.call(loss.function))
     names = {str(node.target) for node in exported.graph.nodes}
     assert any("lossops" in name for name in names), names
+
+
+def test_aot_inductor(device: str, tmp_path: Path) -> None:
+    """A program compiled ahead of time, saved, and loaded again."""
+    program = AllLosses()
+    samples = [loss.variants[0].sample((6, 9), device=device) for loss in LOSSES]
+    operands = tuple((s.tensors["input"], s.tensors["target"]) for s in samples)
+    exported = torch.export.export(program, operands)
+    package = torch._inductor.aoti_compile_and_package(
+        exported, package_path=str(tmp_path / "losses.pt2")
+    )
+    found = torch._inductor.aoti_load_package(package)(*operands)
+    for actual, expected, loss in zip(found, program(*operands), LOSSES, strict=True):
+        assert same_bits(actual, expected), loss.name

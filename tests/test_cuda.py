@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -221,6 +223,122 @@ def test_tensors_on_two_gpus(loss: Loss) -> None:
     for call in (loss.function, loss.op):
         with pytest.raises(RuntimeError, match="cuda:1"):
             mixed.call(call)
+
+
+@pytest.mark.gpus(2)
+@per_loss
+def test_a_thread_for_each_gpu(loss: Loss) -> None:
+    """As DataParallel does it: each thread has a device of its own, for many calls at a time."""
+    on_first = [variant.sample((513, 257), device="cuda:0") for variant in loss.variants]
+    expected = [evaluate(loss.function, sample) for sample in on_first]
+
+    def work(device: int) -> list[Result]:
+        torch.cuda.set_device(device)
+        samples_here = [sample.map(lambda t: t.to(f"cuda:{device}")) for sample in on_first]
+        for _ in range(50):
+            found = [evaluate(loss.function, sample) for sample in samples_here]
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(work, (0, 1)):
+            for result, wanted, sample in zip(found, expected, on_first, strict=True):
+                moved = {name: g.to("cuda:0") for name, g in result.gradients.items()}
+                result = Result(result.value.to("cuda:0"), moved)
+                assert_same_result(result, wanted, sample.name)
+
+
+# --- what a call cannot have --------------------------------------------------------------------
+
+
+@per_variant
+def test_out_of_memory(loss: Loss, variant: Variant) -> None:
+    """torch's error, nothing left behind, and the next call is right."""
+    sample = variant.sample((4096, 1024), device="cuda", reduction="none")
+    expected = evaluate(loss.function, sample)
+    wanted = [expected.value.cpu(), *(g.cpu() for g in expected.gradients.values())]
+    del expected
+    before = settled_memory()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    errors = 0
+    for spare in (0, 2**12, 2**16, 2**22, 2**24 + 2**20, 2**25):
+        # Of torch's own process: other tests have the rest of the device.
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + spare) / total)
+        try:
+            for call in (loss.function, loss.op):
+                try:
+                    evaluate(call, sample)
+                except torch.cuda.OutOfMemoryError:
+                    errors += 1
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert settled_memory() == before
+        torch.cuda.empty_cache()
+    assert errors >= 4, "this test was to run out of memory"
+    result = evaluate(loss.function, sample)
+    for actual, tensor in zip((result.value, *result.gradients.values()), wanted, strict=True):
+        assert same_bits(actual.cpu(), tensor)
+
+
+FORKED = """
+import os, sys, torch, lossops
+x, t = torch.randn(8, 5, device="cuda", requires_grad=True), torch.randn(8, 5, device="cuda")
+labels = torch.randint(5, (8,), device="cuda")
+torch.cuda.synchronize()
+if sys.argv[1] == "used":
+    lossops.mse_loss(x, t).backward()
+    torch.cuda.synchronize()
+calls = (
+    lambda: lossops.mse_loss(x, t),
+    lambda: lossops.kl_div(x.detach(), t),
+    lambda: lossops.cross_entropy(x, labels),
+    lambda: torch.ops.lossops.cross_entropy(x.detach(), labels),
+)
+child = os.fork()
+if child == 0:
+    for call in calls:
+        try:
+            call()
+            print("no error")
+        except RuntimeError as error:
+            print(str(error).splitlines()[0])
+    print(lossops.mse_loss(torch.ones(3), torch.zeros(3)).item())
+    sys.stdout.flush()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+for call in calls:
+    assert call().isfinite().all()
+"""
+
+
+@pytest.mark.parametrize("before", ["used", "not used"])
+def test_forked_process(before: str) -> None:
+    """A clear error in the child, which goes on with the CPU; nothing happens to the parent."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, before], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    *errors, on_cpu = done.stdout.splitlines()
+    assert on_cpu == "1.0"
+    assert len(errors) == 4
+    for error in errors:
+        assert "forked" in error and "spawn" in error and "input is on cuda:0" in error, error
+
+
+def test_process_forked_before_cuda() -> None:
+    """CUDA is usable in the child of a process that has only imported lossops."""
+    program = """
+import os, sys, torch, lossops
+child = os.fork()
+if child == 0:
+    x = torch.ones(8, device="cuda", requires_grad=True)
+    lossops.mse_loss(x, torch.zeros(8, device="cuda")).backward()
+    os._exit(0 if x.grad.tolist() == [0.25] * 8 else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 # --- more than 2^31 elements --------------------------------------------------------------------

@@ -21,6 +21,7 @@ import lossops
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(lossops.__file__).resolve().parent
 LIBRARY = PACKAGE / "_C.so"
+CUDA_VERSION = json.loads(torch.ops.lossops.build_info())["cuda"]
 
 
 def source_file(name: str) -> Path:
@@ -275,6 +276,47 @@ def test_library_that_cannot_load(damage: str, tmp_path: Path) -> None:
     assert report.returncode == 0, report.stderr
     assert lossops.__version__ in report.stdout
     assert re.search(r"load error:\s+\S*ImportError|load error:.*_C\.so", report.stdout, re.DOTALL)
+
+
+FAKE_DRIVER = """
+#include <string.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int* version) { *version = 11040; return 0; }
+int cuGetProcAddress_v2(const char* name, void** found, int version, unsigned long flags,
+                        void* how) {
+  *found = strcmp(name, "cuDriverGetVersion") == 0      ? (void*)cuDriverGetVersion
+           : strcmp(name, "cuInit") == 0                ? (void*)cuInit
+           : strncmp(name, "cuGetProcAddress", 16) == 0 ? (void*)cuGetProcAddress_v2
+                                                        : 0;
+  return *found ? 0 : 500;
+}
+"""
+
+
+@pytest.mark.skipif(not CUDA_VERSION, reason="needs a lossops that was built with CUDA")
+@pytest.mark.parametrize("driver", ["old", "none"])
+def test_driver_that_cannot_be_used(
+    driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sentence with the versions and the remedy; the operators say it where they are called."""
+    source = tmp_path / "driver.c"
+    source.write_text(FAKE_DRIVER if driver == "old" else "")
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True
+    )
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    done = run_python("-m", "lossops.info", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    if driver == "none":
+        assert report["cuda_problem"] == "no NVIDIA driver is found"
+    else:
+        oldest = 580 if int(CUDA_VERSION.split(".")[0]) >= 13 else 525
+        assert report["cuda_problem"] == (
+            f"the NVIDIA driver knows CUDA 11.4 and lossops is built with CUDA {CUDA_VERSION}: "
+            f"update the driver to {oldest} or newer"
+        )
 
 
 def test_import_is_quiet_and_light() -> None:

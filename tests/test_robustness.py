@@ -225,3 +225,45 @@ def test_more_elements_than_can_be_counted(loss: Loss, device: str) -> None:
     for function in (loss.function, loss.op):
         with pytest.raises(RuntimeError, match=r"4294967296, 1.*more than 2\^63 elements"):
             function(column, row, reduction="sum")
+
+
+OUT_OF_MEMORY = """
+import resource
+import torch, lossops
+
+x, t = torch.rand(2**22, 4), torch.rand(2**22, 4)
+labels = torch.randint(4, (2**22,))
+leaf = x.clone().requires_grad_()
+calls = {
+    "mse_loss": lambda: lossops.mse_loss(x, t, reduction="none"),
+    "kl_div": lambda: lossops.kl_div(x, t, reduction="none"),
+    "cross_entropy": lambda: lossops.cross_entropy(leaf, labels),
+    "operator": lambda: torch.ops.lossops.mse_loss(x, t, reduction="none"),
+}
+expected = {name: call().detach().clone() for name, call in calls.items()}
+pages = int(open("/proc/self/statm").read().split()[0])
+_, most = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**24, most))
+for name, call in calls.items():
+    try:
+        call()
+        print(name, "no error")
+    except RuntimeError as error:
+        print(name, "allocate" in str(error))
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+for name, call in calls.items():
+    assert torch.equal(call(), expected[name]), name
+"""
+
+
+def test_out_of_memory_on_the_cpu() -> None:
+    """torch's error, and the next call is right."""
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        word
+        for name in ("mse_loss", "kl_div", "cross_entropy", "operator")
+        for word in (name, "True")
+    ]

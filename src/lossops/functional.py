@@ -320,6 +320,8 @@ def _as_torch_raises(
     refused = _refused(error, tensors)
     if refused is not None:
         return refused
+    if isinstance(error := ops.as_memory_error(error), torch.OutOfMemoryError):
+        return error
     message = str(error)
     if "reduction must be one of" in message:
         return ValueError(message)

@@ -72,10 +72,11 @@ def _load() -> dict[str, Any]:
         import torch
 
         build = json.loads(torch.ops.lossops.build_info())
+        problem = torch.ops.lossops.cuda_problem()
         importlib.import_module("lossops.functional")
     except Exception as error:
         return {"load_error": _said(error)}
-    return {"load_error": None, "build": build}
+    return {"load_error": None, "build": build, "cuda_problem": problem or None}
 
 
 def _devices() -> dict[str, Any]:
@@ -134,6 +135,7 @@ def text(report: dict[str, Any]) -> str:
         lines.append(("  built with", f"{_cuda(build.get('cuda'))}, {build.get('compiler')}"))
         lines.append(("  architectures", build.get("cuda_archs") or "none (CPU only)"))
         lines.append(("  needs torch", f">= {build.get('torch_target')}"))
+        lines.append(("  CUDA", report["cuda_problem"] or "can be used"))
     lines.append(("driver", report["driver"] or "no NVIDIA driver found"))
     for index, device in enumerate(report["devices"]):
         capability, memory = device["capability"], device["memory_gib"]

@@ -107,6 +107,13 @@ def _is_one(grad: Tensor) -> bool:
     return is_plain and grad.item() == 1
 
 
+def as_memory_error(error: Exception) -> Exception:
+    """torch's error where a GPU has no memory left: C++ here has RuntimeError only."""
+    message = str(error)
+    is_one = type(error) is RuntimeError and message.startswith("CUDA out of memory.")
+    return torch.OutOfMemoryError(message) if is_one else error
+
+
 def _check_devices(name: str, input: Tensor, *others: Tensor | None) -> None:
     """As the kernels do: fake kernels also meet a real tensor beside one without data."""
     for tensor in others:
@@ -364,7 +371,10 @@ class _Loss:
     def public_kernel(self, float32_result: bool, *args: Any, **kwargs: Any) -> Tensor:
         arguments = self.forward_args(float32_result, *args, **kwargs)
         _reject_forward_ad(self.name, *arguments[:3])
-        loss: Tensor = self.forward_op(*arguments)[0]
+        try:
+            loss: Tensor = self.forward_op(*arguments)[0]
+        except RuntimeError as error:
+            raise as_memory_error(error) from None
         return loss
 
     def autograd_kernel(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -435,13 +445,16 @@ class _Loss:
         needed = [bool(needs) for needs in ctx.needs_input_grad[:3]]
         position = self.mask_position - 1
         arguments = (grad_output, *arguments[:position], needed, *arguments[position:])
-        if torch.is_grad_enabled():  # create_graph=True
-            found = iter(self.gradient_function.apply(*arguments))
-        elif _is_compiling():  # compiled autograd
-            found = iter(self.backward_op(*arguments))
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
+        try:
+            if torch.is_grad_enabled():  # create_graph=True
+                found = iter(self.gradient_function.apply(*arguments))
+            elif _is_compiling():  # compiled autograd
                 found = iter(self.backward_op(*arguments))
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    found = iter(self.backward_op(*arguments))
+        except RuntimeError as error:
+            raise as_memory_error(error) from None
         return [next(found) if needs else None for needs in needed]
 
     def reference_loss(
