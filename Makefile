@@ -70,7 +70,7 @@ ifneq ($(strip $(GPUS)),)
 	@$(BIN)/python tests/fuzz_calls.py --calls 100000 --device cuda
 	@$(BIN)/python tests/repeat_runs.py --device cuda
 	@$(BIN)/python tests/measure_accuracy.py --device cuda --elements 30
-	@for tool in memcheck racecheck 'synccheck --num-cuda-barriers 4096'; do \
+	@for tool in memcheck racecheck initcheck 'synccheck --num-cuda-barriers 4096'; do \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --tool $$tool \
 			$(BIN)/python tests/small_shapes.py || exit 1; \
 	done

@@ -2,7 +2,7 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/small_shapes.py
 
-and the same with racecheck, and with synccheck --num-cuda-barriers 4096.
+and the same with racecheck, initcheck, and synccheck --num-cuda-barriers 4096.
 """
 
 from __future__ import annotations

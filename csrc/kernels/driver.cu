@@ -9,9 +9,15 @@
 namespace lossops::cuda {
 namespace {
 
-// Asked once in a process: a forked one starts anew.
-std::atomic<bool> usable{false};
-[[maybe_unused]] const int watched = pthread_atfork(nullptr, nullptr, [] { usable = false; });
+// The driver does not survive a fork once it is initialised, and the runtime then still answers
+// what it knows.
+enum class Driver { kUnknown, kUsable, kLost };
+std::atomic<Driver> state{Driver::kUnknown};
+[[maybe_unused]] const int watched = pthread_atfork(nullptr, nullptr, [] {
+  if (state == Driver::kUsable) {
+    state = Driver::kLost;
+  }
+});
 
 std::string version_of(int cuda) {
   return std::to_string(cuda / 1000) + "." + std::to_string(cuda % 1000 / 10);
@@ -39,13 +45,15 @@ std::string describe(cudaError_t error, int driver) {
 }  // namespace
 
 std::string why_unusable() {
-  if (usable.load(std::memory_order_relaxed)) {
+  const Driver known = state.load(std::memory_order_relaxed);
+  if (known == Driver::kUsable) {
     return {};
   }
   int devices = 0;
-  const cudaError_t error = cudaGetDeviceCount(&devices);
+  const cudaError_t error =
+      known == Driver::kLost ? cudaErrorInitializationError : cudaGetDeviceCount(&devices);
   if (error == cudaSuccess) {
-    usable = true;
+    state = Driver::kUsable;
     return {};
   }
   cudaGetLastError();  // it is no error of a launch
