@@ -199,6 +199,15 @@ def cuda_archs(toolkit: Toolkit) -> str:
     return ";".join(archs or default_archs(toolkit))
 
 
+def compression_flags(toolkit: Toolkit) -> list[str]:
+    """How machine code is packed. The smallest way needs a driver of CUDA 12.4 or newer.
+
+    Every driver that runs what is built with CUDA 13 is; a build with CUDA 12 runs on older ones.
+    """
+    is_newer = int(toolkit.version.split(".")[0]) >= 13
+    return ["--compress-mode=size"] if is_newer else ["-Xfatbin=-compress-all"]
+
+
 def plain_extension() -> Any:
     """The extension as metadata and sdist need it: its files, without torch."""
     from setuptools import Extension
@@ -257,7 +266,7 @@ def torch_extension() -> Any:
         "nvcc": [
             *COMMON_FLAGS,
             f"-Xcompiler={','.join([*MATH_FLAGS, *VISIBILITY_FLAGS])}",
-            "-lineinfo",
+            *compression_flags(toolkit),
         ],
     }
     if toolkit.library_dir is not None:

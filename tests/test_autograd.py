@@ -439,7 +439,7 @@ def test_func_jvp_is_right_or_raises(loss: Loss, through: str, device: str) -> N
 
 
 @per_variant
-def test_func_grad(loss: Loss, variant: Variant, device: str) -> None:
+def test_func_grad_vjp_and_jacrev(loss: Loss, variant: Variant, device: str) -> None:
     for reduction in loss.reductions[1:]:
         sample = variant.sample((6, 5), device=device, reduction=reduction)
         function = as_function_of_leaves(loss.function, sample)
@@ -449,8 +449,28 @@ def test_func_grad(loss: Loss, variant: Variant, device: str) -> None:
         )
         expected = evaluate(loss.function, sample)
         assert same_bits(value, expected.value)
-        for name, gradient in zip(variant.differentiable, gradients, strict=True):
-            assert same_bits(gradient, expected.gradients[name]), f"{sample.name}: {name}"
+        _, pull_back = torch.func.vjp(function, *leaves_of(sample))
+        pulled = pull_back(torch.ones_like(value))
+        jacobians = torch.func.jacrev(function, argnums=positions)(*leaves_of(sample))
+        for found in (gradients, pulled, jacobians):
+            for name, gradient in zip(variant.differentiable, found, strict=True):
+                assert same_bits(gradient, expected.gradients[name]), f"{sample.name}: {name}"
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@per_loss
+def test_jacrev_of_many_values(loss: Loss, device: str) -> None:
+    for variant in loss.variants:
+        sample = variant.sample((4, 5), device=device, dtype=torch.float64, reduction="none")
+        positions = tuple(range(len(variant.differentiable)))
+        found, expected = (
+            torch.func.jacrev(as_function_of_leaves(call, sample), argnums=positions)(
+                *leaves_of(sample)
+            )
+            for call in (loss.function, loss.reference)
+        )
+        for actual, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, exact)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
