@@ -7,6 +7,7 @@ if not _reporting():  # python -m lossops.info runs also where the library does 
     from .functional import check_targets, cross_entropy, kl_div, mse_loss
     from .nn import CrossEntropyLoss, KLDivLoss, MSELoss
     from .ops import keep_gradients
+    from .patching import patch, patch_report, patched, unpatch
 
     __all__ = [
         "CrossEntropyLoss",
@@ -17,4 +18,8 @@ if not _reporting():  # python -m lossops.info runs also where the library does 
         "keep_gradients",
         "kl_div",
         "mse_loss",
+        "patch",
+        "patch_report",
+        "patched",
+        "unpatch",
     ]

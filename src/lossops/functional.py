@@ -20,13 +20,20 @@ from . import ops
 
 __all__ = ["check_targets", "cross_entropy", "kl_div", "mse_loss"]
 
+# torch's own, whatever is in their place later: see patching.py.
+TORCH_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mse_loss": F.mse_loss,
+    "kl_div": F.kl_div,
+    "cross_entropy": F.cross_entropy,
+}
+
 
 def _mse_loss_by_torch(
     input: Tensor, target: Tensor, weight: Tensor | None, reduction: str
 ) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of shapes that broadcast: forward has warned
-        return F.mse_loss(input, target, reduction=reduction, weight=weight)
+        return TORCH_LOSSES["mse_loss"](input, target, reduction=reduction, weight=weight)
 
 
 def _kl_div_by_torch(
@@ -40,7 +47,9 @@ def _kl_div_by_torch(
     log_probabilities = input if log_input else input.log()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of reduction="mean"
-        return F.kl_div(log_probabilities, target, reduction=reduction, log_target=log_target)
+        return TORCH_LOSSES["kl_div"](
+            log_probabilities, target, reduction=reduction, log_target=log_target
+        )
 
 
 def _cross_entropy_by_torch(
@@ -53,7 +62,7 @@ def _cross_entropy_by_torch(
 ) -> Tensor:
     if not target.is_floating_point():
         target = target.long()
-    return F.cross_entropy(
+    return TORCH_LOSSES["cross_entropy"](
         input,
         target,
         weight,

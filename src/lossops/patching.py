@@ -1,0 +1,172 @@
+"""Routes the losses of torch.nn.functional to lossops, in code that nobody edited."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from . import functional
+
+__all__ = ["patch", "patch_report", "patched", "unpatch"]
+
+_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": functional.cross_entropy,
+    "kl_div": functional.kl_div,
+    "mse_loss": functional.mse_loss,
+}
+# Of torch's functions, in order: what is in their place may have another signature.
+_PARAMETERS = {
+    name: tuple(inspect.signature(function).parameters)
+    for name, function in functional.TORCH_LOSSES.items()
+}
+_DEPRECATED = ("size_average", "reduce")
+
+_lock = threading.Lock()
+_is_patched = False
+_scopes = 0  # of patched() that are open
+_calls: Counter[str] = Counter()
+_fallbacks: dict[str, Counter[str]] = {name: Counter() for name in _LOSSES}
+# What was in torch.nn.functional, and what is there now, by name.
+_originals: dict[str, Callable[..., Tensor]] = {}
+_routes: dict[str, Callable[..., Tensor]] = {}
+
+_functorch_is_active = torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_compiling
+
+
+def patch() -> None:
+    """Makes torch.nn.functional's losses those of lossops, in the whole process.
+
+    `torch.nn.functional.mse_loss`, `kl_div` and `cross_entropy` then call lossops, and with them
+    `torch.nn.MSELoss`, `KLDivLoss` and `CrossEntropyLoss`, also of models that exist already. What
+    lossops does not take goes to torch as before, and is counted: see `patch_report`. A second call
+    changes nothing. `unpatch` undoes it; `patched` does both.
+
+    Not reached are functions that were imported by name before
+    (`from torch.nn.functional import cross_entropy`) and TorchScript, which cannot compile what is
+    then in the place of torch's: script a model before, or outside.
+    """
+    global _is_patched
+    with _lock:
+        _is_patched = True
+        _install()
+
+
+def unpatch() -> None:
+    """Undoes `patch`. Without one it does nothing."""
+    global _is_patched
+    with _lock:
+        _is_patched = False
+        _remove_if_unused()
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """`patch`, for the time of a `with` block or of a function that it decorates.
+
+    For the whole process, other threads included. Blocks may be nested.
+    """
+    global _scopes
+    with _lock:
+        _scopes += 1
+        _install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _scopes -= 1
+            _remove_if_unused()
+
+
+def patch_report() -> dict[str, dict[str, Any]]:
+    """How many calls of the patched functions went where, since the start of the process.
+
+    Returns:
+        For each function `"lossops"`, the number of calls that lossops answered, and `"torch"`, for
+        each reason the number of calls that torch answered instead. Calls in compiled code are not
+        counted.
+    """
+    with _lock:
+        return {
+            name: {"lossops": _calls[name], "torch": dict(_fallbacks[name])} for name in _LOSSES
+        }
+
+
+def _install() -> None:
+    for name in _LOSSES:
+        current = getattr(F, name)
+        if current is not _routes.get(name):
+            _originals[name] = current
+            _routes[name] = _route(name, current)
+            setattr(F, name, _routes[name])
+
+
+def _remove_if_unused() -> None:
+    if _is_patched or _scopes > 0:
+        return
+    for name, route in _routes.items():
+        # What somebody else has put there since, stays; it may call the route, which calls torch.
+        if getattr(F, name) is route:
+            setattr(F, name, _originals[name])
+    _routes.clear()
+
+
+def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What takes the place of `original`."""
+    loss = _LOSSES[name]
+    parameters = _PARAMETERS[name]
+
+    @functools.wraps(original)
+    def routed(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        deprecated = [key for key in _DEPRECATED if arguments.pop(key, None) is not None]
+        if not (_is_patched or _scopes > 0) or len(args) > len(parameters):
+            return original(*args, **kwargs)
+        if _is_compiling():
+            return original(*args, **kwargs) if deprecated else loss(**arguments)
+        if has_torch_function(tuple(arguments.values())):
+            return original(*args, **kwargs)  # comes back with what is inside, if it can
+        reason = _why_not(deprecated, arguments)
+        if reason is None:
+            try:
+                result = loss(**arguments)
+            except (IndexError, torch.OutOfMemoryError):
+                raise  # torch would end the process, or need more
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            else:
+                with _lock:
+                    _calls[name] += 1
+                return result
+        # Outside the handler: an error of torch's is then the only one that is shown.
+        result = original(*args, **kwargs)
+        with _lock:
+            _fallbacks[name][reason] += 1
+        return result
+
+    return routed
+
+
+def _why_not(deprecated: list[str], arguments: dict[str, Any]) -> str | None:
+    """Why lossops does not take the call, where that is known before it is made."""
+    if deprecated:
+        return f"{' and '.join(deprecated)}, which torch has deprecated"
+    if _functorch_is_active():
+        return "torch.func, whose transforms lossops has in part"
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            if type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                return f"{name} is a {type(value).__name__}"
+            if value.device.type not in ("cpu", "cuda"):
+                return f"{name} is on {value.device.type}"
+    return None
