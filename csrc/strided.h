@@ -9,6 +9,27 @@
 
 namespace lossops {
 
+// Where a linear index is in one dimension of `end`; what is left of the index is of those after it.
+LOSSOPS_HOST_DEVICE int64_t take_coordinate(const IterationSpace& space, int dim, int end,
+                                            int64_t& index) {
+  // The slowest dimension takes what is left, undivided.
+  if (dim >= end - 1) {
+    return index;
+  }
+  const int64_t size = space.sizes[dim];
+  // 32-bit division is several times cheaper than 64-bit.
+  if ((index >> 32) == 0 && (size >> 32) == 0) {
+    const uint32_t dividend = static_cast<uint32_t>(index);
+    const uint32_t quotient = dividend / static_cast<uint32_t>(size);
+    index = quotient;
+    return dividend - quotient * static_cast<uint32_t>(size);
+  }
+  const int64_t quotient = index / size;
+  const int64_t coordinate = index - quotient * size;
+  index = quotient;
+  return coordinate;
+}
+
 // Offsets, in elements, of one linear index into N operands of the same space.
 template <int N>
 LOSSOPS_HOST_DEVICE void strided_offsets(const IterationSpace& space,
@@ -17,21 +38,7 @@ LOSSOPS_HOST_DEVICE void strided_offsets(const IterationSpace& space,
                                          int last_dim = kMaxDims) {
   const int end = last_dim < space.ndim ? last_dim : space.ndim;
   for (int dim = first_dim; dim < end; ++dim) {
-    int64_t coordinate = index;
-    // The slowest dimension takes what is left, undivided.
-    if (dim < end - 1) {
-      const int64_t size = space.sizes[dim];
-      // 32-bit division is several times cheaper than 64-bit.
-      if ((index >> 32) == 0 && (size >> 32) == 0) {
-        const uint32_t quotient = static_cast<uint32_t>(index) / static_cast<uint32_t>(size);
-        coordinate = static_cast<uint32_t>(index) - quotient * static_cast<uint32_t>(size);
-        index = quotient;
-      } else {
-        const int64_t quotient = index / size;
-        coordinate = index - quotient * size;
-        index = quotient;
-      }
-    }
+    const int64_t coordinate = take_coordinate(space, dim, end, index);
     for (int n = 0; n < N; ++n) {
       offsets[n] += coordinate * operands[n]->strides[dim];
     }

@@ -10,10 +10,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// 8 or 16 bytes, aligned to as many. They are there for this thread after wait_for_own_copies().
+// 4, 8 or 16 bytes, aligned to as many. They are there for this thread after wait_for_own_copies().
 template <typename T>
 __device__ __forceinline__ void start_own_copy(T* shared, const void* global) {
-  static_assert(sizeof(T) == 8 || sizeof(T) == 16, "what is copied at once");
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "what is copied at once");
 #if __CUDA_ARCH__ >= 800
   if constexpr (sizeof(T) == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
@@ -21,9 +21,9 @@ __device__ __forceinline__ void start_own_copy(T* shared, const void* global) {
                  : "r"(shared_address(shared)), "l"(global)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
                  :
-                 : "r"(shared_address(shared)), "l"(global)
+                 : "r"(shared_address(shared)), "l"(global), "n"(sizeof(T))
                  : "memory");
   }
 #else
@@ -34,6 +34,21 @@ __device__ __forceinline__ void start_own_copy(T* shared, const void* global) {
 __device__ __forceinline__ void wait_for_own_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// The copies since the last of these are a group.
+__device__ __forceinline__ void end_group_of_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Of this thread's groups, all but the kCount last.
+template <int kCount>
+__device__ __forceinline__ void wait_for_groups_but() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" : : "n"(kCount) : "memory");
 #endif
 }
 

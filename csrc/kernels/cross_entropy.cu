@@ -11,6 +11,7 @@
 #include "kernels/check.cuh"
 #include "kernels/column_reduce.cuh"
 #include "kernels/cross_entropy_columns.cuh"
+#include "kernels/cross_entropy_few.cuh"
 #include "kernels/cross_entropy_row.cuh"
 #include "kernels/cross_entropy_staged.cuh"
 #include "kernels/cross_entropy_tile.cuh"
@@ -1093,6 +1094,7 @@ bool rows_are_for_registers(const CrossEntropyArgs& args) {
 // gradient: the bits of a loss do not either.
 struct ReadOncePlan {
   ColumnPlan columns;
+  FewPlan few;
   TilePlan tiles;
   StagedPlan staged;
 
@@ -1103,9 +1105,12 @@ struct ReadOncePlan {
     }
     columns = plan_columns(args);
     if (columns.threads == 0) {
+      few = plan_few_classes(args);
+    }
+    if (columns.threads == 0 && few.threads == 0) {
       tiles = plan_tiles(args);
     }
-    if (columns.threads == 0 && tiles.threads == 0) {
+    if (columns.threads == 0 && few.threads == 0 && tiles.threads == 0) {
       staged = plan_staged_rows(args);
     }
   }
@@ -1114,11 +1119,11 @@ struct ReadOncePlan {
   bool takes_gradient(const CrossEntropyForwardArgs& args) const {
     return columns.threads > 0
                ? lies_in_columns(args, args.grad_input, args.grad_input_class_stride)
-               : tiles.threads > 0 || gradient_lies_as_input(args);
+               : few.threads > 0 || tiles.threads > 0 || gradient_lies_as_input(args);
   }
 
   bool exists() const { return max_blocks() > 0; }
-  int64_t max_blocks() const { return std::max({columns.blocks, tiles.blocks, staged.max_blocks}); }
+  int64_t max_blocks() const { return std::max({columns.blocks, few.blocks, tiles.blocks, staged.max_blocks}); }
 
   // Says how many blocks there are.
   int64_t launch(const CrossEntropyForwardArgs& args, const Denominator& denominator,
@@ -1126,6 +1131,10 @@ struct ReadOncePlan {
     if (columns.threads > 0) {
       launch_columns(args, columns, denominator, partials, finalize, stream);
       return columns.blocks;
+    }
+    if (few.threads > 0) {
+      launch_few_classes(args, few, denominator, partials, finalize, stream);
+      return few.blocks;
     }
     if (tiles.threads > 0) {
       launch_tiles(args, tiles, denominator, partials, finalize, stream);

@@ -27,8 +27,9 @@ struct Denominator {
   __host__ __device__ bool is_computed() const { return partials != nullptr; }
 };
 
-// A row's offsets into input, target and output (or gradient).
-template <int N>
+// A row's offsets into input, target and output (or gradient). kRolled: there is code for one
+// dimension; else the compiler may unroll the loop, which makes kernels some tens of KB larger.
+template <bool kRolled = true, int N>
 __device__ __forceinline__ void row_offsets(const IterationSpace& rows,
                                             const Operand* const (&operands)[N], int64_t row,
                                             int64_t (&offsets)[N]) {
@@ -36,10 +37,22 @@ __device__ __forceinline__ void row_offsets(const IterationSpace& rows,
   for (int n = 0; n < N; ++n) {
     offsets[n] = 0;
   }
-  strided_offsets(rows, operands, row, offsets);
+  if constexpr (kRolled) {
+#pragma unroll 1
+    for (int dim = 0; dim < rows.ndim; ++dim) {
+      const int64_t coordinate = take_coordinate(rows, dim, rows.ndim, row);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        offsets[n] += coordinate * operands[n]->strides[dim];
+      }
+    }
+  } else {
+    strided_offsets(rows, operands, row, offsets);
+  }
 }
 
 // The same of one operand, without the divisions of several dimensions where there is one.
+template <bool kRolled = true>
 __device__ __forceinline__ int64_t row_offset(const IterationSpace& rows, const Operand& operand,
                                               int64_t row) {
   if (rows.ndim <= 1) {
@@ -47,7 +60,7 @@ __device__ __forceinline__ int64_t row_offset(const IterationSpace& rows, const 
   }
   const Operand* const operands[1] = {&operand};
   int64_t offsets[1];
-  row_offsets(rows, operands, row, offsets);
+  row_offsets<kRolled>(rows, operands, row, offsets);
   return offsets[0];
 }
 
@@ -450,6 +463,7 @@ class UnitScale {
     }
     __shared__ double shared;
     Partial partial;
+#pragma unroll 1
     for (int64_t row = threadIdx.x; row < args.rows.numel; row += blockDim.x) {
       const Operand* const operands[1] = {&args.target};
       int64_t offsets[1];

@@ -183,6 +183,13 @@ __device__ __forceinline__ double exp_in_sum(double x) {
   return ::exp(x);
 }
 
+// exp_in_sum<true>(x), but NaN of an infinity.
+__device__ __forceinline__ float exp_of_finite_in_sum(float x) {
+  const float t = x * kLog2E;
+  const float power = exp2(t);
+  return ::fmaf(power, ::fmaf(t, -0x1.62e430p-1f, x), power);
+}
+
 // factor exp(x + lost) for x <= 0 and a lost that is nothing beside x: one rounding less than the
 // product with an exponential, which has its own, and half its instructions. A power of t + 32, to
 // be spared the subnormal ones, is off by another half unit.
