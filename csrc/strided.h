@@ -9,7 +9,7 @@
 
 namespace lossops {
 
-// Where a linear index is in one dimension of `end`; what is left of the index is of those after it.
+// Where a linear index is in one dimension of `end`; what is left of it is of those after it.
 LOSSOPS_HOST_DEVICE int64_t take_coordinate(const IterationSpace& space, int dim, int end,
                                             int64_t& index) {
   // The slowest dimension takes what is left, undivided.

@@ -1123,7 +1123,9 @@ struct ReadOncePlan {
   }
 
   bool exists() const { return max_blocks() > 0; }
-  int64_t max_blocks() const { return std::max({columns.blocks, few.blocks, tiles.blocks, staged.max_blocks}); }
+  int64_t max_blocks() const {
+    return std::max({columns.blocks, few.blocks, tiles.blocks, staged.max_blocks});
+  }
 
   // Says how many blocks there are.
   int64_t launch(const CrossEntropyForwardArgs& args, const Denominator& denominator,

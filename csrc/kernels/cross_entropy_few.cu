@@ -163,7 +163,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kFull, kGradient))
       max = math::max_number(max, -math::infinity<float>());
       const RowTerms<true> terms(max);
       // NaN if any logit is infinite: then the sum is taken again.
-      const auto term = [&](float logit) { return math::exp_of_finite_in_sum(logit - terms.shift); };
+      const auto term = [&](float logit) {
+        return math::exp_of_finite_in_sum(logit - terms.shift);
+      };
       float sums[kFull + 1];
 #pragma unroll
       for (int g = 0; g < kFull; ++g) {
