@@ -140,7 +140,7 @@ def test_large_logits(dtype: torch.dtype, classes: int) -> None:
             assert torch.allclose(gradient, leaf.grad, rtol=1e-2, atol=1e-6), scale
 
 
-@pytest.mark.parametrize("classes", [3, 10, 21, 22, 23, 44, 45, 88, 89, 200])
+@pytest.mark.parametrize("classes", [3, 5, 10, 14, 21, 22, 23, 44, 45, 88, 89, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_images(dtype: torch.dtype, classes: int) -> None:
     """Rows side by side, in whole vectors and not."""
@@ -165,7 +165,7 @@ def logits_of_reach(rows: int, classes: int, dtype: torch.dtype) -> tuple[Tensor
     return x.cuda(), reach.cuda()
 
 
-@pytest.mark.parametrize("classes", [2, 3, 10, 21, 88, 100, 400])
+@pytest.mark.parametrize("classes", [2, 3, 5, 8, 10, 13, 15, 16, 21, 88, 100, 400])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_rows_with_and_without_a_shift(dtype: torch.dtype, classes: int) -> None:
     """Small logits need no maximum. Rows of both kinds side by side, in each layout."""
@@ -267,7 +267,7 @@ def test_gradients_of_extreme_scale(dtype: torch.dtype) -> None:
             )
 
 
-@pytest.mark.parametrize("classes", [1, 2, 10, 21, 100])
+@pytest.mark.parametrize("classes", [1, 2, 4, 5, 8, 10, 13, 15, 16, 21, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_special_logits_at_each_place(dtype: torch.dtype, classes: int) -> None:
     """NaN, infinities, the largest numbers: at the class index, beside it, first and last."""
@@ -304,7 +304,7 @@ def test_special_logits_at_each_place(dtype: torch.dtype, classes: int) -> None:
                 )
 
 
-@pytest.mark.parametrize("classes", [3, 10, 100, 1001, 1024, 4096, 20001])
+@pytest.mark.parametrize("classes", [3, 5, 10, 14, 100, 1001, 1024, 4096, 20001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_rows_of_many_special_logits(dtype: torch.dtype, classes: int) -> None:
     """Rows of NaN alone, of NaN and infinities in turn: their gradients are NaN, all of them."""
@@ -340,7 +340,7 @@ def test_gradients_of_equal_logits(classes: int) -> None:
     assert (leaf.grad[:, 1:] == 1 / classes).all()
 
 
-@pytest.mark.parametrize("classes", [10, 21, 88, 200, 1000, 1001, 4097, 50257])
+@pytest.mark.parametrize("classes", [2, 7, 10, 12, 15, 21, 88, 200, 1000, 1001, 4097, 50257])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_bits_do_not_depend_on_where_rows_lie(dtype: torch.dtype, classes: int) -> None:
     """Rows alone, with gaps between them, misaligned; with a gradient and without one."""
@@ -397,7 +397,10 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "kernel"),
     [
-        ((64, 10), torch.float32, "forward_tile_kernel"),
+        ((64, 2), torch.float32, "forward_few_kernel"),
+        ((64, 10), torch.float32, "forward_few_kernel"),
+        ((64, 15), torch.float32, "forward_few_kernel"),
+        ((64, 16), torch.float32, "forward_tile_kernel"),
         ((64, 500), torch.float32, "forward_tile_kernel"),
         ((64, 501), torch.float32, "staged_kernel"),
         ((64, 504), torch.float32, "forward_register_kernel"),
@@ -413,7 +416,8 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
 )
 def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> None:
     """That the tests above reach every kernel; and two launches at most for few rows."""
-    if not has_hopper() and kernel in ("forward_tile_kernel", "staged_kernel"):
+    needs_hopper = ("forward_few_kernel", "forward_tile_kernel", "staged_kernel")
+    if not has_hopper() and kernel in needs_hopper:
         pytest.skip("needs Hopper")
     x = torch.randn(shape, device="cuda").to(dtype)
     t = torch.randint(0, shape[1], (shape[0], *shape[2:]), device="cuda")
