@@ -474,6 +474,79 @@ def test_jacrev_of_many_values(loss: Loss, device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
+@per_variant
+def test_torch_func_of_gradients(loss: Loss, variant: Variant, device: str) -> None:
+    """jacrev of a gradient, a third derivative, per-sample gradients differentiated: as torch's."""
+    func = torch.func
+    for reduction in ("mean", "none"):
+        sample = variant.sample((3, 4), device=device, dtype=torch.float64, reduction=reduction)
+        x = sample.tensors["input"]
+
+        def derivatives(call: LossFunction) -> list[Tensor]:
+            def f(a: Tensor) -> Tensor:
+                return sample.with_tensors(input=a).call(call).square().sum()  # noqa: B023
+
+            def g(a: Tensor) -> Tensor:
+                return func.grad(f)(a).sin().sum()
+
+            mapped = func.vmap(func.grad(lambda a: f(a)))
+            stack = torch.stack([x, x * 0.5])  # noqa: B023
+            leaf = stack.clone().requires_grad_()
+            (through,) = torch.autograd.grad(mapped(leaf).square().sum(), leaf)
+            return [
+                func.jacrev(func.grad(f))(x),  # noqa: B023
+                func.jacrev(func.jacrev(f))(x),  # noqa: B023
+                func.grad(lambda a: func.grad(g)(a).square().sum())(x),  # noqa: B023
+                func.grad(lambda a: mapped(a).square().sum())(stack),
+                through,
+            ]
+
+        for actual, expected in zip(
+            derivatives(loss.function), derivatives(loss.reference), strict=True
+        ):
+            torch.testing.assert_close(actual, expected, msg=lambda m: f"{sample.name}: {m}")  # noqa: B023
+
+
+@per_loss
+def test_forward_mode_in_torch_func_is_an_error(loss: Loss, device: str) -> None:
+    """hessian, jacfwd, jvp and jvp of a gradient: an error that names what to use."""
+    sample = loss.variants[0].sample((3, 4), device=device, dtype=torch.float64)
+    x = sample.tensors["input"]
+
+    def f(a: Tensor) -> Tensor:
+        return sample.with_tensors(input=a).call(loss.function)
+
+    func = torch.func
+    for call in (
+        lambda: func.hessian(f)(x),
+        lambda: func.jacfwd(f)(x),
+        lambda: func.jvp(f, (x,), (x,)),
+        lambda: func.jvp(func.grad(f), (x,), (x,)),
+    ):
+        with pytest.raises(NotImplementedError, match=f"torch.nn.functional.{loss.name}"):
+            call()
+
+
+@per_variant
+def test_second_derivatives_have_no_graph_of_their_own(
+    loss: Loss, variant: Variant, device: str
+) -> None:
+    """Without create_graph, as torch's: else a loop of such products keeps all its graphs."""
+    for reduction in loss.reductions:
+        for call in (loss.function, loss.op):
+            sample = variant.sample((4, 5), device=device, reduction=reduction).leaves()
+            leaves = leaves_of(sample)
+            first = torch.autograd.grad(sample.call(call).sum(), leaves, create_graph=True)
+            total = sum(g.square().sum() for g in first)
+            for create_graph in (True, False):
+                second = torch.autograd.grad(
+                    total, leaves, create_graph=create_graph, retain_graph=True
+                )
+                if not create_graph:
+                    assert not any(g.requires_grad for g in second)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @per_loss
 def test_vmap(loss: Loss, device: str) -> None:
     """vmap of a loss, and of its gradient, equals one call for each sample."""

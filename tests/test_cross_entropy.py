@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -538,6 +539,18 @@ def test_label_smoothing_that_is_not_a_number(value: object) -> None:
     x, t = torch.randn(2, 3), torch.tensor([0, 1])
     with pytest.raises(TypeError, match="label_smoothing"):
         lossops.cross_entropy(x, t, label_smoothing=value)
+
+
+def test_label_smoothing_of_numpy() -> None:
+    """It is a number; what is wrong beside it is what the error says."""
+    x, t = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    smoothing = np.float32(0.25)
+    assert torch.equal(
+        lossops.cross_entropy(x, t, label_smoothing=smoothing),  # type: ignore[arg-type]
+        lossops.cross_entropy(x, t, label_smoothing=0.25),
+    )
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        lossops.cross_entropy(x, t, label_smoothing=smoothing, reduction="x")  # type: ignore[arg-type]
 
 
 @per_dtype

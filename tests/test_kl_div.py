@@ -394,3 +394,10 @@ def test_tensors_on_two_devices(call: LossFunction) -> None:
     x = torch.rand(3)
     for arguments in ((x, x.cuda()), (x.cuda(), x)):
         assert_raises((RuntimeError, ValueError), lambda a=arguments: call(*a), "cpu", "cuda")
+
+
+@pytest.mark.parametrize("name", ["log_target", "log_input"])
+@pytest.mark.parametrize("wrong", [None, 1, "no"], ids=str)
+def test_options_that_are_not_bools(name: str, wrong: object) -> None:
+    with pytest.raises(TypeError, match=f"log_target and log_input must be bools.*{wrong!r}"):
+        lossops.kl_div(torch.ones(3), torch.ones(3), **{name: wrong})  # type: ignore[arg-type]

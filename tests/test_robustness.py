@@ -16,6 +16,7 @@ from numerics import assert_within, same_bits
 from torch import Tensor
 
 TESTS = Path(__file__).resolve().parent
+per_loss = pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
 
 SHAPES = ((), (0,), (1,), (3,), (4,), (4, 3), (3, 4), (1, 3), (0, 3), (4, 0), (2, 3, 4), (2, 3, 0))
 DTYPES = (
@@ -120,7 +121,7 @@ ANY_ERROR = (RuntimeError, ValueError, TypeError, IndexError)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
+@per_loss
 def test_tensors_of_other_kinds(loss: Loss) -> None:
     """Sparse, quantised, narrow floating and unsigned ones are refused, or read rightly."""
     dense = loss.variants[0].sample((4, 5))
@@ -148,7 +149,7 @@ def test_tensors_of_other_kinds(loss: Loss) -> None:
                 assert_within(result, expected.call(loss.reference), 0.1, f"{kind} {name}")
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
+@per_loss
 def test_subclass_of_tensor(loss: Loss) -> None:
     class Named(Tensor):
         pass
@@ -182,7 +183,7 @@ def backward_arguments(loss: Loss, sample: Sample) -> dict[str, Any]:
     return {argument.name: given.get(argument.name) for argument in operator._schema.arguments}
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
+@per_loss
 def test_saved_tensors_of_wrong_size_are_refused(loss: Loss, device: str) -> None:
     """The backward operators are public: they must not read beyond what they are given."""
     operator = getattr(torch.ops.lossops, f"{loss.name}_backward").default
@@ -267,3 +268,70 @@ def test_out_of_memory_on_the_cpu() -> None:
         for name in ("mse_loss", "kl_div", "cross_entropy", "operator")
         for word in (name, "True")
     ]
+
+
+SMALL_STACK = """
+import threading
+import torch, lossops
+
+torch.set_num_threads(1)
+
+def work():
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        for shape in ((500, 10), (50, 1000), (2, 21, 30, 30)):
+            x = torch.randn(shape, dtype=dtype, requires_grad=True)
+            rows = (shape[0], *shape[2:])
+            t = torch.randint(0, shape[1], rows)
+            lossops.cross_entropy(x, t, label_smoothing=0.1).backward()
+            p = torch.rand(shape, dtype=dtype, requires_grad=True)
+            weight = torch.rand(shape[1], dtype=dtype, requires_grad=True)
+            lossops.cross_entropy(x, p, weight).backward()
+            lossops.kl_div(x, p).backward()
+            lossops.mse_loss(x[:, ::2], p[:, ::2]).backward()
+    print("done")
+
+threading.stack_size(128 * 1024)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def test_threads_with_small_stacks() -> None:
+    """As small as torch's own losses run with."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SMALL_STACK],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == "done\n", (done.returncode, done.stderr[-2000:])
+
+
+@per_loss
+def test_operators_without_a_tensor(loss: Loss) -> None:
+    x = torch.randn(4, 3)
+    for arguments, name in (((x, None), "target"), ((None, x), "input")):
+        with pytest.raises(TypeError, match=f"{loss.name}: {name} must be a Tensor, but is None"):
+            loss.op(*arguments)
+
+
+@per_loss
+def test_errors_of_hooks_are_left_alone(loss: Loss) -> None:
+    """What somebody's hook raises comes out as it is."""
+
+    class DiskFullError(RuntimeError):
+        def __init__(self, code: int, message: str) -> None:
+            super().__init__(message)
+            self.code = code
+
+    raised = DiskFullError(7, "disk full")
+
+    def pack(_: Tensor) -> Tensor:
+        raise raised
+
+    sample = loss.variants[0].sample((4, 3), reduction="none").leaves()
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with hooks, pytest.raises(DiskFullError) as found:
+        sample.call(loss.function)
+    assert found.value is raised

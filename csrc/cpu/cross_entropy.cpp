@@ -464,14 +464,18 @@ LOSSOPS_HOST_DEVICE void forward_row_by_row(const CrossEntropyForwardArgs& args,
 template <typename acc_t>
 class ProbabilityColumns {
  public:
+  LOSSOPS_HOST_DEVICE explicit ProbabilityColumns(ColumnBuffers<acc_t>& buffers)
+      : buffer_(buffers.p), staging_(buffers.staging) {}
+
   LOSSOPS_HOST_DEVICE void load(const CrossEntropyArgs& args, const BlockOffsets& rows,
                                 int64_t first_class, int classes, int count) {
     smoothing_ = static_cast<acc_t>(args.label_smoothing);
     smoothing_per_class_ =
         static_cast<acc_t>(args.label_smoothing / static_cast<double>(args.num_classes));
     if (args.target_is_probability) {
-      columns_ = load_columns(
-          args.target, {rows, args.target_class_stride, first_class, classes, count}, buffer_);
+      columns_ =
+          load_columns(args.target, {rows, args.target_class_stride, first_class, classes, count},
+                       buffer_, staging_);
     } else {
       // The class index comes on top.
       std::fill_n(buffer_, padded(count), acc_t(0));
@@ -487,7 +491,8 @@ class ProbabilityColumns {
   acc_t smoothing_ = 0;
   acc_t smoothing_per_class_ = 0;
   Columns<acc_t> columns_ = {};
-  acc_t buffer_[kColumns];
+  acc_t* buffer_;
+  acc_t* staging_;
 };
 
 // The walk class by class takes blocks of rows and classes.
@@ -591,9 +596,9 @@ LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& a
                                                 int64_t begin, int64_t end, ChunkSums& chunk) {
   ForwardWalker walker(args.rows, {&args.input, &args.target, &args.output}, begin);
   const ColumnsPlan plan(args);
-  acc_t x_buffer[kColumns];
+  auto& buffers = ColumnBuffers<acc_t>::of_this_thread();
   acc_t weights[kBlock];
-  ProbabilityColumns<acc_t> p;
+  ProbabilityColumns<acc_t> p(buffers);
   RowStates<acc_t> states;
   for (int64_t first = begin; first < end; first += plan.rows) {
     const int count = static_cast<int>(std::min<int64_t>(plan.rows, end - first));
@@ -605,8 +610,9 @@ LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& a
     std::fill_n(states.dot, width, 0);
     for (int64_t c = 0; c < args.num_classes; c += plan.classes) {
       const int classes = static_cast<int>(std::min<int64_t>(plan.classes, args.num_classes - c));
-      const Columns<acc_t> x = load_columns(
-          args.input, {walker[0], args.input_class_stride, c, classes, count}, x_buffer);
+      const Columns<acc_t> x =
+          load_columns(args.input, {walker[0], args.input_class_stride, c, classes, count},
+                       buffers.x, buffers.staging);
       if (args.dense()) {
         p.load(args, walker[1], c, classes, count);
         coefficients.load_weights(c, classes, weights);
@@ -855,10 +861,10 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
       {&args.input, &args.target, &args.grad_output, &args.grad_input, &args.grad_target}, begin);
   const ColumnsPlan plan(args);
   const acc_t unsmoothed = coefficients.unsmoothed();
-  acc_t x_buffer[kColumns];
-  acc_t grad[kColumns];
+  auto& buffers = ColumnBuffers<acc_t>::of_this_thread();
+  acc_t* const grad = buffers.grad;
   acc_t weights[kBlock];
-  ProbabilityColumns<acc_t> p;
+  ProbabilityColumns<acc_t> p(buffers);
   RowGradients<acc_t> rows;
   for (int64_t first = begin; first < end; first += plan.rows) {
     const int count = static_cast<int>(std::min<int64_t>(plan.rows, end - first));
@@ -869,7 +875,8 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
       const int classes =
           static_cast<int>(std::min<int64_t>(plan.classes, args.num_classes - first_class));
       const Columns<acc_t> x = load_columns(
-          args.input, {walker[0], args.input_class_stride, first_class, classes, count}, x_buffer);
+          args.input, {walker[0], args.input_class_stride, first_class, classes, count}, buffers.x,
+          buffers.staging);
       coefficients.load_weights(first_class, classes, weights);
       if (args.grad_input.data != nullptr) {
         if (args.dense()) {
@@ -890,7 +897,8 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
           }
         }
         store_columns(args.grad_input,
-                      {walker[3], args.grad_input_class_stride, first_class, classes, count}, grad);
+                      {walker[3], args.grad_input_class_stride, first_class, classes, count}, grad,
+                      buffers.staging);
       }
       if (args.grad_target.data != nullptr) {
         for (int j = 0; j < width; j += kVector) {
@@ -898,8 +906,8 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
                                                   width, grad);
         }
         store_columns(args.grad_target,
-                      {walker[4], args.grad_target_class_stride, first_class, classes, count},
-                      grad);
+                      {walker[4], args.grad_target_class_stride, first_class, classes, count}, grad,
+                      buffers.staging);
       }
     }
   }

@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kFull, kGradient))
   };
   // Where this thread's next copies come from: of a whole step in vectors, else of its row.
   const uint4* granules = reinterpret_cast<const uint4*>(input + first_row * num_classes) + lane;
-  const int64_t* target = static_cast<const int64_t*>(args.target.data) +
-                          (first_row + lane) * args.target.strides[0];
+  const int64_t* target =
+      static_cast<const int64_t*>(args.target.data) + (first_row + lane) * args.target.strides[0];
   const int64_t target_stride = kStepRows * args.target.strides[0];
   // In the last vectors of a step not every thread has one.
   const bool has_last = lane < num_classes * 8 - kFull * kWarpSize;
@@ -292,9 +292,9 @@ FewPlan plan_few_classes(const CrossEntropyForwardArgs& args) {
   // Not of the gradient: what blocks add up decides a bit of a loss.
   const int64_t steps = ceil_div(args.rows.numel, int64_t{kStepRows});
   const int64_t resident = int64_t{limits.multiprocessors} * min_blocks(0, false) * kWarps;
-  plan.steps = static_cast<int>(
-      std::max(std::clamp<int64_t>(steps / resident, 1, kWarpBytes / step_bytes),
-               ceil_div(steps, kMaxWorkers * kWarps)));
+  plan.steps =
+      static_cast<int>(std::max(std::clamp<int64_t>(steps / resident, 1, kWarpBytes / step_bytes),
+                                ceil_div(steps, kMaxWorkers * kWarps)));
   plan.blocks = ceil_div(steps, int64_t{plan.steps} * kWarps);
   return plan;
 }

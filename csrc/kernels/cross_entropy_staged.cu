@@ -351,9 +351,8 @@ struct RowBatches {
           args, row.index, row.weight, softmax, state.w,
           kKind == RowKind::kProbability ? block.q_sums[batch % 2][lane] : 0.0f, x_at_index,
           number(n),
-          args.reduction == Reduction::kNone
-              ? row_offset<false>(args.rows, args.output, number(n))
-              : 0,
+          args.reduction == Reduction::kNone ? row_offset<false>(args.rows, args.output, number(n))
+                                             : 0,
           partial);
       block.sums[0][lane] += partial.sum;
       block.sums[1][lane] += partial.weight;

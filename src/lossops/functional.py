@@ -8,6 +8,7 @@ same input gives the same bits on every run.
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -188,6 +189,11 @@ def kl_div(
             input, target, reduction=reduction, log_target=log_target, log_input=log_input
         )
         return loss
+    if type(log_target) is not bool or type(log_input) is not bool:
+        raise TypeError(
+            "kl_div: log_target and log_input must be bools, but are "
+            f"{log_target!r} and {log_input!r}"
+        )
     try:
         is_autocast = _is_any_autocast_enabled() and _is_autocast(input)
         options = (reduction, is_autocast, log_target, log_input)
@@ -268,10 +274,11 @@ def cross_entropy(
         return _cross_entropy(input, target, weight, options, reduction != "none")
     except (AttributeError, RuntimeError, TypeError) as error:
         tensors = {"input": input, "target": target, "weight": weight}
-        refused = _refused(error, tensors)
+        is_ours = type(error) in (AttributeError, RuntimeError, TypeError)
+        refused = _refused(error, tensors) if is_ours else error
         if refused is not None:
             raise refused from None
-        if not isinstance(label_smoothing, (int, float)):
+        if not isinstance(label_smoothing, (numbers.Real, Tensor)):
             kind = type(label_smoothing).__name__
             raise TypeError(f"label_smoothing must be a number, but is {kind}: {error}") from None
         if not label_smoothing >= 0:
@@ -326,6 +333,8 @@ def _as_torch_raises(
     The extension can raise RuntimeError only. torch itself is asked: by the same call on zeros of
     the same shapes and dtypes, without data where that would take long.
     """
+    if type(error) not in (AttributeError, RuntimeError, TypeError):
+        return error  # of somebody's hook
     refused = _refused(error, tensors)
     if refused is not None:
         return refused

@@ -321,6 +321,7 @@ class _Loss:
 
             setup_context = staticmethod(loss.setup_context)
             backward = staticmethod(loss.backward)
+            jvp = staticmethod(loss.refuse_forward_mode)
 
         class GradientFunction(torch.autograd.Function):
             generate_vmap_rule = True
@@ -331,6 +332,7 @@ class _Loss:
                     return tuple(loss.backward_op(*args))
 
             setup_context = staticmethod(loss.setup_double_backward)
+            jvp = staticmethod(loss.refuse_forward_mode)
 
             @staticmethod
             def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -370,6 +372,9 @@ class _Loss:
 
     def public_kernel(self, float32_result: bool, *args: Any, **kwargs: Any) -> Tensor:
         arguments = self.forward_args(float32_result, *args, **kwargs)
+        for name, tensor in zip(("input", "target"), arguments, strict=False):
+            if tensor is None:  # a schema's Tensor may be one
+                raise TypeError(f"{self.name}: {name} must be a Tensor, but is None")
         _reject_forward_ad(self.name, *arguments[:3])
         try:
             loss: Tensor = self.forward_op(*arguments)[0]
@@ -463,6 +468,12 @@ class _Loss:
         """The loss by torch, from the last arguments of *_backward."""
         raise NotImplementedError
 
+    def refuse_forward_mode(self, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"lossops.{self.name} has no forward-mode derivative, as torch.func.jvp, jacfwd and "
+            f"hessian need; use torch.nn.functional.{self.name} for it"
+        )
+
     def setup_double_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         grad_output, input, target, weight = inputs[:4]
         ctx.save_for_backward(grad_output, input, target, weight)
@@ -471,6 +482,9 @@ class _Loss:
 
     def double_backward(self, ctx: Any, grads: Sequence[Tensor | None]) -> Any:
         """Second derivatives, by torch: exact, but neither fused nor fast."""
+        if _functorch_is_active():
+            return self.double_backward_under_functorch(ctx, grads)
+        create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             aliases = [_differentiable(tensor) for tensor in ctx.saved_tensors]
             grad_output, input, target, weight = aliases
@@ -496,12 +510,43 @@ class _Loss:
                     [alias for _, alias in sources],
                     [grad for _, grad in roots],
                     allow_unused=True,
-                    create_graph=torch.is_grad_enabled(),
+                    create_graph=create_graph,
                 )
         results: list[Tensor | None] = [None] * (4 + len(ctx.arguments))
         for (position, _), gradient in zip(sources, second, strict=True):
             results[position] = gradient
         return tuple(results)
+
+    def double_backward_under_functorch(self, ctx: Any, grads: Sequence[Tensor | None]) -> Any:
+        """The same by torch.func, whose levels torch.autograd.grad does not see."""
+        tensors = ctx.saved_tensors  # grad_output, input, target, weight
+        wanted = [position for position, is_wanted in enumerate(ctx.mask, 1) if is_wanted]
+        sources = [position for position in range(4) if ctx.needs_input_grad[position]]
+
+        def replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any]) -> Any:
+            result = list(values)
+            for position, value in zip(positions, new, strict=True):
+                result[position] = value
+            return result
+
+        def gradients(*values: Tensor) -> Any:
+            now = replaced(tensors, sources, values)
+
+            def loss(*operands: Tensor) -> Tensor:
+                _, input, target, weight = replaced(now, wanted, operands)
+                return self.reference_loss(input, target, weight, ctx.arguments)
+
+            value, pull_back = torch.func.vjp(loss, *(now[position] for position in wanted))
+            return pull_back(now[0].to(value.dtype))
+
+        first, pull_back = torch.func.vjp(gradients, *(tensors[position] for position in sources))
+        second = pull_back(
+            tuple(
+                torch.zeros_like(value) if grad is None else grad
+                for value, grad in zip(first, grads, strict=True)
+            )
+        )
+        return tuple(replaced([None] * (4 + len(ctx.arguments)), sources, second))
 
 
 class ElementwiseLoss(_Loss):
