@@ -274,8 +274,9 @@ def cross_entropy(
         return _cross_entropy(input, target, weight, options, reduction != "none")
     except (AttributeError, RuntimeError, TypeError) as error:
         tensors = {"input": input, "target": target, "weight": weight}
-        is_ours = type(error) in (AttributeError, RuntimeError, TypeError)
-        refused = _refused(error, tensors) if is_ours else error
+        if type(error).__module__ != "builtins":
+            raise
+        refused = _refused(error, tensors)
         if refused is not None:
             raise refused from None
         if not isinstance(label_smoothing, (numbers.Real, Tensor)):
@@ -333,8 +334,8 @@ def _as_torch_raises(
     The extension can raise RuntimeError only. torch itself is asked: by the same call on zeros of
     the same shapes and dtypes, without data where that would take long.
     """
-    if type(error) not in (AttributeError, RuntimeError, TypeError):
-        return error  # of somebody's hook
+    if type(error).__module__ != "builtins":
+        return error  # of somebody's hook, or what torch has said itself
     refused = _refused(error, tensors)
     if refused is not None:
         return refused
