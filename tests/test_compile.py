@@ -202,10 +202,11 @@ def test_export(loss: Loss) -> None:
     assert any("lossops" in name for name in names), names
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="this torch ends the process when it loads such a program"
+)
 def test_aot_inductor(tmp_path: Path) -> None:
-    """A program compiled ahead of time, saved, and loaded again.
-
-    On the CPU: torch 2.11 itself ends the process when it loads any custom operator's on CUDA."""
+    """A program compiled ahead of time, saved, and loaded again."""
     program = AllLosses()
     samples = [loss.variants[0].sample((6, 9)) for loss in LOSSES]
     operands = tuple((s.tensors["input"], s.tensors["target"]) for s in samples)
