@@ -7,11 +7,13 @@
 #   TESTS, PYTEST_ARGS    which tests, as tests/test_ops.py, and further arguments for pytest,
 #                         as -n 0: in one process
 #   FAULTS_ARGS           arguments of make planted-faults, as --only='kl_div*'
+#   MATRIX_ARGS           arguments of make matrix, as --pairs 3.10:2.10 3.13:2.15
 
 PYTHON ?= python3
 TESTS ?= tests
 PYTEST_ARGS ?=
 FAULTS_ARGS ?=
+MATRIX_ARGS ?=
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -41,7 +43,7 @@ SOURCES := $(sort setup.py pyproject.toml LICENSE $(shell find csrc src -type f 
 CONFIG := $(SOURCES) cuda=$(LOSSOPS_CUDA) archs=$(TORCH_CUDA_ARCH_LIST) gpus=$(GPUS) \
 	home=$(CUDA_HOME) nvcc=$(shell command -v nvcc) cxx=$(CXX) cc=$(CC)
 
-.PHONY: help demo test test-full lint wheel planted-faults gpu-report-check clean distclean FORCE
+.PHONY: help demo test test-full lint wheel matrix planted-faults gpu-report-check clean distclean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -51,6 +53,7 @@ help:
 	@echo '                       accuracy; on a GPU, compute-sanitizer too'
 	@echo 'make lint              ruff, mypy, clang-format, actionlint, the layers of csrc/'
 	@echo 'make wheel             build the wheel for the GPUs of this machine into dist/'
+	@echo 'make matrix            the CPU tests of that one wheel under many Pythons and torches'
 	@echo 'make planted-faults    are the mistakes of tests/planted_faults.py found by the tests?'
 	@echo 'make gpu-report-check  does tests/gpu_report.json describe these sources?'
 	@echo 'make clean             remove what was built; make distclean: the environments too'
@@ -78,6 +81,9 @@ endif
 
 wheel: build/.wheel
 	@ls dist/*.whl
+
+matrix: build/.wheel
+	@$(BIN)/python tests/matrix.py dist/*.whl $(MATRIX_ARGS)
 
 planted-faults: $(VENV)/.made
 	@$(BIN)/python tests/planted_faults.py $(FAULTS_ARGS)
