@@ -227,14 +227,16 @@ struct ChunkSums {
 
 using ForwardWalker = BlockWalker<3>;  // over input, target, output
 
-// Beside the 1 of the maximum, an fp64 sum of `terms` may lose terms / 2^53. A rest of less than
-// this would miss bits of an acc_t, and is summed apart.
+// Beside the 1 of the maximum, an fp64 sum of `terms` may lose terms / 2^53, and the terms of fp32
+// have rounded distances from the maximum, which may be all of a confident row's rest. A rest of
+// less than this would miss bits of an acc_t, and is summed apart.
 template <typename acc_t>
 acc_t least_rest(int64_t terms) {
-  return sizeof(acc_t) < 8 ? static_cast<acc_t>(terms) * acc_t(0x1p-28) : acc_t(0.5);
+  return sizeof(acc_t) < 8 ? std::max(static_cast<acc_t>(terms) * acc_t(0x1p-28), acc_t(0.125))
+                           : acc_t(0.5);
 }
 
-// The sum of exp(x - max) of a row over the classes below its maximum.
+// The sum of exp(x - max) of a row over the classes below its maximum, with exact differences.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int64_t row_offset,
                                         acc_t max) {
@@ -246,7 +248,9 @@ LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int
     const acc_t* x = view_block(args.input, classes_of_row(row_offset, args.input_class_stride, c),
                                 count, buffer, -math::infinity<acc_t>());
     for (int i = 0; i < padded(count); ++i) {
-      const acc_t term = math::exp(x[i] - max);
+      acc_t difference = x[i];
+      const acc_t lost = math::lost_by_adding(difference, -max);
+      const acc_t term = math::exp_times(acc_t(1), difference, lost);
       terms[i] = x[i] == max ? acc_t(0) : term;
     }
     sum.add(terms, padded(count));

@@ -731,15 +731,14 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
       return IndexRow::plain(plain_others);
     }
   }
-  float max = x_at_index;
+  // Of NaN alone, and of one class, there is no maximum.
+  float max = -math::infinity<float>();
 #pragma unroll 8
   for (int64_t c = 0; c < count; ++c) {
     max = math::max_number(other(c), max);
   }
-  // Of NaN alone there is no maximum.
-  max = math::max_number(max, -math::infinity<float>());
   const RowTerms<kExact> terms(max);
-  return {max, terms.rest_of(sum_of(terms), x_at_index)};
+  return IndexRow::of(terms, max, sum_of(terms), x_at_index);
 }
 
 template <typename Loader, bool kDense>

@@ -235,16 +235,15 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         // Of one class there are no others, and of NaN alone no maximum.
-        const float others_max = count > 0 ? largest.get(i) : -math::infinity<float>();
-        maxima[i] =
-            math::max_number(math::max_number(others_max, x_at_index[i]), -math::infinity<float>());
+        const float largest_other = count > 0 ? largest.get(i) : -math::infinity<float>();
+        maxima[i] = math::max_number(largest_other, -math::infinity<float>());
         terms[i] = Terms(maxima[i]);
       }
       sum_terms(others, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (!reduced[i].is_plain()) {
-          reduced[i] = {maxima[i], terms[i].rest_of(others[i], x_at_index[i])};
+          reduced[i] = IndexRow::of(terms[i], maxima[i], others[i], x_at_index[i]);
         }
       }
     }
@@ -323,7 +322,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
           if (least_of(x) > lowest) {
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-              x[i] = math::exp_times(gradients[i].factor, x[i]);
+              x[i] = gradients[i].multiple(x[i]);
             }
           } else {
             replace_each(x);

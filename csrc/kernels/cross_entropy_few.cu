@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kFull, kGradient))
       for (int k = 0; k < kSure; ++k) {
         x[k] = own[k];
       }
-      float max = x_at_index;
+      float max = -math::infinity<float>();  // of NaN alone there is none
 #pragma unroll
       for (int k = 0; k < kSure; ++k) {
         max = math::max_number(x[k], max);
@@ -159,8 +159,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kFull, kGradient))
         x[k] = own[k];
         max = math::max_number(x[k], max);
       });
-      // Of NaN alone there is no maximum.
-      max = math::max_number(max, -math::infinity<float>());
       const RowTerms<true> terms(max);
       // NaN if any logit is infinite: then the sum is taken again.
       const auto term = [&](float logit) {
@@ -192,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kFull, kGradient))
         }
         others = sum.total();
       }
-      const IndexRow reduced = {max, terms.rest_of(others, x_at_index)};
+      const IndexRow reduced = IndexRow::of(terms, max, others, x_at_index);
       float weight = index == kIgnoredRow ? 0.0f : 1.0f;
       counted += index == kIgnoredRow ? 0 : 1;
       if (args.weight != nullptr) {
@@ -220,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kFull, kGradient))
         }
         for_rest([&](int k) { least = ::fminf(x[k], least); });
         if (gradient.is_direct(least)) {
-          const auto replace = [&](int k) { own[k] = math::exp_times(gradient.factor, x[k]); };
+          const auto replace = [&](int k) { own[k] = gradient.multiple(x[k]); };
 #pragma unroll
           for (int k = 0; k < kSure; ++k) {
             replace(k);

@@ -284,29 +284,30 @@ struct LogitGradient {
   }
 };
 
-// fp32: scale Q / sum exp(x) times exp(x), where neither leaves fp32's range. The exponential of a
-// difference from the maximum takes twice the instructions: what rounding took from the difference
-// counts too.
+// fp32: scale Q / sum exp(x) times exp(x). The exponential of a difference from the maximum takes
+// twice the instructions: what rounding took from the difference counts too.
 template <>
 struct LogitGradient<float, true> {
-  // Of the maximum, for exp(-max); of scale Q.
-  static constexpr float kMaxDistance = 32;
+  // Of the maximum from 0; of scale Q.
+  static constexpr float kMaxDistance = 2048;
   static constexpr float kMinScale = 0x1p-40f;
   static constexpr float kMaxScale = 0x1p60f;
+  static constexpr float kMinFactor = 0x1p-126f;  // normal
 
   RowSoftmax<float> softmax;
-  float factor = 0;                        // of exp(x)
+  math::MultipleOfExp multiple;
   float lowest = math::infinity<float>();  // logits above it have that product for a gradient
 
   LogitGradient() = default;
   __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax_, float scale)
       : softmax(softmax_),
-        factor(math::divide_by_one_plus_times_exp(scale, softmax_.rest, softmax_.max)) {
+        multiple(math::divide_by_one_plus_times_exp(scale, softmax_.rest, softmax_.max)) {
     const float magnitude = ::fabsf(scale);
+    const float factor = ::fabsf(multiple.factor);
     // A NaN among the logits is one in rest, and in the factor.
     if (::fabsf(softmax.max) <= kMaxDistance && magnitude >= kMinScale && magnitude <= kMaxScale &&
-        ::fabsf(factor) < math::infinity<float>()) {
-      lowest = math::lowest_for_exp_times(factor);
+        factor >= kMinFactor && factor < math::infinity<float>()) {
+      lowest = multiple.lowest();
     }
   }
 
@@ -319,7 +320,7 @@ struct LogitGradient<float, true> {
   __device__ __forceinline__ void replace_direct(float (&x)[kCount]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      x[i] = math::exp_times(factor, x[i]);
+      x[i] = multiple(x[i]);
     }
   }
 
@@ -331,7 +332,7 @@ struct LogitGradient<float, true> {
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        x[i] = is_direct(x[i]) ? math::exp_times(factor, x[i]) : softmax.gradient(x[i]);
+        x[i] = is_direct(x[i]) ? multiple(x[i]) : softmax.gradient(x[i]);
       }
     }
   }

@@ -312,11 +312,11 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         if (has_last) {
           max = math::max_number(to_acc<float>(own[num_others - 1]), max);
         }
-        max = math::max_number(warp_max(max, kTeam), x_at_index);
+        max = warp_max(max, kTeam);
         const RowTerms<kExact> terms(max);
         const float others = sum_of(terms, [](uint32_t) {});
         if (!plain) {
-          reduced = {max, terms.rest_of(others, x_at_index)};
+          reduced = IndexRow::of(terms, max, others, x_at_index);
         }
       }
       const float weight = row_weight(args, index);

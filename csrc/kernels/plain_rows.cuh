@@ -10,6 +10,7 @@
 // is not in the sum.
 #pragma once
 
+#include "kernels/row_terms.cuh"
 #include "kernels/row_words.cuh"
 #include "losses/cross_entropy.h"
 
@@ -63,6 +64,33 @@ struct IndexRow {
   float rest = -1;
 
   static __device__ __forceinline__ IndexRow plain(float others) { return {0, -others}; }
+
+  // Of a row with a class index: `others` is the sum of `terms` over all other classes, and `max`
+  // the largest of their logits. The class index joins them here, with an exact difference: as one
+  // of the terms, its distance would be rounded, and with it all of a confident row's rest, or all
+  // others' distances from it.
+  template <bool kExact>
+  static __device__ __forceinline__ IndexRow of(const RowTerms<kExact>& terms, float max,
+                                                float others, float x_at_index) {
+    constexpr float kLowest = -87;  // exp() of less is subnormal
+    const bool is_max = x_at_index >= max;
+    float difference = x_at_index;
+    const float lost = math::lost_by_adding(difference, -max);
+    const float distance = -::fabsf(difference);
+    const float reference = is_max ? others : terms.unit;
+    float scaled;
+    if (distance >= kLowest && reference == reference) {
+      scaled = math::MultipleOfExp{reference}(distance);
+      scaled = ::fmaf(scaled, is_max ? -lost : lost, scaled);
+    } else {
+      // 0, but NaN of a NaN, and of a logit of infinity at the class index.
+      scaled = reference * math::exp2(2 * distance) + 0.0f * math::max_number(x_at_index, 0.0f);
+    }
+    const float rest = is_max ? scaled : (others - terms.unit) + scaled;
+    // As a backward pass reads it: not part of an FMA.
+    return {is_max ? x_at_index : max, __fmul_rn(rest, terms.correction())};
+  }
+
   // others is 0 of a row of one class.
   static __device__ __forceinline__ bool may_be_plain(float reach, float others) {
     return reach <= kMaxPlainLogit && others > 0.0f;

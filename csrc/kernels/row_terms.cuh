@@ -50,17 +50,6 @@ struct RowTerms {
       return math::exp2(-__fmaf_rn(shift, scale, offset));
     }
   }
-
-  // sum exp(x - max) less 1, from the terms of all classes but the class index. Where that one is
-  // the maximum, `others` is the answer and keeps its bits, however small. Elsewhere it has a term
-  // of 1, and what rounding takes from it is nothing beside that class's distance from the maximum,
-  // which is in every formula too. So no kernel for class indices has to tell the maximum's terms
-  // from others.
-  __device__ __forceinline__ float rest_of(float others, float x_left_out) const {
-    const float term = (*this)(x_left_out);
-    const float rest = term == unit ? others : (others - unit) + term;
-    return __fmul_rn(rest, correction());  // as a backward pass reads it: not part of an FMA
-  }
 };
 
 }  // namespace lossops::cuda

@@ -143,11 +143,10 @@ struct RowSoftmax {
 
   // a exp(x - max)
   LOSSOPS_HOST_DEVICE acc_t times_exp(acc_t a, acc_t x) const {
-    const acc_t difference = x - max;
-    // What rounding took from the difference (Knuth's exact sum) would cost the exponential
-    // |difference| / 2^24 of its value.
-    const acc_t shadow = difference - x;
-    const acc_t lost = (x - (difference - shadow)) - (max + shadow);
+    // What rounding took from the difference would cost the exponential |difference| / 2^24 of its
+    // value.
+    acc_t difference = x;
+    const acc_t lost = math::lost_by_adding(difference, -max);
     return math::exp_times(a, difference, lost);
   }
 

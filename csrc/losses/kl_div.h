@@ -86,7 +86,8 @@ struct KlDivTerm {
       return t == acc_t(0) ? zero_unless_nan(x) : t * (target - x);
     } else if constexpr (kLogInput) {
       const acc_t zero_weight = input == -math::infinity<acc_t>() ? acc_t(0) : acc_t(0) * input;
-      const acc_t term = target * (math::log_in_sum<kExact>(target) - input);
+      const acc_t log_target = math::log_in_sum<kExact>(target, math::kLn2OfProbability);
+      const acc_t term = target * (log_target - input);
       return target == acc_t(0) ? zero_weight : term;
     } else {
       // log(0) is -inf, which a zero weight silences; the logarithm of less is NaN.

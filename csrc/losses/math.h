@@ -58,6 +58,12 @@ LOSSOPS_HOST_DEVICE uint64_t bits_of_double(double value) {
 
 }  // namespace detail
 
+constexpr float kLn2 = 0x1.62e430p-1f;
+// For log_in_sum() of probabilities: the hardware truncates logarithms. Measured on an H200, mean
+// of p log p in units of 2^-24 of itself: -2.1 for p uniform in [0, 1], -1.6 for its fourth power,
+// -0.8 for p below 0.01; with the next larger float for ln 2 -0.6, -0.1 and 0.7.
+constexpr float kLn2OfProbability = 0x1.62e432p-1f;
+
 #if defined(__CUDACC__)
 
 constexpr float kLog2E = 0x1.715476p+0f;
@@ -88,42 +94,49 @@ __device__ __forceinline__ float divide_by_sum(float a, float b, float c) {
   return is_nan(corrected) ? quotient : corrected;  // an infinity has no remainder
 }
 
-// factor exp(x) where that is normal, within 2^-23 of it. The hardware's powers would be off by 2.5
-// units in the last place, and those of the row's sum are already.
-__device__ __forceinline__ float exp_times(float factor, float x) {
-  constexpr float kRound = 0x1.8p23f;
-  const float rounded = ::fmaf(x, kLog2E, kRound);
-  const float n = rounded - kRound;
-  // log2(e) in two parts; 2^(n + r) = 2^n (1 + r P(r)), P by the Remez algorithm.
-  const float r = ::fmaf(x, 0x1.4ae0c0p-26f, ::fmaf(x, kLog2E, -n));
-  float p = 0x1.41fbbcp-13f;
-  p = ::fmaf(p, r, 0x1.5f3e54p-10f);
-  p = ::fmaf(p, r, 0x1.3b2d4cp-7f);
-  p = ::fmaf(p, r, 0x1.c6aee8p-5f);
-  p = ::fmaf(p, r, 0x1.ebfbdcp-3f);
-  p = ::fmaf(p, r, 0x1.62e430p-1f);
-  const float product = ::fmaf(factor, __fmul_rn(p, r), factor);
-  return __int_as_float(__float_as_int(product) + (__float_as_int(rounded) << 23));
-}
-
-// Above this exp_times(factor, x) is normal, and 8 times as large as need be.
-__device__ __forceinline__ float lowest_for_exp_times(float factor) {
-  const int exponent = (__float_as_int(factor) >> 23 & 0xff) - 127;
-  return static_cast<float>(-122 - exponent) * 0x1.62e430p-1f;
-}
-
 // The hardware's powers of negative exponents are too small by as much of themselves: measured on
 // an H200, mean of -8 to 0; elsewhere it may be less, and then costs as much. Of a sum of them it
 // can be given back.
 constexpr float kLostByPowers = 0x1.4p-25f;
 
-// a / ((1 + b) exp(x)), rounded once but for few, where b >= 0 is a sum of exp_in_sum<true>();
-// |x| <= 32, a from 2^-40 to 2^60.
-__device__ __forceinline__ float divide_by_one_plus_times_exp(float a, float b, float x) {
+// a exp(x), a = factor (1 + lost) 2^(round - kRound): where the result is normal, within 2^-24 of
+// it and a rounding. The hardware's powers would be off by 2.5 units in the last place, and those
+// of the row's sum are already.
+struct MultipleOfExp {
+  static constexpr float kRound = 0x1.8p23f;  // what is added to it is rounded to an integer
+
+  float factor = 0;
+  float lost = 0;
+  float round = kRound;
+
+  __device__ __forceinline__ float operator()(float x) const {
+    const float rounded = ::fmaf(x, kLog2E, round);
+    const float n = rounded - round;
+    // log2(e) in two parts; 2^(n + r) = 2^n (1 + r P(r)), P by the Remez algorithm.
+    const float r = ::fmaf(x, 0x1.4ae0c0p-26f, ::fmaf(x, kLog2E, -n));
+    float p = 0x1.41fbbcp-13f;
+    p = ::fmaf(p, r, 0x1.5f3e54p-10f);
+    p = ::fmaf(p, r, 0x1.3b2d4cp-7f);
+    p = ::fmaf(p, r, 0x1.c6aee8p-5f);
+    p = ::fmaf(p, r, 0x1.ebfbdcp-3f);
+    p = ::fmaf(p, r, 0x1.62e430p-1f);
+    const float product = ::fmaf(factor, ::fmaf(p, r, lost), factor);
+    return __int_as_float(__float_as_int(product) + (__float_as_int(rounded) << 23));
+  }
+
+  // Above this the result is normal, and 8 times as large as need be.
+  __device__ __forceinline__ float lowest() const {
+    const int exponent = (__float_as_int(factor) >> 23 & 0xff) - 127;
+    return (static_cast<float>(-122 - exponent) - (round - kRound)) * 0x1.62e430p-1f;
+  }
+};
+
+// a / ((1 + b) exp(x)) times an exponential, where b >= 0 is a sum of exp_in_sum<true>();
+// |x| <= 2048, a from 2^-40 to 2^60.
+__device__ __forceinline__ MultipleOfExp divide_by_one_plus_times_exp(float a, float b, float x) {
   // -x = n ln 2 + r + r_lost; exp(-x) = 2^n (high + low), high = 1 + r rounded.
-  constexpr float kRound = 0x1.8p23f + 127.0f;
-  const float biased = ::fmaf(x, -kLog2E, kRound);
-  const float n = biased - kRound;
+  const float round = ::fmaf(x, -kLog2E, MultipleOfExp::kRound);
+  const float n = round - MultipleOfExp::kRound;
   const float r_high = ::fmaf(n, -0x1.62ep-1f, -x);  // exact
   const float r_low = __fmul_rn(n, -0x1.0bfbe8p-15f);
   const float r = r_high + r_low;
@@ -135,9 +148,8 @@ __device__ __forceinline__ float divide_by_one_plus_times_exp(float a, float b, 
   p = ::fmaf(p, r, 0x1.fffffcp-2f);
   const float high = 1.0f + r;
   const float low = (r - (high - 1.0f)) + ::fmaf(p, __fmul_rn(r, r), r_lost);
-  const float scaled = a * __int_as_float(__float_as_int(biased) << 23);
-  const float product = __fmul_rn(scaled, high);
-  const float product_lost = ::fmaf(scaled, low, ::fmaf(scaled, high, -product));
+  const float product = __fmul_rn(a, high);
+  const float product_lost = ::fmaf(a, low, ::fmaf(a, high, -product));
   const float sum = 1.0f + b;
   // A whole number is the sum of terms that are exactly 1, as those of equal logits.
   const float lost_by_powers = b == ::rintf(b) ? 0.0f : kLostByPowers;
@@ -145,8 +157,11 @@ __device__ __forceinline__ float divide_by_one_plus_times_exp(float a, float b, 
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
   const float quotient = __fmul_rn(product, inverse);
-  const float lost = ::fmaf(-quotient, lost_by_sum, ::fmaf(-quotient, sum, product));
-  return ::fmaf(lost + product_lost, inverse, quotient);
+  const float lost = ::fmaf(-quotient, lost_by_sum, ::fmaf(-quotient, sum, product)) + product_lost;
+  const float factor = ::fmaf(lost, inverse, quotient);
+  float inverse_factor;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse_factor) : "f"(factor));
+  return {factor, ::fmaf(lost, inverse, quotient - factor) * inverse_factor, round};
 }
 
 #endif
@@ -232,11 +247,13 @@ __device__ __forceinline__ float divide_half(float a, float b) {
 
 // log of a term of a sum: within 2^-22 of it, and 2^-22 near 1, which a sum of many forgives.
 template <bool kExact, typename acc_t>
-__device__ __forceinline__ acc_t log_in_sum(acc_t x) {
+__device__ __forceinline__ acc_t log_in_sum(acc_t x, float ln_2 = kLn2) {
   if constexpr (kExact || sizeof(acc_t) > 4) {
     return log(x);
   } else {
-    return ::__logf(x);
+    float log2;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(log2) : "f"(x));
+    return log2 * ln_2;
   }
 }
 
@@ -415,7 +432,7 @@ LOSSOPS_HOST_DEVICE double exp_in_sum(double x) {
 }
 
 template <bool kExact, typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t log_in_sum(acc_t x) {
+LOSSOPS_HOST_DEVICE acc_t log_in_sum(acc_t x, float = kLn2) {
   return log(x);
 }
 
