@@ -71,6 +71,16 @@ const char* name_of(ScalarType dtype) {
       return "int8";
     case ScalarType::Byte:
       return "uint8";
+    case ScalarType::UInt16:
+      return "uint16";
+    case ScalarType::UInt32:
+      return "uint32";
+    case ScalarType::UInt64:
+      return "uint64";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
     case ScalarType::Bool:
       return "bool";
     case ScalarType::ComplexHalf:

@@ -142,10 +142,11 @@ def mse_loss(
         options = (reduction, _is_any_autocast_enabled() and _is_autocast(input))
         may_keep = same_shape and weight is None and reduction != "none"
         return _mse_loss(input, target, weight, options, may_keep)
-    except (AttributeError, RuntimeError, TypeError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise _as_torch_raises(
             error,
             {"input": input, "target": target, "weight": weight},
+            reduction,
             lambda input, target, weight: (
                 _mse_loss_by_torch(input, target, None, reduction),  # first what it may not take
                 _mse_loss_by_torch(input, target, weight, reduction),
@@ -199,10 +200,11 @@ def kl_div(
         options = (reduction, is_autocast, log_target, log_input)
         may_keep = reduction != "none" and input.shape == target.shape
         return _kl_div(input, target, None, options, may_keep)
-    except (AttributeError, RuntimeError, TypeError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise _as_torch_raises(
             error,
             {"input": input, "target": target},
+            reduction,
             lambda input, target: _kl_div_by_torch(
                 input, target, None, reduction, log_target, log_input
             ),
@@ -264,6 +266,10 @@ def cross_entropy(
             label_smoothing=label_smoothing,
         )
         return loss
+    if type(inplace_backward) is not bool:
+        raise TypeError(
+            f"cross_entropy: inplace_backward must be a bool, but is {inplace_backward!r}"
+        )
     try:
         if _targets_are_checked and target.is_cuda and not target.is_floating_point():
             _raise_first_invalid(input, target, ignore_index)
@@ -272,24 +278,15 @@ def cross_entropy(
         if inplace_backward:
             return _cross_entropy_loss.call_overwriting(input, target, weight, options)
         return _cross_entropy(input, target, weight, options, reduction != "none")
-    except (AttributeError, RuntimeError, TypeError) as error:
-        tensors = {"input": input, "target": target, "weight": weight}
-        if type(error).__module__ != "builtins":
-            raise
-        refused = _refused(error, tensors)
-        if refused is not None:
-            raise refused from None
-        if not isinstance(label_smoothing, (numbers.Real, Tensor)):
-            kind = type(label_smoothing).__name__
-            raise TypeError(f"label_smoothing must be a number, but is {kind}: {error}") from None
-        if not label_smoothing >= 0:
-            raise ValueError(str(error)) from None
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise _as_torch_raises(
             error,
-            tensors,
+            {"input": input, "target": target, "weight": weight},
+            reduction,
             lambda input, target, weight: _cross_entropy_by_torch(
                 input, target, weight, ignore_index, reduction, label_smoothing
             ),
+            lambda message: _refused_number(message, ignore_index, label_smoothing),
         ) from None
 
 
@@ -326,8 +323,28 @@ def _refused(error: Exception, tensors: dict[str, Any]) -> Exception | None:
     return None
 
 
+def _refused_number(
+    message: str, ignore_index: object, label_smoothing: object
+) -> Exception | None:
+    """The error of a number that cross_entropy takes with no tensors."""
+    if not isinstance(label_smoothing, (numbers.Real, Tensor)):
+        kind = type(label_smoothing).__name__
+        return TypeError(f"label_smoothing must be a number, but is {kind}: {message}")
+    if not float(label_smoothing) >= 0:
+        return ValueError(message)
+    if isinstance(ignore_index, numbers.Integral) and not -(2**63) <= int(ignore_index) < 2**63:
+        return ValueError(
+            f"cross_entropy: ignore_index must be a 64-bit integer, but is {ignore_index}"
+        )
+    return None
+
+
 def _as_torch_raises(
-    error: Exception, tensors: dict[str, Any], reference: Callable[..., Any]
+    error: Exception,
+    tensors: dict[str, Any],
+    reduction: object,
+    reference: Callable[..., Any],
+    refused_number: Callable[[str], Exception | None] = lambda message: None,
 ) -> Exception:
     """The error with the type that torch.nn.functional raises for the same call.
 
@@ -337,6 +354,12 @@ def _as_torch_raises(
     if type(error).__module__ != "builtins":
         return error  # of somebody's hook, or what torch has said itself
     refused = _refused(error, tensors)
+    if refused is not None:
+        return refused
+    # The message of a C++ exception ends at a NUL.
+    if not isinstance(reduction, str) or "\0" in reduction:
+        return ValueError(f"reduction must be a string like 'mean', but is {reduction!r}")
+    refused = refused_number(str(error))
     if refused is not None:
         return refused
     if isinstance(error := ops.as_memory_error(error), torch.OutOfMemoryError):
