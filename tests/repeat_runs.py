@@ -75,7 +75,7 @@ def cases(device: str) -> Iterator[tuple[str, Loss, Tensor]]:
             ),
         )
         for name, loss, x in losses:
-            for reduction in ("none", "mean", "sum"):
+            for reduction in ("none", "mean", "sum", *(["batchmean"] * (name == "kl_div"))):
                 yield f"{name} {dtype} {reduction}", functools.partial(loss, reduction=reduction), x
 
 
