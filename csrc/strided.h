@@ -30,13 +30,17 @@ LOSSOPS_HOST_DEVICE int64_t take_coordinate(const IterationSpace& space, int dim
   return coordinate;
 }
 
-// Offsets, in elements, of one linear index into N operands of the same space.
-template <int N>
+// Offsets, in elements, of one linear index into N operands of the same space. kRolled: on a GPU
+// the compiler would unroll the loop, which makes kernels some tens of KB larger.
+template <bool kRolled = true, int N>
 LOSSOPS_HOST_DEVICE void strided_offsets(const IterationSpace& space,
                                          const Operand* const (&operands)[N], int64_t index,
                                          int64_t (&offsets)[N], int first_dim = 0,
                                          int last_dim = kMaxDims) {
   const int end = last_dim < space.ndim ? last_dim : space.ndim;
+#if defined(__CUDA_ARCH__)
+#pragma unroll(kRolled ? 1 : 4)
+#endif
   for (int dim = first_dim; dim < end; ++dim) {
     const int64_t coordinate = take_coordinate(space, dim, end, index);
     for (int n = 0; n < N; ++n) {

@@ -16,11 +16,13 @@ constexpr int kColumnReduceMaxX = 32;
 constexpr int64_t kColumnReduceBlocks = 4096;
 constexpr int64_t kColumnReduceMinTerms = 16;
 
-// Threads along x take neighbouring outputs, threads along y neighbouring terms.
+// Threads along x take neighbouring outputs, threads along y neighbouring terms. The sums of
+// several splits are kept in partials, (splits, outputs); of one, null there, they go to the sink.
 template <typename Source, typename Sink>
 __global__ void __launch_bounds__(kColumnReduceThreads)
     column_reduce_kernel(const __grid_constant__ Source source, const __grid_constant__ Sink sink,
-                         int64_t outputs, int64_t reduced, int64_t terms_per_split) {
+                         double* partials, int64_t outputs, int64_t reduced,
+                         int64_t terms_per_split) {
   __shared__ double sums[kColumnReduceThreads];
   const int64_t output = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t begin = blockIdx.y * terms_per_split;
@@ -41,18 +43,19 @@ __global__ void __launch_bounds__(kColumnReduceThreads)
     __syncthreads();
   }
   if (threadIdx.y == 0 && output < outputs) {
-    sink(output, blockIdx.y, sums[threadIdx.x]);
+    if (partials != nullptr) {
+      partials[blockIdx.y * outputs + output] = sums[threadIdx.x];
+    } else {
+      sink(output, sums[threadIdx.x]);
+    }
   }
 }
 
-// (splits, outputs) partial sums, first as a sink and then as a source.
+// Such partials, as a source.
 struct ColumnPartials {
-  double* data;
+  const double* data;
   int64_t outputs;
 
-  __device__ __forceinline__ void operator()(int64_t output, int64_t split, double sum) const {
-    data[split * outputs + output] = sum;
-  }
   __device__ __forceinline__ double operator()(int64_t output, int64_t split) const {
     return data[split * outputs + output];
   }
@@ -80,7 +83,7 @@ struct ColumnReducePlan {
   int64_t scratch(int64_t outputs) const { return splits > 1 ? splits * outputs : 0; }
 };
 
-// sink(output, split, sum) gets every result once, with split 0.
+// sink(output, sum) gets every result once.
 template <typename Source, typename Sink>
 void column_reduce(const Source& source, const Sink& sink, int64_t outputs, int64_t reduced,
                    double* scratch, cudaStream_t stream) {
@@ -88,20 +91,19 @@ void column_reduce(const Source& source, const Sink& sink, int64_t outputs, int6
     return;
   }
   const ColumnReducePlan plan(outputs, reduced);
-  const auto launch = [&](const auto& from, const auto& to, int64_t terms, int64_t splits,
+  const auto launch = [&](const auto& from, double* partials, int64_t terms, int64_t splits,
                           int64_t terms_per_split) {
     const dim3 grid(static_cast<unsigned>(plan.blocks_x), static_cast<unsigned>(splits));
-    column_reduce_kernel<<<grid, plan.block, 0, stream>>>(from, to, outputs, terms,
+    column_reduce_kernel<<<grid, plan.block, 0, stream>>>(from, sink, partials, outputs, terms,
                                                           terms_per_split);
     check_launch("column_reduce_kernel");
   };
   if (plan.splits == 1) {
-    launch(source, sink, reduced, 1, reduced);
+    launch(source, nullptr, reduced, 1, reduced);
     return;
   }
-  const ColumnPartials partials{scratch, outputs};
-  launch(source, partials, reduced, plan.splits, plan.terms_per_split);
-  launch(partials, sink, plan.splits, 1, plan.splits);
+  launch(source, scratch, reduced, plan.splits, plan.terms_per_split);
+  launch(ColumnPartials{scratch, outputs}, nullptr, plan.splits, 1, plan.splits);
 }
 
 }  // namespace lossops::cuda

@@ -872,9 +872,7 @@ struct WeightGradientSink {
   void* data;
   DType dtype;
 
-  __device__ void operator()(int64_t c, int64_t /*split*/, double sum) const {
-    store_as<double>(data, dtype, c, sum);
-  }
+  __device__ void operator()(int64_t c, double sum) const { store_as<double>(data, dtype, c, sum); }
 };
 
 // ------------------------------------------------------- the mean's denominator

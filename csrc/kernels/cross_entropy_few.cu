@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kFull, kGradient))
     cross_entropy_forward_few_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                      const FewShape shape, Denominator denominator,
                                      Partial* partials, Finalize finalize) {
-#if __CUDA_ARCH__ >= 900
+#if LOSSOPS_HOPPER_CODE
   constexpr int kSure = kFull * kGroup;
   constexpr int kMost = kSure + kGroup - 1;
   extern __shared__ uint4 dynamic[];

@@ -27,8 +27,7 @@ struct Denominator {
   __host__ __device__ bool is_computed() const { return partials != nullptr; }
 };
 
-// A row's offsets into input, target and output (or gradient). kRolled: there is code for one
-// dimension; else the compiler may unroll the loop, which makes kernels some tens of KB larger.
+// A row's offsets into input, target and output (or gradient). kRolled: strided_offsets()'.
 template <bool kRolled = true, int N>
 __device__ __forceinline__ void row_offsets(const IterationSpace& rows,
                                             const Operand* const (&operands)[N], int64_t row,
@@ -37,18 +36,7 @@ __device__ __forceinline__ void row_offsets(const IterationSpace& rows,
   for (int n = 0; n < N; ++n) {
     offsets[n] = 0;
   }
-  if constexpr (kRolled) {
-#pragma unroll 1
-    for (int dim = 0; dim < rows.ndim; ++dim) {
-      const int64_t coordinate = take_coordinate(rows, dim, rows.ndim, row);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        offsets[n] += coordinate * operands[n]->strides[dim];
-      }
-    }
-  } else {
-    strided_offsets(rows, operands, row, offsets);
-  }
+  strided_offsets<kRolled>(rows, operands, row, offsets);
 }
 
 // The same of one operand, without the divisions of several dimensions where there is one.

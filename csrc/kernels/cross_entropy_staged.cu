@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                                         Pieces pieces, int buffer_bytes, int group,
                                         Denominator /*denominator*/, Partial* partials,
                                         Finalize finalize) {
-#if __CUDA_ARCH__ >= 900
+#if LOSSOPS_HOPPER_CODE
   extern __shared__ uint4 dynamic[];
   __shared__ StagedBlock<kKind> block;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -491,7 +491,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                                          Pieces pieces, int buffer_bytes, int cluster,
                                          Denominator denominator, Partial* partials,
                                          Finalize finalize) {
-#if __CUDA_ARCH__ >= 900
+#if LOSSOPS_HOPPER_CODE
   extern __shared__ uint4 dynamic[];
   __shared__ StagedBlock<kKind> block;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;

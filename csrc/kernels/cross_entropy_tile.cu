@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     cross_entropy_forward_tile_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                       const TileShape shape, Denominator denominator,
                                       Partial* partials, Finalize finalize) {
-#if __CUDA_ARCH__ >= 900
+#if LOSSOPS_HOPPER_CODE
   constexpr int kSize = kVectorSize<scalar_t>;
   constexpr int kPerWord = kWordElements<scalar_t>;
   constexpr bool kGaps = kRows == Rows::kWithGaps;

@@ -10,10 +10,17 @@
 
 #include "kernels/integers.h"
 
+// Whether this is code for sm_90 or sm_100: kernels for Hopper are empty in all other. No device of
+// sm_120 has their shared memory, and without them its code is a third smaller.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+#define LOSSOPS_HOPPER_CODE 1
+#else
+#define LOSSOPS_HOPPER_CODE 0
+#endif
+
 namespace lossops::cuda {
 
-// Its PTX version is that of the code this device runs: kernels for Hopper are empty in older code,
-// which a newer device runs where it finds no other.
+// Its PTX version is that of the code this device runs, which may be older than the device.
 static __global__ void code_version_kernel() {}
 
 struct DeviceLimits {
@@ -87,8 +94,8 @@ inline DeviceLimits current_device_limits() {
   limits.multiprocessors = static_cast<int>(packed >> 8 & 0xffffff);
   limits.overlaps =
       driver_captures_overlaps() && static_cast<int>(packed & 0xff) >= 9 && !hopper_is_disabled();
-  limits.hopper = static_cast<int>(packed & 0xff) >= 9 &&
-                  limits.shared_bytes >= kHopperSharedBytes && !hopper_is_disabled();
+  const bool hopper_code = (packed & 0xff) >= 9 && (packed & 0xff) < 12;  // LOSSOPS_HOPPER_CODE
+  limits.hopper = hopper_code && limits.shared_bytes >= kHopperSharedBytes && !hopper_is_disabled();
   return limits;
 }
 

@@ -23,15 +23,22 @@ std::string version_of(int cuda) {
   return std::to_string(cuda / 1000) + "." + std::to_string(cuda % 1000 / 10);
 }
 
-// The oldest driver for Linux that runs what was built with any minor version of this toolkit.
-constexpr const char* kOldestDriver = CUDART_VERSION >= 13000 ? "580" : "525";
+// The oldest CUDA whose drivers run what was built with this toolkit, and the oldest of those for
+// Linux: any of the same major version, but for the way in which setup.py has machine code packed
+// from 12.9 on.
+constexpr int kOldestCuda = CUDART_VERSION >= 13000   ? 13000
+                            : CUDART_VERSION >= 12090 ? 12040
+                                                      : 12000;
+constexpr const char* kOldestDriver = kOldestCuda == 13000   ? "580"
+                                      : kOldestCuda == 12040 ? "550.54"
+                                                             : "525";
 
 std::string describe(cudaError_t error, int driver) {
   if (error == cudaErrorInitializationError) {
     return "CUDA was in use before this process was forked and cannot be used in it: start it with "
            "the start method 'spawn', as torch.multiprocessing.get_context('spawn') does";
   }
-  if (error == cudaErrorInsufficientDriver && driver > 0) {
+  if (driver > 0 && driver < kOldestCuda) {
     return "the NVIDIA driver knows CUDA " + version_of(driver) +
            " and lossops is built with CUDA " + version_of(CUDART_VERSION) +
            ": update the driver to " + kOldestDriver + " or newer";
@@ -52,13 +59,13 @@ std::string why_unusable() {
   int devices = 0;
   const cudaError_t error =
       known == Driver::kLost ? cudaErrorInitializationError : cudaGetDeviceCount(&devices);
-  if (error == cudaSuccess) {
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  if (error == cudaSuccess && driver >= kOldestCuda) {
     state = Driver::kUsable;
     return {};
   }
   cudaGetLastError();  // it is no error of a launch
-  int driver = 0;
-  cudaDriverGetVersion(&driver);
   return describe(error, driver);
 }
 
