@@ -18,6 +18,7 @@ MATRIX_ARGS ?=
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 LINT := .venv-lint
+DOCS := .venv-docs
 PIP_INSTALL = python -m pip --disable-pip-version-check --quiet install
 
 # The wheel runs under any torch from 2.10 on; both commands use this one.
@@ -43,7 +44,7 @@ SOURCES := $(sort setup.py pyproject.toml LICENSE $(shell find csrc src -type f 
 CONFIG := $(SOURCES) cuda=$(LOSSOPS_CUDA) archs=$(TORCH_CUDA_ARCH_LIST) gpus=$(GPUS) \
 	home=$(CUDA_HOME) nvcc=$(shell command -v nvcc) cxx=$(CXX) cc=$(CC)
 
-.PHONY: help demo test test-full lint wheel matrix planted-faults gpu-report-check clean distclean FORCE
+.PHONY: help demo test test-full lint docs wheel matrix planted-faults gpu-report-check clean distclean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -52,6 +53,7 @@ help:
 	@echo 'make test-full         the same, then for hours: random calls, planted faults, repeated runs,'
 	@echo '                       accuracy; on a GPU, compute-sanitizer too'
 	@echo 'make lint              ruff, mypy, clang-format, actionlint, the layers of csrc/'
+	@echo 'make docs              the documentation as a site: build/docs/index.html'
 	@echo 'make wheel             build the wheel for the GPUs of this machine into dist/'
 	@echo 'make matrix            the CPU tests of that one wheel under many Pythons and torches'
 	@echo 'make planted-faults    are the mistakes of tests/planted_faults.py found by the tests?'
@@ -78,6 +80,13 @@ ifneq ($(strip $(GPUS)),)
 			$(BIN)/python tests/small_shapes.py || exit 1; \
 	done
 endif
+
+# Any warning is an error, a link to nowhere among them. Commands in the pages print as on a terminal
+# of 80 columns.
+docs: $(DOCS)/.installed
+	@PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" COLUMNS=80 NO_COLOR=1 \
+		sphinx-build -W --keep-going -n -q -E -b html docs build/docs
+	@ls build/docs/index.html
 
 wheel: build/.wheel
 	@ls dist/*.whl
@@ -109,7 +118,7 @@ clean:
 	find src tests csrc -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(LINT)
+	rm -rf $(VENV) $(LINT) $(DOCS)
 
 # ---------------------------------------------------------------- environments
 
@@ -132,6 +141,14 @@ $(LINT)/.made: Makefile
 	@$(LINT)/bin/$(PIP_INSTALL) $(PRE_COMMIT)
 	@touch $@
 
+$(DOCS)/.made: Makefile docs/requirements.txt
+	@echo '==> installing $(TORCH) and Sphinx into $(DOCS) (once)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo 'the documentation needs Python 3.11 or newer: PYTHON=...' >&2; exit 1; }
+	$(call make_venv,$(DOCS))
+	@$(DOCS)/bin/$(PIP_INSTALL) $(TORCH) -r docs/requirements.txt
+	@touch $@
+
 # ------------------------------------------------------------------- the wheel
 
 build/.config: FORCE
@@ -152,4 +169,8 @@ build/.wheel: $(SOURCES) build/.config $(VENV)/.made
 
 $(VENV)/.installed: build/.wheel
 	@$(VENV)/bin/$(PIP_INSTALL) --force-reinstall --no-deps dist/*.whl
+	@touch $@
+
+$(DOCS)/.installed: build/.wheel $(DOCS)/.made
+	@$(DOCS)/bin/$(PIP_INSTALL) --force-reinstall --no-deps dist/*.whl
 	@touch $@
