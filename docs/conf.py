@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.util import logging
 
 import lossops
 
@@ -64,18 +65,19 @@ PAGES = {
     "benchmarks/README.md": "benchmarking.md",
     "examples/README.md": "examples.md",
 }
+logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s]+)(?=\))")
 
 
-def lead_links(text: str, folder: str) -> str:
+def lead_links(text: str, folder: str, docname: str) -> str:
     """The Markdown of a file in this folder of the repository, with links to pages of the site."""
 
     def lead(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, link[1]))
         path, _, anchor = target.partition("#")
         if not (ROOT / path).exists():
-            raise ValueError(f"{folder or '.'}: a link to {link[1]}, which does not exist")
+            logger.warning("a link to %s, which does not exist", target, location=docname)
         if target in PAGES:
             return PAGES[target]
         if path in PAGES:
@@ -86,12 +88,12 @@ def lead_links(text: str, folder: str) -> str:
 
 
 def on_source_read(app: Sphinx, docname: str, source: list[str]) -> None:
-    source[0] = lead_links(source[0], "docs")
+    source[0] = lead_links(source[0], "docs", docname)
 
 
 def on_include_read(app: Sphinx, path: Path, docname: str, source: list[str]) -> None:
     folder = os.path.relpath((Path(app.srcdir) / path).resolve().parent, ROOT)
-    source[0] = lead_links(source[0], "" if folder == "." else folder)
+    source[0] = lead_links(source[0], "" if folder == "." else folder, docname)
 
 
 def setup(app: Sphinx) -> None:
