@@ -8,12 +8,14 @@
 #                         as -n 0: in one process
 #   FAULTS_ARGS           arguments of make planted-faults, as --only='kl_div*'
 #   MATRIX_ARGS           arguments of make matrix, as --pairs 3.10:2.10 3.13:2.15
+#   SOURCE_BUILDS_ARGS    arguments of make source-builds, as --only='editable*'
 
 PYTHON ?= python3
 TESTS ?= tests
 PYTEST_ARGS ?=
 FAULTS_ARGS ?=
 MATRIX_ARGS ?=
+SOURCE_BUILDS_ARGS ?=
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -27,7 +29,8 @@ BUILD_TOOLS := 'setuptools>=77' ninja
 # The whole suite takes two processes half the time. Some tests take as long as hundreds of others:
 # a process that is done takes work from the others. A few tests are over before many would start.
 TEST_PROCESSES := $(if $(filter tests tests/,$(TESTS)),-n auto --maxprocesses=8 --dist=worksteal)
-TEST_TOOLS := 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6' numpy 'matplotlib>=3.8' expecttest
+TEST_TOOLS := 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6' numpy 'matplotlib>=3.8' expecttest \
+	'pyelftools>=0.32' 'torch-abi-audit>=0.3; python_version >= "3.11"'
 PRE_COMMIT := pre-commit==4.7.0
 
 GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
@@ -44,7 +47,8 @@ SOURCES := $(sort setup.py pyproject.toml LICENSE $(shell find csrc src -type f 
 CONFIG := $(SOURCES) cuda=$(LOSSOPS_CUDA) archs=$(TORCH_CUDA_ARCH_LIST) gpus=$(GPUS) \
 	home=$(CUDA_HOME) nvcc=$(shell command -v nvcc) cxx=$(CXX) cc=$(CC)
 
-.PHONY: help demo test test-full lint docs wheel matrix planted-faults gpu-report-check clean distclean FORCE
+.PHONY: help demo test test-full lint docs wheel matrix abi-audit source-builds planted-faults \
+	gpu-report-check clean distclean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -56,6 +60,8 @@ help:
 	@echo 'make docs              the documentation as a site: build/docs/index.html'
 	@echo 'make wheel             build the wheel for the GPUs of this machine into dist/'
 	@echo 'make matrix            the CPU tests of that one wheel under many Pythons and torches'
+	@echo 'make abi-audit         does the wheel want anything outside the stable ABI? (Python 3.11 on)'
+	@echo 'make source-builds     build and install from source in each of the ways that pip knows'
 	@echo 'make planted-faults    are the mistakes of tests/planted_faults.py found by the tests?'
 	@echo 'make gpu-report-check  does tests/gpu_report.json describe these sources?'
 	@echo 'make clean             remove what was built; make distclean: the environments too'
@@ -93,6 +99,12 @@ wheel: build/.wheel
 
 matrix: build/.wheel
 	@$(BIN)/python tests/matrix.py dist/*.whl $(MATRIX_ARGS)
+
+abi-audit: build/.wheel
+	@$(BIN)/python tests/abi_audit.py dist/*.whl
+
+source-builds: $(VENV)/.made
+	@$(BIN)/python tests/source_builds.py $(SOURCE_BUILDS_ARGS)
 
 planted-faults: $(VENV)/.made
 	@$(BIN)/python tests/planted_faults.py $(FAULTS_ARGS)

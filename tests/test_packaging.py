@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import email
+import importlib
 import json
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -143,38 +144,83 @@ def test_version_is_one() -> None:
 # --- the library --------------------------------------------------------------------------------
 
 
-def needed_libraries(path: Path) -> list[str]:
-    """The DT_NEEDED entries of a 64-bit little-endian ELF file."""
-    data = path.read_bytes()
-    assert data[:6] == b"\x7fELF\x02\x01", "not a 64-bit little-endian ELF file"
-    section_start = struct.unpack_from("<Q", data, 40)[0]
-    entry_size, count = struct.unpack_from("<HH", data, 58)
-    # name, type, flags, address, offset, size, link, info, alignment, entry size
-    sections = [
-        struct.unpack_from("<IIQQQQIIQQ", data, section_start + i * entry_size)
-        for i in range(count)
+@pytest.fixture(scope="module")
+def abi_audit() -> ModuleType:
+    """tests/abi_audit.py, where what it needs is installed (torch-abi-audit: Python 3.11 on)."""
+    pytest.importorskip("elftools")
+    pytest.importorskip("torch_abi_audit")
+    return importlib.import_module("abi_audit")
+
+
+def test_library_keeps_to_the_stable_abi(abi_audit: ModuleType) -> None:
+    """Neither Python, nor a CUDA runtime, nor C++ of torch; every function is in torch 2.10."""
+    imports = abi_audit.imports_of(LIBRARY)
+    names = {symbol.name for symbol in imports.symbols}
+    assert names >= {"torch_call_dispatcher", "aoti_torch_get_data_ptr", "memcpy"}
+    assert "libtorch.so" in imports.needed
+    assert abi_audit.faults_of(imports) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "weak", "fault"),
+    [
+        ("_ZN3c1019UndefinedTensorImpl10_singletonE", "", False, "C\\+\\+ of torch"),
+        ("_ZN2at4_ops10empty_like4callE", "", True, "C\\+\\+ of torch"),
+        ("PyErr_SetString", "", False, "is Python's"),
+        ("_Py_Dealloc", "", True, "is Python's"),
+        ("aoti_torch_get_current_cuda_stream", "", False, "must be weak"),
+        ("torch_exception_get_what", "", True, "came with torch 2.13.0"),
+        ("aoti_torch_never_heard_of", "", False, "not in the stable ABI"),
+        ("cudaLaunchKernel", "libcudart.so.12", False, "unknown library"),
+        ("cublasCreate_v2", "", False, "not in the stable ABI"),
+        ("pthread_create", "GLIBC_2.34", False, "newer than manylinux_2_28"),
+        ("_ZSt28__throw_bad_array_new_lengthv", "GLIBCXX_3.4.29", False, "newer than manylinux"),
+    ],
+)
+def test_audit_finds_a_symbol(
+    name: str, version: str, weak: bool, fault: str, abi_audit: ModuleType
+) -> None:
+    symbol = abi_audit.Symbol(name, version, weak)
+    imports = abi_audit.Imports([symbol], ["libtorch.so"], [])
+    [found] = abi_audit.faults_of(imports, manylinux=True)
+    assert name in found and re.search(fault, found), found
+
+
+def test_audit_finds_a_library_and_a_search_path(abi_audit: ModuleType) -> None:
+    def faults(*needed: str, path: str = "") -> list[str]:
+        imports = abi_audit.Imports([], list(needed), [path] if path else [])
+        return abi_audit.faults_of(imports)
+
+    assert faults("libtorch.so", "libc.so.6", "ld-linux-aarch64.so.1") == []
+    for name in ("libc10.so", "libcudart.so.12", "libpython3.12.so.1.0", "libtorch_cuda.so"):
+        assert faults("libtorch.so", name) == [f"needs {name}"]
+    assert "does not need libtorch.so" in faults("libc.so.6")[0]
+    assert faults("libtorch.so", path="$ORIGIN/../torch/lib") == [
+        "has the search path $ORIGIN/../torch/lib"
     ]
-    names = []
-    for section in sections:
-        if section[1] != 6:  # SHT_DYNAMIC
-            continue
-        strings = sections[section[6]][4]
-        for offset in range(section[4], section[4] + section[5], 16):
-            tag, value = struct.unpack_from("<qQ", data, offset)
-            if tag == 1:  # DT_NEEDED
-                start = strings + value
-                names.append(data[start : data.index(b"\0", start)].decode())
-    return names
 
 
-def test_library_needs_neither_python_nor_a_cuda_runtime() -> None:
-    names = needed_libraries(LIBRARY)
-    assert "libtorch.so" in names, names
-    allowed = re.compile(
-        r"lib(torch|torch_cpu|c10|stdc\+\+|m|gcc_s|c|dl|rt|pthread|gomp|ld-linux-x86-64)\.so"
-        r"(\.\d+)*$|ld-linux-\S+$"
+def test_audit_of_a_real_library_that_is_at_fault(abi_audit: ModuleType, tmp_path: Path) -> None:
+    """A library that was linked against c10 the common way, through the script itself."""
+    source = tmp_path / "bad.cpp"
+    source.write_text(
+        "namespace c10 { class Warning; void warn(const Warning&); }\n"
+        'extern "C" void PyErr_Clear();\n'
+        'extern "C" void* bad(c10::Warning& w) { c10::warn(w); PyErr_Clear(); return &w; }\n'
     )
-    assert [name for name in names if not allowed.match(name)] == []
+    folder = Path(torch.__file__).parent / "lib"
+    bad = tmp_path / "bad.so"
+    command = ["c++", "-shared", "-fPIC", source, "-o", bad, f"-L{folder}", "-lc10"]
+    subprocess.run([*command, f"-Wl,-rpath,{folder}"], check=True)
+    done = run_python(str(ROOT / "tests" / "abi_audit.py"), str(bad), str(LIBRARY))
+    assert done.returncode == 1
+    assert set(done.stderr.splitlines()) == {
+        "bad.so: _ZN3c104warnERKNS_7WarningE is C++ of torch, which changes with every release",
+        "bad.so: PyErr_Clear is Python's",
+        "bad.so: needs libc10.so",
+        "bad.so: does not need libtorch.so, which brings the current-stream function",
+        f"bad.so: has the search path {folder}",
+    }
 
 
 def test_library_is_the_only_one() -> None:
