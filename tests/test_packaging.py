@@ -11,10 +11,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import release_checks
 import torch
 
 import lossops
@@ -273,6 +276,114 @@ def test_wheel_contents() -> None:
     assert "lossops/bench/__main__.py" in files
     for name in files:
         assert name.startswith(("lossops/", "lossops-")), f"{name} is outside the package"
+
+
+# --- the release --------------------------------------------------------------------------------
+
+
+def release_tree(folder: Path, version: str, changelog: str) -> Path:
+    (folder / "src/lossops").mkdir(parents=True)
+    (folder / "src/lossops/_version.py").write_text(f'__version__ = "{version}"\n')
+    (folder / "CHANGELOG.md").write_text(
+        "# Changelog\n\n" + changelog + "\n## [0.9.0] - 2020-01-01\n\n- x\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tag", "changelog", "fault"),
+    [
+        ("v1.2.3", "## [1.2.3] - 2027-05-06\n\n### Added\n\n- Something.\n", None),
+        ("v1.2.4", "## [1.2.3] - 2027-05-06\n\n- Something.\n", "the tag is v1.2.4, the version"),
+        ("1.2.3", "## [1.2.3] - 2027-05-06\n\n- Something.\n", "the tag is 1.2.3, the version"),
+        ("v1.2.3", "## [1.2.30] - 2027-05-06\n\n- Something.\n", "has no section"),
+        ("v1.2.3", "## [1.2.3] - unreleased\n\n- Something.\n", "has no date, but 'unreleased'"),
+        ("v1.2.3", "## [1.2.3] - 2027-05-06\n\n### Added\n", "is empty"),
+    ],
+)
+def test_release_needs_a_version_and_a_changelog(
+    tag: str, changelog: str, fault: str | None, tmp_path: Path
+) -> None:
+    faults = release_checks.faults_of_tag(tag, release_tree(tmp_path, "1.2.3", changelog))
+    if fault is None:
+        assert faults == []
+    else:
+        [found] = faults
+        assert fault in found
+
+
+def make_wheel(folder: Path, name: str, size: int = 100, *, tag: str = "", more: str = "") -> Path:
+    path = folder / name
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("lossops/_C.so", os.urandom(size))
+        tag = tag or path.stem.split("-", 2)[2]
+        wheel.writestr("lossops-1.2.3.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+        if more:
+            wheel.writestr(more, b"")
+    return path
+
+
+def test_release_is_one_wheel_a_platform_and_the_sdist(tmp_path: Path) -> None:
+    tree = release_tree(tmp_path, "1.2.3", "")
+    names = [
+        f"lossops-1.2.3-py3-none-manylinux_2_28_{machine}.whl" for machine in ("x86_64", "aarch64")
+    ]
+    sdist = tmp_path / "lossops-1.2.3.tar.gz"
+    with tarfile.open(sdist, "w:gz") as archive:
+        for name in ("setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.cpp", "tests"):
+            archive.addfile(tarfile.TarInfo(f"lossops-1.2.3/{name}"))
+
+    def faults(*paths: Path) -> list[str]:
+        return release_checks.faults_of_files(list(paths), tree)
+
+    wheels = [make_wheel(tmp_path, name) for name in names]
+    assert faults(*wheels, sdist) == []
+    assert faults(*wheels) == ["lossops-1.2.3.tar.gz is missing"]
+    assert faults(wheels[0], sdist) == [f"{names[1]} is missing"]
+    more = make_wheel(tmp_path, "lossops-1.2.3-cp311-cp311-manylinux_2_28_x86_64.whl")
+    assert faults(*wheels, sdist, more) == [f"{more.name} is too many"]
+    make_wheel(tmp_path, names[0], 10_000_000)
+    assert re.search(r"x86_64.whl has 10,\d{3},\d{3} bytes", faults(*wheels, sdist)[0])
+    make_wheel(tmp_path, names[0], tag="py3-none-linux_x86_64")
+    assert "has the tags py3-none-linux_x86_64 inside" in faults(*wheels, sdist)[0]
+    make_wheel(tmp_path, names[0], more="lossops.libs/libcudart.so.12")
+    assert faults(*wheels, sdist) == [
+        f"{names[0]} has lossops.libs/libcudart.so.12",
+        f"{names[0]} has other libraries than lossops/_C.so",
+    ]
+
+
+def test_release_has_the_architectures_of_setup() -> None:
+    assert release_checks.wanted_archs(source_file("setup.py").parent)[-1] == "12.0"
+
+
+@pytest.mark.skipif(not CUDA_VERSION, reason="needs a lossops that was built with CUDA")
+def test_listed_architectures_are_in_the_file() -> None:
+    """What lossops.info says is what was asked of the compiler; cuobjdump says what is there."""
+    try:
+        machine_code, ptx = release_checks.code_in(LIBRARY)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    said = json.loads(torch.ops.lossops.build_info())["cuda_archs"].split(";")
+    assert machine_code == {arch.removesuffix("+PTX") for arch in said}
+    assert ptx == {arch.removesuffix("+PTX") for arch in said if arch.endswith("+PTX")}
+
+
+def test_actions_are_pinned() -> None:
+    """By the full hash of a commit, with the version beside it; and one hash for each action."""
+    folder = source_file("setup.py").parent / ".github" / "workflows"
+    if not folder.is_dir():
+        pytest.skip("no workflows beside tests/: a source archive")
+    pins: dict[str, set[str]] = {}
+    for path in folder.glob("*.yml"):
+        for line in re.findall(r"^.*\buses:.*$", path.read_text(), re.MULTILINE):
+            if "uses: ./" in line:
+                continue
+            match = re.search(r"uses: ([\w./-]+)@([0-9a-f]{40} # v\d+(\.\d+)*)$", line)
+            assert match, f"{path.name}: {line.strip()}"
+            pins.setdefault(match[1], set()).add(match[2])
+    assert pins
+    assert [name for name, found in pins.items() if len(found) > 1] == []
 
 
 # --- what a user meets --------------------------------------------------------------------------

@@ -1,0 +1,155 @@
+"""What has to hold before a release is uploaded, in three parts, each an exit code of 0 or 1.
+
+    python tests/release_checks.py tag v0.1.0      # the version, and its section in CHANGELOG.md
+    python tests/release_checks.py files dist/*    # one wheel a platform and the sdist, and no more
+    python tests/release_checks.py archs           # the machine code of the installed library
+
+The last one needs `cuobjdump`, on PATH or from the package nvidia-cuda-cuobjdump.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MACHINES = ("aarch64", "x86_64")
+LARGEST_WHEEL = 10_000_000
+
+
+def version_of(root: Path) -> str:
+    text = (root / "src/lossops/_version.py").read_text()
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if not found:
+        raise ValueError("src/lossops/_version.py names no version")
+    return found[1]
+
+
+def faults_of_tag(tag: str, root: Path = ROOT) -> list[str]:
+    version = version_of(root)
+    faults = [] if tag == f"v{version}" else [f"the tag is {tag}, the version {version}"]
+    changelog = (root / "CHANGELOG.md").read_text()
+    section = re.search(
+        rf"^## \[{re.escape(version)}\] - (.+)\n((?:(?!## \[).*\n?)*)", changelog, re.MULTILINE
+    )
+    if not section:
+        return [*faults, f"CHANGELOG.md has no section '## [{version}] - DATE'"]
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", section[1]):
+        faults.append(f"the section of {version} in CHANGELOG.md has no date, but {section[1]!r}")
+    if not re.search(r"^- \S", section[2], re.MULTILINE):
+        faults.append(f"the section of {version} in CHANGELOG.md is empty")
+    return faults
+
+
+def faults_of_wheel(path: Path) -> list[str]:
+    faults = []
+    if path.stat().st_size >= LARGEST_WHEEL:
+        faults.append(f"{path.name} has {path.stat().st_size:,} bytes")
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        [metadata] = [name for name in names if name.endswith(".dist-info/WHEEL")]
+        tags = re.findall(r"^Tag: (\S+)", wheel.read(metadata).decode(), re.MULTILINE)
+    if {path.stem.split("-", 2)[2]} != set(tags):
+        faults.append(f"{path.name} has the tags {', '.join(tags)} inside")
+    faults += [
+        f"{path.name} has {name}"
+        for name in names
+        if not re.match(r"lossops(/|-[^/]+\.dist-info/)", name)
+    ]
+    if [name for name in names if ".so" in Path(name).name] != ["lossops/_C.so"]:
+        faults.append(f"{path.name} has other libraries than lossops/_C.so")
+    return faults
+
+
+def faults_of_files(paths: list[Path], root: Path = ROOT) -> list[str]:
+    version = version_of(root)
+    wheels = {f"lossops-{version}-py3-none-manylinux_2_28_{machine}.whl" for machine in MACHINES}
+    sdist = f"lossops-{version}.tar.gz"
+    there = {path.name for path in paths}
+    faults = [f"{name} is missing" for name in sorted({*wheels, sdist} - there)]
+    faults += [f"{name} is too many" for name in sorted(there - {*wheels, sdist})]
+    for path in paths:
+        if path.name in wheels:
+            faults += faults_of_wheel(path)
+        elif path.name == sdist:
+            with tarfile.open(path) as archive:
+                packed = {name.partition("/")[2] for name in archive.getnames()}
+            needed = ["setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.cpp", "tests"]
+            faults += [f"{sdist} lacks {name}" for name in needed if name not in packed]
+            faults += [f"{sdist} has {name}" for name in sorted(packed) if name.endswith(".so")]
+    return faults
+
+
+def code_in(library: Path) -> tuple[set[str], set[str]]:
+    """The architectures of the machine code and of the PTX in a library, as 9.0."""
+    patterns = ("nvidia/cu*/bin/cuobjdump", "nvidia/cuda_cuobjdump/bin/cuobjdump")
+    packaged = [p for entry in sys.path for pattern in patterns for p in Path(entry).glob(pattern)]
+    program = shutil.which("cuobjdump") or next(map(str, packaged), None)
+    if program is None:
+        raise FileNotFoundError("no cuobjdump: pip install nvidia-cuda-cuobjdump")
+
+    def listed(option: str) -> set[str]:
+        command = [program, option, str(library)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = re.findall(r"\.sm_(\d+)(\d)\.(?:cubin|ptx)", done.stdout)
+        return {f"{major}.{minor}" for major, minor in found}
+
+    return listed("--list-elf"), listed("--list-ptx")
+
+
+def wanted_archs(root: Path = ROOT) -> list[str]:
+    """DEFAULT_CUDA_ARCHS of setup.py."""
+    for node in ast.parse((root / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DEFAULT_CUDA_ARCHS":
+            return list(ast.literal_eval(node.value))
+    raise ValueError("setup.py has no DEFAULT_CUDA_ARCHS")
+
+
+def faults_of_archs() -> list[str]:
+    command = [sys.executable, "-m", "lossops.info", "--json"]
+    report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    said = report["build"]["cuda_archs"].split(";")
+    machine_code, ptx = code_in(Path(report["library"]))
+    print(
+        f"lossops.info: {';'.join(said)}; in the file: {sorted(machine_code, key=float)}, PTX {ptx}"
+    )
+    faults = []
+    if {arch.removesuffix("+PTX") for arch in said} != machine_code:
+        faults.append("lossops.info and the file differ in machine code")
+    if {arch.removesuffix("+PTX") for arch in said if arch.endswith("+PTX")} != ptx:
+        faults.append("lossops.info and the file differ in PTX")
+    if machine_code != set(wanted_archs()):
+        faults.append(f"a release has {', '.join(wanted_archs())}")
+    if ptx != {wanted_archs()[-1]}:
+        faults.append(f"a release has PTX for {wanted_archs()[-1]}")
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = parser.add_subparsers(dest="part", required=True)
+    parts.add_parser("tag").add_argument("tag")
+    parts.add_parser("files").add_argument("paths", nargs="+", type=Path)
+    parts.add_parser("archs")
+    arguments = parser.parse_args()
+    if arguments.part == "tag":
+        faults = faults_of_tag(arguments.tag)
+    elif arguments.part == "files":
+        faults = faults_of_files(arguments.paths)
+    else:
+        faults = faults_of_archs()
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
