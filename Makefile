@@ -60,7 +60,7 @@ help:
 	@echo 'make docs              the documentation as a site: build/docs/index.html'
 	@echo 'make wheel             build the wheel for the GPUs of this machine into dist/'
 	@echo 'make matrix            the CPU tests of that one wheel under many Pythons and torches'
-	@echo 'make abi-audit         does the wheel want anything outside the stable ABI? (Python 3.11 on)'
+	@echo 'make abi-audit         does the wheel want anything outside the stable ABI? (Python 3.11)'
 	@echo 'make source-builds     build and install from source in each of the ways that pip knows'
 	@echo 'make planted-faults    are the mistakes of tests/planted_faults.py found by the tests?'
 	@echo 'make gpu-report-check  does tests/gpu_report.json describe these sources?'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import email
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -70,6 +71,32 @@ def list_of_cmake(name: str) -> list[str]:
 def test_source_lists_are_equal(kind: str) -> None:
     ours = lists_of_setup()[f"{kind}_SOURCES"]
     assert sorted(list_of_cmake(f"LOSSOPS_{kind}_SOURCES")) == sorted(ours)
+
+
+# What `nvcc --list-gpu-code` prints, the names with letters left out.
+TOOLKITS = {
+    "12.4": "50 52 53 60 61 62 70 72 75 80 86 87 89 90",
+    "12.8": "50 52 53 60 61 62 70 72 75 80 86 87 89 90 100 101 120",
+    "13.0": "75 80 86 87 88 89 90 100 103 110 120 121",
+}
+
+
+@pytest.mark.parametrize("version", TOOLKITS)
+def test_flags_follow_the_toolkit(version: str, tmp_path: Path) -> None:
+    """CUDA 12 packs as drivers before 550 can read; what a compiler does not know is left out."""
+    spec = importlib.util.spec_from_file_location("lossops_setup", source_file("setup.py"))
+    assert spec and spec.loader
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\nprintf 'sm_%s\\n' " + TOOLKITS[version] + "\n")
+    nvcc.chmod(0o755)
+    toolkit = setup.Toolkit(tmp_path, version, None)
+    packed = "--compress-mode=size" if version == "13.0" else "-Xfatbin=-compress-all"
+    assert setup.compression_flags(toolkit) == [packed]
+    archs = "7.5 8.0 8.6 8.9 9.0" if version == "12.4" else "7.5 8.0 8.6 8.9 9.0 10.0 12.0"
+    assert setup.default_archs(toolkit) == f"{archs}+PTX".split()
 
 
 def test_source_lists_name_every_source() -> None:
