@@ -201,12 +201,16 @@ def cuda_archs(toolkit: Toolkit) -> str:
 
 
 def compression_flags(toolkit: Toolkit) -> list[str]:
-    """How machine code is packed. The smallest way needs a driver of CUDA 12.4 or newer.
+    """How machine code is packed, the smallest that every driver of the toolkit can read.
 
-    Every driver that runs what is built with CUDA 13 is; a build with CUDA 12 runs on older ones.
+    The best way needs driver 550. Every driver that runs what is built with CUDA 13 has it; a build
+    with CUDA 12 runs from driver 525 on. CUDA 12.9 can take more pains with the old way.
     """
-    is_newer = int(toolkit.version.split(".")[0]) >= 13
-    return ["--compress-mode=size"] if is_newer else ["-Xfatbin=-compress-all"]
+    version = tuple(map(int, toolkit.version.split(".")))
+    if version >= (13, 0):
+        return ["--compress-mode=size"]
+    pains = ["-Xfatbin=--compress-level=3"] if version >= (12, 9) else []
+    return ["-Xfatbin=-compress-all", *pains]
 
 
 def plain_extension() -> Any:

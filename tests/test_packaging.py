@@ -77,6 +77,7 @@ def test_source_lists_are_equal(kind: str) -> None:
 TOOLKITS = {
     "12.4": "50 52 53 60 61 62 70 72 75 80 86 87 89 90",
     "12.8": "50 52 53 60 61 62 70 72 75 80 86 87 89 90 100 101 120",
+    "12.9": "50 52 53 60 61 62 70 72 75 80 86 87 89 90 100 101 103 120 121",
     "13.0": "75 80 86 87 88 89 90 100 103 110 120 121",
 }
 
@@ -93,8 +94,12 @@ def test_flags_follow_the_toolkit(version: str, tmp_path: Path) -> None:
     nvcc.write_text("#!/bin/sh\nprintf 'sm_%s\\n' " + TOOLKITS[version] + "\n")
     nvcc.chmod(0o755)
     toolkit = setup.Toolkit(tmp_path, version, None)
-    packed = "--compress-mode=size" if version == "13.0" else "-Xfatbin=-compress-all"
-    assert setup.compression_flags(toolkit) == [packed]
+    flags = ["-Xfatbin=-compress-all"]
+    if version == "12.9":
+        flags.append("-Xfatbin=--compress-level=3")
+    if version == "13.0":
+        flags = ["--compress-mode=size"]
+    assert setup.compression_flags(toolkit) == flags
     archs = "7.5 8.0 8.6 8.9 9.0" if version == "12.4" else "7.5 8.0 8.6 8.9 9.0 10.0 12.0"
     assert setup.default_archs(toolkit) == f"{archs}+PTX".split()
 
