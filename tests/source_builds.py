@@ -71,7 +71,7 @@ WAYS = [
     Way("isolated, no nvcc", (".",), cuda="none"),
     Way("no isolation", NO_ISOLATION, (TORCH, *TOOLS)),
     Way("editable", ("-e", ".")),
-    Way("editable, no isolation", ("-e", *NO_ISOLATION), (TORCH, *TOOLS)),
+    Way("editable, no isolation", ("--no-build-isolation", "-e", "."), (TORCH, *TOOLS)),
     Way("sdist", ("SDIST",), (TORCH, "build")),
     Way("sdist, no isolation", ("--no-build-isolation", "SDIST"), (TORCH, *TOOLS, "build")),
     Way(
@@ -89,7 +89,7 @@ WAYS = [
         fails_with="building needs torch>=2.10, and importing it failed",
     ),
     Way("isolated, system CUDA", (".",), cuda="system"),
-    Way("editable, no isolation, system CUDA", ("-e", *NO_ISOLATION), (TORCH, *TOOLS), "system"),
+    Way("editable, no isolation, system CUDA", ("--no-build-isolation", "-e", "."), (TORCH, *TOOLS), "system"),
     Way("no isolation, PyPI's CUDA", NO_ISOLATION, (TORCH, *TOOLS, *PYPI_CUDA), "pypi", "1"),
 ]
 
