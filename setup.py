@@ -38,8 +38,10 @@ CUDA_SOURCES = [
 ]
 
 # The architectures of a released wheel, and the only place that names them. Those which the
-# compiler at hand does not know are left out; the newest one left also gets PTX.
-DEFAULT_CUDA_ARCHS = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
+# compiler at hand does not know are left out; the newest one left also gets PTX. Machine code runs
+# on every device of the same major version that is not older: 8.6 and 8.9 take that of 8.0, whose
+# own would be 2 MB more.
+DEFAULT_CUDA_ARCHS = ["7.5", "8.0", "9.0", "10.0", "12.0"]
 
 # torch 2.10: the oldest release whose stable ABI has all that csrc/bindings.cpp uses.
 TORCH_TARGET_VERSION = "0x020a000000000000"
@@ -201,16 +203,13 @@ def cuda_archs(toolkit: Toolkit) -> str:
 
 
 def compression_flags(toolkit: Toolkit) -> list[str]:
-    """How machine code is packed, the smallest that every driver of the toolkit can read.
+    """How machine code is packed. The best way, a third smaller, needs a driver of CUDA 12.4 (550.54).
 
-    The best way needs driver 550. Every driver that runs what is built with CUDA 13 has it; a build
-    with CUDA 12 runs from driver 525 on. CUDA 12.9 can take more pains with the old way.
+    Every driver that runs what is built with CUDA 13 has it. Released wheels, of CUDA 12.9, ask for
+    it too (`kOldestCuda` in driver.cu tells users); with older toolkits drivers from 525 on will do.
     """
     version = tuple(map(int, toolkit.version.split(".")))
-    if version >= (13, 0):
-        return ["--compress-mode=size"]
-    pains = ["-Xfatbin=--compress-level=3"] if version >= (12, 9) else []
-    return ["-Xfatbin=-compress-all", *pains]
+    return ["--compress-mode=size"] if version >= (12, 9) else ["-Xfatbin=-compress-all"]
 
 
 def plain_extension() -> Any:

@@ -89,7 +89,12 @@ WAYS = [
         fails_with="building needs torch>=2.10, and importing it failed",
     ),
     Way("isolated, system CUDA", (".",), cuda="system"),
-    Way("editable, no isolation, system CUDA", ("--no-build-isolation", "-e", "."), (TORCH, *TOOLS), "system"),
+    Way(
+        "editable, no isolation, system CUDA",
+        ("--no-build-isolation", "-e", "."),
+        (TORCH, *TOOLS),
+        "system",
+    ),
     Way("no isolation, PyPI's CUDA", NO_ISOLATION, (TORCH, *TOOLS, *PYPI_CUDA), "pypi", "1"),
 ]
 

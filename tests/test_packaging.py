@@ -84,7 +84,7 @@ TOOLKITS = {
 
 @pytest.mark.parametrize("version", TOOLKITS)
 def test_flags_follow_the_toolkit(version: str, tmp_path: Path) -> None:
-    """CUDA 12 packs as drivers before 550 can read; what a compiler does not know is left out."""
+    """Before 12.9 as drivers from 525 on can read; what a compiler does not know is left out."""
     spec = importlib.util.spec_from_file_location("lossops_setup", source_file("setup.py"))
     assert spec and spec.loader
     setup = importlib.util.module_from_spec(spec)
@@ -94,13 +94,9 @@ def test_flags_follow_the_toolkit(version: str, tmp_path: Path) -> None:
     nvcc.write_text("#!/bin/sh\nprintf 'sm_%s\\n' " + TOOLKITS[version] + "\n")
     nvcc.chmod(0o755)
     toolkit = setup.Toolkit(tmp_path, version, None)
-    flags = ["-Xfatbin=-compress-all"]
-    if version == "12.9":
-        flags.append("-Xfatbin=--compress-level=3")
-    if version == "13.0":
-        flags = ["--compress-mode=size"]
-    assert setup.compression_flags(toolkit) == flags
-    archs = "7.5 8.0 8.6 8.9 9.0" if version == "12.4" else "7.5 8.0 8.6 8.9 9.0 10.0 12.0"
+    flag = "--compress-mode=size" if version in ("12.9", "13.0") else "-Xfatbin=-compress-all"
+    assert setup.compression_flags(toolkit) == [flag]
+    archs = "7.5 8.0 9.0" if version == "12.4" else "7.5 8.0 9.0 10.0 12.0"
     assert setup.default_archs(toolkit) == f"{archs}+PTX".split()
 
 
@@ -501,7 +497,8 @@ def test_driver_that_cannot_be_used(
     if driver == "none":
         assert report["cuda_problem"] == "no NVIDIA driver is found"
     else:
-        oldest = 580 if int(CUDA_VERSION.split(".")[0]) >= 13 else 525
+        toolkit = tuple(map(int, CUDA_VERSION.split(".")))
+        oldest = "580" if toolkit >= (13, 0) else "550.54" if toolkit >= (12, 9) else "525"
         assert report["cuda_problem"] == (
             f"the NVIDIA driver knows CUDA 11.4 and lossops is built with CUDA {CUDA_VERSION}: "
             f"update the driver to {oldest} or newer"
