@@ -229,7 +229,7 @@ Tensor fresh(Tensor tensor) {
 
 Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& like) {
   int32_t device_type;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
   if (aoti_torch_empty_strided(
           sizes.size, sizes.values, strides.values,
@@ -325,8 +325,7 @@ cuda::Context current_stream(const Tensor& tensor) {
     throw std::runtime_error("lossops: this torch has no CUDA");
   }
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return stream;
 }
 #endif

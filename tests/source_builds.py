@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HEADER = "| way | CUDA compiler | result | minutes |\n|---|---|---|---|"
 SYSTEM_PATH = "/usr/bin:/bin"
 TORCH = "torch==2.13.0"  # as in pyproject.toml; the newest one has to be fetched with its CUDA
+OLDEST_TORCH = "torch==2.10.*"
 TOOLS = ("setuptools>=77", "ninja")
 # As in .github/workflows/test.yml.
 PYPI_CUDA = (
@@ -70,6 +71,7 @@ WAYS = [
     Way("isolated", (".",)),
     Way("isolated, no nvcc", (".",), cuda="none"),
     Way("no isolation", NO_ISOLATION, (TORCH, *TOOLS)),
+    Way("no isolation, the oldest torch", NO_ISOLATION, (OLDEST_TORCH, *TOOLS)),
     Way("editable", ("-e", ".")),
     Way("editable, no isolation", ("--no-build-isolation", "-e", "."), (TORCH, *TOOLS)),
     Way("sdist", ("SDIST",), (TORCH, "build")),
