@@ -21,7 +21,7 @@ from torch import Tensor
 import lossops
 
 CHUNK = 1 << 24
-# Of gradients of cross entropy: units, and the share of elements that may be beyond them.
+# Of cross entropy: units, and the share of gradients that may be beyond them.
 UNITS = 4
 BEYOND = 1e-5
 
@@ -130,7 +130,7 @@ def cross_entropy_losses(device: str, elements: int) -> Iterator[Row]:
             f"losses of cross entropy, {classes} classes, normal times 3, float32",
             f"{ours:.1f} units",
             f"{theirs:.1f} units",
-            ours <= theirs,
+            ours <= max(theirs, UNITS),
         )
 
 

@@ -183,3 +183,13 @@ def test_memory_of_a_step(loss: Loss, variant: Variant) -> None:
             expected = sum(g.nbytes for g in gradients)
             step = torch.cuda.max_memory_allocated() - before
             assert step < expected + size / 4, f"{sample.name} {layout}: a step allocates {step}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.uint16], ids=str)
+@per_loss
+def test_fake_kernels_name_a_wrong_dtype(loss: Loss, dtype: torch.dtype) -> None:
+    """Compiled code says it when it is traced, as eager code does when it runs."""
+    sample = loss.variants[0].sample((4, 5)).map(lambda t: t.to("meta"))
+    for name, tensor in sample.tensors.items():
+        with pytest.raises(RuntimeError, match=f"{name} must be .* {str(dtype)[6:]}"):
+            sample.with_tensors(**{name: tensor.to(dtype)}).call(loss.op)

@@ -73,7 +73,7 @@ def _cross_entropy_by_torch(
     )
 
 
-_mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch).call
+_mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch, takes_integers=True).call
 _kl_div = ops.ElementwiseLoss(
     "kl_div", _kl_div_by_torch, expands_first=False, target_first=True
 ).call

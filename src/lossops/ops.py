@@ -123,6 +123,24 @@ def _check_devices(name: str, input: Tensor, *others: Tensor | None) -> None:
             )
 
 
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_CLASS_INDICES = (torch.int64, torch.int32, torch.uint8)
+
+
+def _check_dtype(
+    op: str,
+    name: str,
+    tensor: Tensor | None,
+    allowed: tuple[torch.dtype, ...],
+    what: str = "floating point",
+) -> None:
+    """As the kernels do, for fake ones."""
+    if tensor is not None and tensor.dtype not in allowed:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise RuntimeError(f"{op}: {name} must be {what}, but is {dtype}")
+
+
 @contextlib.contextmanager
 def _naming_arguments(name: str, input: Tensor, target: Tensor) -> Iterator[None]:
     """Adds to torch's errors about shapes and dtypes whose they are."""
@@ -563,10 +581,12 @@ class ElementwiseLoss(_Loss):
         name: str,
         reference: Reference,
         *,
+        takes_integers: bool = False,
         expands_first: bool = True,
         target_first: bool = False,
     ) -> None:
         # As the loss's LossTraits say.
+        self.takes_integers = takes_integers
         self.expands_first = expands_first
         self.target_first = target_first
         schema = getattr(torch.ops.lossops, name).default._schema
@@ -600,6 +620,9 @@ class ElementwiseLoss(_Loss):
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, reduction, float32_result = args[:5]
         _check_devices(self.name, input, target, weight)
+        allowed = _FLOATING + _INTEGRAL if self.takes_integers else _FLOATING
+        for name, tensor in (("input", input), ("target", target), ("weight", weight)):
+            _check_dtype(self.name, name, tensor, allowed)
         with _naming_arguments(self.name, input, target):
             dtype = _widened(self.result_dtype(input, target, weight, reduction), float32_result)
             if reduction == "none":
@@ -808,8 +831,15 @@ class CrossEntropyLoss(_Loss):
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, _ignore_index, reduction, label_smoothing, float32_result = args
         _check_devices(self.name, input, target, weight)
+        _check_dtype(self.name, "input", input, _FLOATING)
         dtype = input.dtype
-        if _is_probability(input, target):
+        if not _is_probability(input, target):
+            what = "int64, int32 or uint8 for class indices"
+            _check_dtype(self.name, "target", target, _CLASS_INDICES, what)
+            _check_dtype(self.name, "weight", weight, _FLOATING)
+        else:
+            _check_dtype(self.name, "target", target, _FLOATING)
+            _check_dtype(self.name, "weight", weight, _FLOATING + _INTEGRAL)
             dtype = torch.promote_types(dtype, target.dtype)
             if weight is not None:
                 dtype = torch.promote_types(dtype, weight.dtype)
