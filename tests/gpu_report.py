@@ -19,12 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORT = Path(__file__).resolve().with_name("gpu_report.json")
 
 SOURCE_FOLDERS = ("csrc", "src", "tests")
+SOURCE_FILES = ("setup.py",)  # the compiler's flags, the architectures
 IGNORED_FOLDERS = frozenset({"__pycache__", "build", "dist", "CMakeFiles"})
 IGNORED_SUFFIXES = frozenset({".pyc", ".pyo", ".so", ".o", ".a", ".egg-info", ".dist-info"})
 
 
 def source_files(root: Path) -> Iterator[Path]:
     """The files that a report describes: no build outputs, no dotfiles, not the report itself."""
+    yield from (path for name in SOURCE_FILES if (path := root / name).is_file())
     for folder in SOURCE_FOLDERS:
         for parent, folders, files in os.walk(root / folder):
             folders[:] = [name for name in folders if not _ignored(name)]

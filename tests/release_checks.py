@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,13 @@ def version_of(root: Path) -> str:
     return found[1]
 
 
+def is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
 def faults_of_tag(tag: str, root: Path = ROOT) -> list[str]:
     version = version_of(root)
     faults = [] if tag == f"v{version}" else [f"the tag is {tag}, the version {version}"]
@@ -42,7 +50,7 @@ def faults_of_tag(tag: str, root: Path = ROOT) -> list[str]:
     )
     if not section:
         return [*faults, f"CHANGELOG.md has no section '## [{version}] - DATE'"]
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d", section[1]):
+    if not is_date(section[1]):
         faults.append(f"the section of {version} in CHANGELOG.md has no date, but {section[1]!r}")
     if not re.search(r"^- \S", section[2], re.MULTILINE):
         faults.append(f"the section of {version} in CHANGELOG.md is empty")

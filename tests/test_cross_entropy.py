@@ -547,6 +547,10 @@ def test_label_smoothing_that_is_not_a_number(value: object) -> None:
     [
         ({"ignore_index": 2**63}, ValueError, r"ignore_index .* 64-bit .* 9223372036854775808"),
         ({"ignore_index": -(2**63) - 1}, ValueError, "ignore_index"),
+        ({"ignore_index": True}, TypeError, "ignore_index must be an integer, but is True"),
+        ({"ignore_index": torch.tensor(1.5)}, TypeError, "ignore_index must be an integer"),
+        ({"label_smoothing": torch.tensor([0.1, 0.2])}, TypeError, "label_smoothing"),
+        ({"label_smoothing": 10**400}, TypeError, "label_smoothing"),
         ({"inplace_backward": 1}, TypeError, "inplace_backward must be a bool, but is 1"),
         ({"inplace_backward": np.zeros(3)}, TypeError, "inplace_backward"),
         ({"reduction": "me\0an"}, ValueError, r"reduction .* 'me\\x00an'"),

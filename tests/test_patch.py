@@ -322,3 +322,20 @@ def test_model_that_nobody_edited(device: str) -> None:
             optimizer.step()
             losses[i].append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_compiled_code_falls_back_too() -> None:
+    """What eager code leaves to torch, compiled code does."""
+    x, t = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda a: F.cross_entropy(a, t))(x)
+
+    def smoothed(x: Tensor) -> Tensor:
+        return F.cross_entropy(x, t, label_smoothing=-0.1)  # torch takes it for 0
+
+    for function in (gradient, smoothed):
+        expected = function(x)
+        torch.compiler.reset()
+        with lossops.patched():
+            torch.testing.assert_close(torch.compile(function, backend="eager")(x), expected)

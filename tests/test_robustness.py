@@ -149,6 +149,20 @@ def test_tensors_of_other_kinds(loss: Loss) -> None:
                 assert_within(result, expected.call(loss.reference), 0.1, f"{kind} {name}")
 
 
+@pytest.mark.filterwarnings("ignore")
+@per_loss
+def test_nested_and_quantised_tensors_are_named(loss: Loss) -> None:
+    sample = loss.variants[0].sample((4, 5))
+    x = sample.tensors["input"]
+    nested = torch.nested.nested_tensor([x, x])  # whose layout is that of a plain tensor
+    for kind, tensor in (
+        ("nested", nested),
+        ("quantized", torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
+    ):
+        with pytest.raises(NotImplementedError, match=f"input .* {kind}"):
+            sample.with_tensors(input=tensor).call(loss.function)
+
+
 @per_loss
 def test_subclass_of_tensor(loss: Loss) -> None:
     class Named(Tensor):

@@ -9,6 +9,7 @@ same input gives the same bits on every run.
 from __future__ import annotations
 
 import numbers
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -266,6 +267,8 @@ def cross_entropy(
             label_smoothing=label_smoothing,
         )
         return loss
+    if type(ignore_index) is not int:
+        ignore_index = _index(ignore_index)
     if type(inplace_backward) is not bool:
         raise TypeError(
             f"cross_entropy: inplace_backward must be a bool, but is {inplace_backward!r}"
@@ -288,6 +291,16 @@ def cross_entropy(
             ),
             lambda message: _refused_number(message, ignore_index, label_smoothing),
         ) from None
+
+
+def _index(value: Any) -> int:
+    """An ignore_index that is no int: integers of NumPy and torch, as torch takes them."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"cross_entropy: ignore_index must be an integer, but is {value!r}")
 
 
 def _is_autocast(input: Tensor) -> bool:
@@ -316,6 +329,9 @@ def _refused(error: Exception, tensors: dict[str, Any]) -> Exception | None:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             return TypeError(f"{name} must be a Tensor, but is {kind}: {error}")
+        if tensor.is_nested or tensor.is_quantized:
+            kind = "nested" if tensor.is_nested else "quantized"
+            return NotImplementedError(f"{name} must be a plain tensor, but is {kind}")
         if tensor.layout is not torch.strided:
             return NotImplementedError(
                 f"{name} must be dense (torch.strided), but has the layout {tensor.layout}"
@@ -330,7 +346,11 @@ def _refused_number(
     if not isinstance(label_smoothing, (numbers.Real, Tensor)):
         kind = type(label_smoothing).__name__
         return TypeError(f"label_smoothing must be a number, but is {kind}: {message}")
-    if not float(label_smoothing) >= 0:
+    try:
+        is_negative_or_nan = not float(label_smoothing) >= 0
+    except (OverflowError, ValueError, RuntimeError):  # too large, or more than one number
+        return TypeError(f"label_smoothing must be a number between 0 and 1: {message}")
+    if is_negative_or_nan:
         return ValueError(message)
     if isinstance(ignore_index, numbers.Integral) and not -(2**63) <= int(ignore_index) < 2**63:
         return ValueError(

@@ -133,7 +133,9 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not (_is_patched or _scopes > 0) or len(args) > len(parameters):
             return original(*args, **kwargs)
         if _is_compiling():
-            return original(*args, **kwargs) if deprecated else loss(**arguments)
+            # What is wrong with the values is torch's to say, as it is in eager code.
+            goes = _why_not(deprecated, arguments) is None and _smoothing_is_taken(arguments)
+            return loss(**arguments) if goes else original(*args, **kwargs)
         if has_torch_function(tuple(arguments.values())):
             return original(*args, **kwargs)  # comes back with what is inside, if it can
         reason = _why_not(deprecated, arguments)
@@ -155,6 +157,10 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return result
 
     return routed
+
+
+def _smoothing_is_taken(arguments: dict[str, Any]) -> bool:
+    return 0 <= arguments.get("label_smoothing", 0.0) <= 1
 
 
 def _why_not(deprecated: list[str], arguments: dict[str, Any]) -> str | None:
