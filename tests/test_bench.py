@@ -224,8 +224,9 @@ def test_training_steps(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(losses) == run.STEPS
     assert losses[-1] < losses[0] * (1 - run.STEPS_LIMIT), "too small a change to see a wrong one"
 
+    mse_loss = PROBLEMS["mse"].ours
     wrong = dataclasses.replace(
-        PROBLEMS[problem], ours=lambda *a, **k: PROBLEMS["mse"].ours(a[0], a[0].detach() * 0)
+        PROBLEMS[problem], ours=lambda *a, **k: mse_loss(a[0], a[0].detach() * 0)
     )
     monkeypatch.setitem(PROBLEMS, problem, wrong)
     assert not run.run_compiled(case, ["compile"], Quick(CPU), Progress(9)).passed
