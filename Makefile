@@ -171,18 +171,13 @@ build/.config: FORCE
 	@mkdir -p build
 	@echo '$(CONFIG)' | cmp -s - $@ || echo '$(CONFIG)' > $@
 
-# CUDA builds of torch export copies of some functions of libstdc++, without versions: found there
-# first, they would be wanted without one.
-STDCXX_FIRST := -Wl,--no-as-needed -lstdc++
-
 # Objects stay in build/temp*, so that only what changed is compiled again; build/lib* goes,
 # because setuptools would pack what has since been deleted from src/.
 build/.wheel: $(SOURCES) build/.config $(VENV)/.made
 	@command -v $${CXX:-c++} > /dev/null || { echo 'no C++ compiler: install g++' >&2; exit 1; }
 	@echo '==> building the wheel (the first time takes minutes; log: build/wheel.log)'
 	@rm -rf build/lib* build/bdist* dist/*.whl
-	@PATH="$(BIN):$$PATH" LDFLAGS="$(STDCXX_FIRST) $$LDFLAGS" \
-		$(BIN)/python -m pip --disable-pip-version-check wheel --verbose \
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check wheel --verbose \
 		--no-build-isolation --no-deps --wheel-dir dist . > build/wheel.log 2>&1 \
 		|| { tail -n 60 build/wheel.log; echo '==> the build failed: build/wheel.log' >&2; exit 1; }
 	@sed -n 's/^ *\(lossops: .*\)/\1/p' build/wheel.log

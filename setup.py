@@ -53,9 +53,12 @@ MATH_FLAGS = ["-fno-math-errno", "-fno-trapping-math"]
 VISIBILITY_FLAGS = ["-fvisibility=hidden", "-fvisibility-inlines-hidden"]
 
 LINK_FLAGS = [
+    # CUDA builds of torch export copies of some functions of libstdc++, without versions: found
+    # there first, they would be wanted without one.
+    "-Wl,--no-as-needed",
+    "-lstdc++",
     # libtorch.so as a NEEDED entry, although no symbol of it is used by name: where torch has
     # CUDA, it brings libtorch_cuda.so into scope, and with it the current-stream function.
-    "-Wl,--no-as-needed",
     "-ltorch",
     "-Wl,--as-needed",
     "-Wl,--exclude-libs,ALL",

@@ -545,9 +545,23 @@ FAULTS = [
     Fault(
         "forward mode: a tangent is lost",
         OPS,
-        "if forward_ad._current_level < 0:\n        return\n    for",
-        "if forward_ad._current_level < 1:\n        return\n    for",
-        "test_autograd.py::test_forward_mode_is_right_or_raises",
+        "if forward_ad._current_level < 0:\n        return False",
+        "if forward_ad._current_level < 1:\n        return False",
+        "test_autograd.py::test_forward_mode",
+    ),
+    Fault(
+        "forward mode: the tangent of grad_output is lost",
+        OPS,
+        "                    or forward_ad._current_level >= 0\n",
+        "",
+        "test_autograd.py::test_tangent_of_grad_output",
+    ),
+    Fault(
+        "forward mode under autocast: in half precision",
+        OPS,
+        "x if x is None else x.to(_widened(x.dtype, float32_result))",
+        "x",
+        "test_autograd.py::test_forward_mode_under_autocast",
     ),
     Fault(
         "vmap along the first dimension, whichever is wanted",

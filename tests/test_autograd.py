@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +29,10 @@ per_variant = pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT
 per_loss = pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
 per_call = pytest.mark.parametrize("through", ["function", "op"])
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
-
-FORWARD_MODE = re.compile("forward.mode|forward AD|jvp", re.IGNORECASE)
+# float32 against float64
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+# What torch says of its own mse_loss where grad_output has a tangent and input has none.
+MSE_IN_FORWARD_MODE = "ZeroTensors are immutable"
 
 
 def call_of(loss: Loss, through: str) -> LossFunction:
@@ -396,46 +397,102 @@ def test_second_derivative_from_half_precision(loss: Loss, device: str) -> None:
         assert_within(second, expected, 0.05 * expected.abs().max(), f"{loss.name} {dtype}")
 
 
+def with_tangent(call: LossFunction, sample: Sample, name: str) -> tuple[Tensor, Tensor | None]:
+    """The loss, and its derivative along ones in the place of one argument."""
+    primal = sample.tensors[name]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(primal, torch.ones_like(primal))
+        value = sample.with_tensors(**{name: dual}).call(call)
+        unpacked = forward_ad.unpack_dual(value)
+    return unpacked.primal, unpacked.tangent
+
+
 @per_call
 @per_variant
-def test_forward_mode_is_right_or_raises(
-    loss: Loss, variant: Variant, through: str, device: str
-) -> None:
-    """Never a tangent of zero without a word."""
+def test_forward_mode(loss: Loss, variant: Variant, through: str, device: str) -> None:
+    """By torch's formulas."""
     call = call_of(loss, through)
     for reduction in loss.reductions:
         sample = variant.sample((4, 5), device=device, dtype=torch.float64, reduction=reduction)
         for name in variant.differentiable:
-            primal = sample.tensors[name]
-            tangent = torch.ones_like(primal)
+            found = with_tangent(call, sample, name)
+            assert found[1] is not None, f"{sample.name}: the tangent of {name} was lost"
+            torch.testing.assert_close(found, with_tangent(loss.reference, sample, name))
 
-            def derivative(call: LossFunction) -> Tensor | None:
-                with forward_ad.dual_level():
-                    dual = forward_ad.make_dual(primal, tangent)  # noqa: B023
-                    value = sample.with_tensors(**{name: dual}).call(call)  # noqa: B023
-                    return forward_ad.unpack_dual(value).tangent
 
-            found = attempt(lambda d=derivative: d(call))
-            if isinstance(found, Exception):
-                assert FORWARD_MODE.search(str(found)), f"unclear: {found}"
-            else:
-                assert found is not None, f"{sample.name}: the tangent of {name} was lost"
-                torch.testing.assert_close(found, derivative(loss.reference))
+@per_call
+@per_variant
+def test_forward_mode_under_autocast(
+    loss: Loss, variant: Variant, through: str, device: str
+) -> None:
+    """In float32, as the loss without a tangent."""
+    call = call_of(loss, through)
+    for reduction in loss.reductions:
+        sample = variant.sample((4, 5), device=device, dtype=torch.bfloat16, reduction=reduction)
+        for name in variant.differentiable:
+            with torch.autocast(device, torch.bfloat16):
+                value, tangent = with_tangent(call, sample, name)
+            assert value.dtype == torch.float32
+            assert tangent is not None
+            expected = with_tangent(loss.reference, sample.double(), name)
+            torch.testing.assert_close((value.double(), tangent.double()), expected, **CLOSE)
 
 
 @per_call
 @per_loss
-def test_func_jvp_is_right_or_raises(loss: Loss, through: str, device: str) -> None:
+def test_func_jvp(loss: Loss, through: str, device: str) -> None:
     sample = loss.variants[0].sample((4, 5), device=device, dtype=torch.float64)
-    function = as_function_of_leaves(call_of(loss, through), sample)
     leaves = tuple(leaves_of(sample))
     tangents = tuple(torch.ones_like(leaf) for leaf in leaves)
-    found = attempt(lambda: torch.func.jvp(function, leaves, tangents))
-    if isinstance(found, Exception):
-        assert FORWARD_MODE.search(str(found)), f"unclear: {found}"
-    else:
-        reference = as_function_of_leaves(loss.reference, sample)
-        torch.testing.assert_close(found, torch.func.jvp(reference, leaves, tangents))
+    found, expected = (
+        torch.func.jvp(as_function_of_leaves(call, sample), leaves, tangents)
+        for call in (call_of(loss, through), loss.reference)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@per_variant
+def test_tangent_of_grad_output(loss: Loss, variant: Variant, device: str) -> None:
+    """A gradient is linear in grad_output; its tangent must not be lost on the way."""
+    for reduction, create_graph in itertools.product(loss.reductions, (False, True)):
+        sample = variant.sample((4, 5), device=device, dtype=torch.float64, reduction=reduction)
+        expected = evaluate(loss.function, sample).gradients
+        leaves = sample.leaves()
+        for name in variant.differentiable:
+            value = leaves.call(loss.function)
+            with forward_ad.dual_level():
+                one = torch.ones_like(value)
+                dual = forward_ad.make_dual(one, 2 * one)
+                gradient = attempt(
+                    lambda: torch.autograd.grad(
+                        value,  # noqa: B023
+                        leaves.tensors[name],  # noqa: B023
+                        dual,  # noqa: B023
+                        create_graph=create_graph,  # noqa: B023
+                    )[0]
+                )
+                if isinstance(gradient, Exception):
+                    assert loss.name == "mse_loss" and MSE_IN_FORWARD_MODE in str(gradient)
+                    continue
+                primal, tangent = forward_ad.unpack_dual(gradient)
+            torch.testing.assert_close(primal, expected[name])
+            assert tangent is not None, f"{sample.name}: the tangent of grad_output was lost"
+            torch.testing.assert_close(tangent, 2 * expected[name])
+
+
+@per_variant
+def test_batched_gradients(loss: Loss, variant: Variant, device: str) -> None:
+    """is_grads_batched=True: as one call for each grad_output."""
+    for reduction in loss.reductions:
+        sample = variant.sample((4, 5), device=device, dtype=torch.float64, reduction=reduction)
+        leaves = sample.leaves()
+        value = leaves.call(loss.function)
+        batch = torch.randn(3, *value.shape, dtype=value.dtype).to(device)
+        found = torch.autograd.grad(value, leaves_of(leaves), batch, is_grads_batched=True)
+        for n, grad_output in enumerate(batch):
+            expected = evaluate(loss.function, sample, grad_output).gradients
+            for name, gradients in zip(variant.differentiable, found, strict=True):
+                torch.testing.assert_close(gradients[n], expected[name])
 
 
 @per_variant
@@ -507,24 +564,39 @@ def test_torch_func_of_gradients(loss: Loss, variant: Variant, device: str) -> N
             torch.testing.assert_close(actual, expected, msg=lambda m: f"{sample.name}: {m}")  # noqa: B023
 
 
-@per_loss
-def test_forward_mode_in_torch_func_is_an_error(loss: Loss, device: str) -> None:
-    """hessian, jacfwd, jvp and jvp of a gradient: an error that names what to use."""
-    sample = loss.variants[0].sample((3, 4), device=device, dtype=torch.float64)
-    x = sample.tensors["input"]
-
-    def f(a: Tensor) -> Tensor:
-        return sample.with_tensors(input=a).call(loss.function)
-
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@per_variant
+def test_forward_mode_in_torch_func(loss: Loss, variant: Variant, device: str) -> None:
+    """hessian, jacfwd, jvp of a gradient and of a gradient's pull-back: as torch's."""
     func = torch.func
-    for call in (
-        lambda: func.hessian(f)(x),
-        lambda: func.jacfwd(f)(x),
-        lambda: func.jvp(f, (x,), (x,)),
-        lambda: func.jvp(func.grad(f), (x,), (x,)),
-    ):
-        with pytest.raises(NotImplementedError, match=f"torch.nn.functional.{loss.name}"):
-            call()
+    for reduction in ("mean", "none"):
+        sample = variant.sample((3, 4), device=device, dtype=torch.float64, reduction=reduction)
+        x = sample.tensors["input"]
+
+        def derivatives(call: LossFunction) -> list[Any]:
+            def f(a: Tensor) -> Tensor:
+                return sample.with_tensors(input=a).call(call).square().sum()  # noqa: B023
+
+            _, pull_back = func.vjp(lambda a: f(a).sin(), x)  # noqa: B023
+            one = torch.ones((), dtype=torch.float64, device=device)
+            calls: tuple[Callable[[], Any], ...] = (
+                lambda: func.hessian(f)(x),  # noqa: B023
+                lambda: func.jacfwd(f)(x),  # noqa: B023
+                lambda: func.jacrev(func.jacfwd(f))(x),  # noqa: B023
+                lambda: func.jacfwd(func.jacfwd(f))(x),  # noqa: B023
+                lambda: func.jvp(func.grad(f), (x,), (x,)),  # noqa: B023
+                lambda: func.vmap(func.hessian(f))(torch.stack([x, x * 0.5])),  # noqa: B023
+                lambda: func.jvp(pull_back, (one,), (one,)),
+            )
+            return [attempt(call) for call in calls]
+
+        for actual, expected in zip(
+            derivatives(loss.function), derivatives(loss.reference), strict=True
+        ):
+            if isinstance(expected, Exception):
+                assert MSE_IN_FORWARD_MODE in str(expected)
+                continue
+            torch.testing.assert_close(actual, expected, msg=lambda m: f"{sample.name}: {m}")  # noqa: B023
 
 
 @per_variant

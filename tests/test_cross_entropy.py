@@ -710,6 +710,35 @@ def test_target_out_of_range_on_cuda(dtype: torch.dtype, bad: int) -> None:
 
 
 @pytest.mark.cuda
+def test_derivatives_by_torch_of_target_out_of_range_on_cuda() -> None:
+    """torch's own kernels would end the process: NaN in that row alone, as of the others."""
+    for shape in ((6, 3), (2, 3, 3)):
+        x = torch.randn(shape, device="cuda", dtype=torch.float64, requires_grad=True)
+        t = torch.randint(0, 3, (shape[0], *shape[2:]), device="cuda")
+        t.view(-1)[1] = -100
+        expected = torch.autograd.functional.hvp(
+            lambda a: lossops.cross_entropy(a, t, reduction="sum"),  # noqa: B023
+            x,
+            torch.ones_like(x),
+        )[1]
+        t.view(-1)[4] = 7
+        is_bad = (t == 7).unsqueeze(1).expand_as(x)
+        first = torch.autograd.grad(
+            lossops.cross_entropy(x, t, reduction="sum"), x, create_graph=True
+        )[0]
+        (second,) = torch.autograd.grad(first, x, torch.ones_like(x))
+        assert second[is_bad].isnan().all()
+        assert torch.allclose(second[~is_bad], expected[~is_bad])
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+            loss = lossops.cross_entropy(dual, t, reduction="none")
+            value, tangent = torch.autograd.forward_ad.unpack_dual(loss)
+        assert torch.equal(value.isnan(), t == 7) and torch.equal(tangent.isnan(), t == 7)
+    torch.cuda.synchronize()
+    assert torch.ones(3, device="cuda").sum().item() == 3.0
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("dtype", "bad"), [(torch.uint8, 255), (torch.int32, -1), (torch.int64, 7)]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ from numerics import same_bits
 from torch import Tensor
 
 import lossops
+from lossops import patching
 
 NAMES = ("cross_entropy", "kl_div", "mse_loss")
 ORIGINALS = {name: getattr(F, name) for name in NAMES}
@@ -172,7 +174,15 @@ def test_what_torch_answers() -> None:
 
     calls: dict[str, Any] = {
         "torch has deprecated": lambda: F.cross_entropy(x, t, size_average=False),
-        "ValueError": lambda: F.cross_entropy(x, t, label_smoothing=-0.5),
+        "label_smoothing is -0.5": lambda: F.cross_entropy(x, t, label_smoothing=-0.5),
+        "label_smoothing is tensor": lambda: F.cross_entropy(
+            x,
+            t,
+            label_smoothing=torch.tensor(0.25),  # type: ignore[arg-type]
+        ),
+        "RuntimeError: cross_entropy: input": lambda: F.cross_entropy(
+            t[:0, None], x[:0, :1], reduction="sum"
+        ),
         "input is a Marked": lambda: F.cross_entropy(x.as_subclass(Marked), t),
         "input is on meta": lambda: F.cross_entropy(x.to("meta"), t.to("meta")),
         "torch.func": lambda: torch.func.hessian(lambda a: F.cross_entropy(a, t))(x),
@@ -186,6 +196,18 @@ def test_what_torch_answers() -> None:
         assert found.is_meta or torch.equal(found, expected), reason
         (new,) = new_reasons("cross_entropy", before)
         assert reason in new, new
+
+
+def test_reasons_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with a value in them would take more and more memory."""
+    monkeypatch.setitem(patching._fallbacks, "cross_entropy", Counter())
+    x, t = torch.randn(4, 5), torch.randint(5, (4,))
+    with lossops.patched():
+        for n in range(1, 150):
+            F.cross_entropy(x, t, label_smoothing=-n)
+    reasons = lossops.patch_report()["cross_entropy"]["torch"]
+    assert len(reasons) == 101
+    assert reasons["other reasons"] == 49
 
 
 def test_forward_mode_is_torchs() -> None:

@@ -54,6 +54,14 @@ def _kl_div_by_torch(
         )
 
 
+def _without_invalid(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Logits of NaN and another class index where one is out of range: torch ends the process."""
+    class_dim = 0 if input.dim() == 1 else 1
+    is_valid = (target >= 0) & (target < input.size(class_dim)) | (target == ignore_index)
+    nothing = torch.where(is_valid, 0.0, torch.nan).to(input.dtype)
+    return input + nothing.unsqueeze(class_dim), target.where(is_valid, 0)
+
+
 def _cross_entropy_by_torch(
     input: Tensor,
     target: Tensor,
@@ -64,6 +72,8 @@ def _cross_entropy_by_torch(
 ) -> Tensor:
     if not target.is_floating_point():
         target = target.long()
+        if target.is_cuda:
+            input, target = _without_invalid(input, target, ignore_index)
     return TORCH_LOSSES["cross_entropy"](
         input,
         target,
@@ -339,9 +349,7 @@ def _refused(error: Exception, tensors: dict[str, Any]) -> Exception | None:
     return None
 
 
-def _refused_number(
-    message: str, ignore_index: object, label_smoothing: object
-) -> Exception | None:
+def _refused_number(message: str, ignore_index: int, label_smoothing: object) -> Exception | None:
     """The error of a number that cross_entropy takes with no tensors."""
     if not isinstance(label_smoothing, (numbers.Real, Tensor)):
         kind = type(label_smoothing).__name__
@@ -352,7 +360,7 @@ def _refused_number(
         return TypeError(f"label_smoothing must be a number between 0 and 1: {message}")
     if is_negative_or_nan:
         return ValueError(message)
-    if isinstance(ignore_index, numbers.Integral) and not -(2**63) <= int(ignore_index) < 2**63:
+    if not -(2**63) <= ignore_index < 2**63:
         return ValueError(
             f"cross_entropy: ignore_index must be a 64-bit integer, but is {ignore_index}"
         )

@@ -68,16 +68,19 @@ def _widened(dtype: torch.dtype, float32_result: bool) -> torch.dtype:
     return torch.float32 if float32_result and dtype in _HALF_DTYPES else dtype
 
 
-def _reject_forward_ad(name: str, *tensors: Tensor | None) -> None:
-    """Raises where a tangent would be lost."""
+def _wide(tensors: Sequence[Tensor | None], float32_result: bool) -> list[Tensor | None]:
+    """As autocast of torch's losses has its operands."""
+    return [x if x is None else x.to(_widened(x.dtype, float32_result)) for x in tensors]
+
+
+def _has_tangents(*tensors: Tensor | None) -> bool:
+    """Whether forward-mode derivatives are wanted; in torch.func that cannot be seen: perhaps."""
     if forward_ad._current_level < 0:
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"lossops.{name} has no forward-mode derivative; "
-                f"use torch.nn.functional.{name} for it"
-            )
+        return False
+    return _functorch_is_active() or any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+    )
 
 
 def _without_autograd(name: str) -> Callable[..., Any]:
@@ -99,6 +102,9 @@ def _short_apply(function: Any) -> Callable[..., Any]:
     """
     function._backward_cls.apply = function.backward
     return super(torch.autograd.Function, function).apply
+
+
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # is_grads_batched=True
 
 
 def _is_one(grad: Tensor) -> bool:
@@ -235,8 +241,8 @@ class _Loss:
         for a grad_output of 1; backward looks, on the device, whether that is what it got, and
         computes the gradient again where it is not.
         """
-        if forward_ad._current_level >= 0:
-            _reject_forward_ad(self.name, input, target, weight)
+        if forward_ad._current_level >= 0 and _has_tangents(input, target, weight):
+            return self.call_of_torch(input, target, weight, *options)
         if _functorch_is_active():
             return self.call_under_functorch(input, target, weight, *options)
         try:
@@ -261,6 +267,10 @@ class _Loss:
         else:
             loss = self.value_op(input, target)
         return loss
+
+    def call_of_torch(self, *args: Any) -> Tensor:
+        """The same by torch, which has forward-mode derivatives."""
+        raise NotImplementedError
 
     def call_under_functorch(self, *args: Any) -> Tensor:
         if torch.is_grad_enabled():
@@ -321,7 +331,13 @@ class _Loss:
                     return None, None, None, None
                 # The gradient that forward left is given away once: nothing may change it then.
                 kept, ctx.kept = ctx.kept, None
-                if kept is None or _grad_is_enabled() or _is_compiling():
+                if (
+                    kept is None
+                    or _grad_is_enabled()
+                    or _is_compiling()
+                    or _is_batched(grad)
+                    or forward_ad._current_level >= 0
+                ):
                     arguments = loss.backward_arguments(*ctx.saved_tensors, *ctx.options)
                     return *loss.gradients(ctx, grad, *arguments), None
                 saved = ctx.saved_tensors  # raises where one has changed
@@ -339,7 +355,6 @@ class _Loss:
 
             setup_context = staticmethod(loss.setup_context)
             backward = staticmethod(loss.backward)
-            jvp = staticmethod(loss.refuse_forward_mode)
 
         class GradientFunction(torch.autograd.Function):
             generate_vmap_rule = True
@@ -350,7 +365,6 @@ class _Loss:
                     return tuple(loss.backward_op(*args))
 
             setup_context = staticmethod(loss.setup_double_backward)
-            jvp = staticmethod(loss.refuse_forward_mode)
 
             @staticmethod
             def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -393,7 +407,8 @@ class _Loss:
         for name, tensor in zip(("input", "target"), arguments, strict=False):
             if tensor is None:  # a schema's Tensor may be one
                 raise TypeError(f"{self.name}: {name} must be a Tensor, but is None")
-        _reject_forward_ad(self.name, *arguments[:3])
+        if _has_tangents(*arguments[:3]):
+            return self.call_of_torch(*arguments)
         try:
             loss: Tensor = self.forward_op(*arguments)[0]
         except RuntimeError as error:
@@ -469,7 +484,11 @@ class _Loss:
         position = self.mask_position - 1
         arguments = (grad_output, *arguments[:position], needed, *arguments[position:])
         try:
-            if torch.is_grad_enabled():  # create_graph=True
+            if forward_ad._current_level >= 0 and _functorch_is_active():
+                found = iter(self.gradients_under_functorch(needed, *arguments))
+            elif forward_ad._current_level >= 0 or _is_batched(grad_output):
+                found = iter(self.gradients_of_torch(needed, *arguments))
+            elif torch.is_grad_enabled():  # create_graph=True
                 found = iter(self.gradient_function.apply(*arguments))
             elif _is_compiling():  # compiled autograd
                 found = iter(self.backward_op(*arguments))
@@ -480,17 +499,47 @@ class _Loss:
             raise as_memory_error(error) from None
         return [next(found) if needs else None for needs in needed]
 
-    def reference_loss(
-        self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
-    ) -> Tensor:
-        """The loss by torch, from the last arguments of *_backward."""
-        raise NotImplementedError
+    def gradients_of_torch(
+        self,
+        needed: list[bool],
+        grad_output: Tensor,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        *args: Any,
+    ) -> tuple[Tensor, ...]:
+        """Those of the operands that need one, by torch."""
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            operands = [_differentiable(operand) for operand in (input, target, weight)]
+            wanted = [x for x, needs in zip(operands, needed, strict=True) if needs]
+            loss = self.reference_loss(operands, args)
+            return torch.autograd.grad(loss, wanted, grad_output, create_graph=create_graph)
 
-    def refuse_forward_mode(self, *_: Any) -> Any:
-        raise NotImplementedError(
-            f"lossops.{self.name} has no forward-mode derivative, as torch.func.jvp, jacfwd and "
-            f"hessian need; use torch.nn.functional.{self.name} for it"
-        )
+    def gradients_under_functorch(
+        self,
+        needed: list[bool],
+        grad_output: Tensor,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        *args: Any,
+    ) -> tuple[Tensor, ...]:
+        """The same by torch.func, whose levels torch.autograd.grad does not see."""
+        # A pull-back may be called when the level of its vjp is gone.
+        operands = [None if x is None else _unwrap_if_dead(x) for x in (input, target, weight)]
+        wanted = [position for position, needs in enumerate(needed) if needs]
+
+        def loss(*values: Tensor) -> Tensor:
+            return self.reference_loss(_replaced(operands, wanted, values), args)
+
+        value, pull_back = torch.func.vjp(loss, *(operands[position] for position in wanted))
+        found: tuple[Tensor, ...] = pull_back(grad_output.to(value.dtype))
+        return found
+
+    def reference_loss(self, operands: Sequence[Any], args: Sequence[Any]) -> Tensor:
+        """The loss by torch: of input, target and weight, and the last arguments of *_backward."""
+        raise NotImplementedError
 
     def setup_double_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         grad_output, input, target, weight = inputs[:4]
@@ -507,8 +556,8 @@ class _Loss:
             aliases = [_differentiable(tensor) for tensor in ctx.saved_tensors]
             grad_output, input, target, weight = aliases
             assert input is not None and target is not None
-            loss = self.reference_loss(input, target, weight, ctx.arguments)
             operands = (input, target, weight)
+            loss = self.reference_loss(operands, ctx.arguments)
             wanted = [x for x, is_wanted in zip(operands, ctx.mask, strict=True) if is_wanted]
             first = torch.autograd.grad(loss, wanted, grad_output, create_graph=True)
             roots = [
@@ -538,24 +587,11 @@ class _Loss:
     def double_backward_under_functorch(self, ctx: Any, grads: Sequence[Tensor | None]) -> Any:
         """The same by torch.func, whose levels torch.autograd.grad does not see."""
         tensors = ctx.saved_tensors  # grad_output, input, target, weight
-        wanted = [position for position, is_wanted in enumerate(ctx.mask, 1) if is_wanted]
         sources = [position for position in range(4) if ctx.needs_input_grad[position]]
 
-        def replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any]) -> Any:
-            result = list(values)
-            for position, value in zip(positions, new, strict=True):
-                result[position] = value
-            return result
-
         def gradients(*values: Tensor) -> Any:
-            now = replaced(tensors, sources, values)
-
-            def loss(*operands: Tensor) -> Tensor:
-                _, input, target, weight = replaced(now, wanted, operands)
-                return self.reference_loss(input, target, weight, ctx.arguments)
-
-            value, pull_back = torch.func.vjp(loss, *(now[position] for position in wanted))
-            return pull_back(now[0].to(value.dtype))
+            now = _replaced(tensors, sources, values)
+            return self.gradients_under_functorch(ctx.mask, *now, *ctx.arguments)
 
         first, pull_back = torch.func.vjp(gradients, *(tensors[position] for position in sources))
         second = pull_back(
@@ -564,7 +600,14 @@ class _Loss:
                 for value, grad in zip(first, grads, strict=True)
             )
         )
-        return tuple(replaced([None] * (4 + len(ctx.arguments)), sources, second))
+        return tuple(_replaced([None] * (4 + len(ctx.arguments)), sources, second))
+
+
+def _replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    result = list(values)
+    for position, value in zip(positions, new, strict=True):
+        result[position] = value
+    return result
 
 
 class ElementwiseLoss(_Loss):
@@ -653,11 +696,14 @@ class ElementwiseLoss(_Loss):
             ctx.save_for_backward(input, target, weight, None)
         ctx.arguments = (reduction, *inputs[5:])
 
-    def reference_loss(
-        self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
-    ) -> Tensor:
+    def reference_loss(self, operands: Sequence[Any], args: Sequence[Any]) -> Tensor:
         _mean_terms, reduction, _mask, *params = args
-        return self.reference(input, target, weight, reduction, *params)
+        return self.reference(*operands, reduction, *params)
+
+    def call_of_torch(self, *args: Any) -> Tensor:
+        input, target, weight, reduction, float32_result, *params = args
+        operands = _wide((input, target, weight), float32_result)
+        return self.reference(*operands, reduction, *params)
 
 
 # Doubles that csrc/bindings.cpp puts before row_stats in what forward_gradient saves.
@@ -753,7 +799,10 @@ class CrossEntropyLoss(_Loss):
         self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
     ) -> Tensor:
         """call() with inplace_backward=True."""
-        _reject_forward_ad(self.name, input, target, weight)
+        if _has_tangents(input, target, weight):
+            raise NotImplementedError(
+                "cross_entropy: inplace_backward=True has no forward-mode derivative"
+            )
         if _functorch_is_active():
             raise RuntimeError("cross_entropy: inplace_backward=True does not work in torch.func")
         if not (torch.is_grad_enabled() and input.requires_grad):
@@ -791,7 +840,7 @@ class CrossEntropyLoss(_Loss):
                     raise RuntimeError(
                         "cross_entropy: inplace_backward=True does not work with create_graph=True"
                     )
-                if _functorch_is_active() or torch._C._functorch.is_legacy_batchedtensor(grad):
+                if _functorch_is_active() or _is_batched(grad):
                     raise RuntimeError(
                         "cross_entropy: inplace_backward=True does not work in torch.func, nor "
                         "with is_grads_batched=True"
@@ -898,11 +947,14 @@ class CrossEntropyLoss(_Loss):
         )
         ctx.arguments = (ignore_index, reduction, label_smoothing)
 
-    def reference_loss(
-        self, input: Tensor, target: Tensor, weight: Tensor | None, args: Sequence[Any]
-    ) -> Tensor:
+    def reference_loss(self, operands: Sequence[Any], args: Sequence[Any]) -> Tensor:
         _row_stats, _mean_terms, ignore_index, reduction, label_smoothing, _mask = args
-        return self.reference(input, target, weight, ignore_index, reduction, label_smoothing)
+        return self.reference(*operands, ignore_index, reduction, label_smoothing)
+
+    def call_of_torch(self, *args: Any) -> Tensor:
+        *tensors, ignore_index, reduction, label_smoothing, float32_result = args
+        operands = _wide(tensors, float32_result)
+        return self.reference(*operands, ignore_index, reduction, label_smoothing)
 
 
 @torch.library.register_fake("lossops::first_invalid_target")

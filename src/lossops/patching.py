@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import numbers
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +31,10 @@ _PARAMETERS = {
     for name, function in functional.TORCH_LOSSES.items()
 }
 _DEPRECATED = ("size_average", "reduce")
+
+# A message may have a shape or a value in it, and there is no end of those.
+_MOST_REASONS = 100
+_OTHERS = "other reasons"
 
 _lock = threading.Lock()
 _is_patched = False
@@ -93,8 +98,8 @@ def patch_report() -> dict[str, dict[str, Any]]:
 
     Returns:
         For each function `"lossops"`, the number of calls that lossops answered, and `"torch"`, for
-        each reason the number of calls that torch answered instead. Calls in compiled code are not
-        counted.
+        each of the first 100 reasons the number of calls that torch answered instead, and for
+        others together. Calls in compiled code are not counted.
     """
     with _lock:
         return {
@@ -133,9 +138,8 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not (_is_patched or _scopes > 0) or len(args) > len(parameters):
             return original(*args, **kwargs)
         if _is_compiling():
-            # What is wrong with the values is torch's to say, as it is in eager code.
-            goes = _why_not(deprecated, arguments) is None and _smoothing_is_taken(arguments)
-            return loss(**arguments) if goes else original(*args, **kwargs)
+            reason = _why_not(deprecated, arguments)
+            return loss(**arguments) if reason is None else original(*args, **kwargs)
         if has_torch_function(tuple(arguments.values())):
             return original(*args, **kwargs)  # comes back with what is inside, if it can
         reason = _why_not(deprecated, arguments)
@@ -153,14 +157,11 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # Outside the handler: an error of torch's is then the only one that is shown.
         result = original(*args, **kwargs)
         with _lock:
-            _fallbacks[name][reason] += 1
+            counts = _fallbacks[name]
+            counts[reason if reason in counts or len(counts) < _MOST_REASONS else _OTHERS] += 1
         return result
 
     return routed
-
-
-def _smoothing_is_taken(arguments: dict[str, Any]) -> bool:
-    return 0 <= arguments.get("label_smoothing", 0.0) <= 1
 
 
 def _why_not(deprecated: list[str], arguments: dict[str, Any]) -> str | None:
@@ -169,6 +170,9 @@ def _why_not(deprecated: list[str], arguments: dict[str, Any]) -> str | None:
         return f"{' and '.join(deprecated)}, which torch has deprecated"
     if _functorch_is_active():
         return "torch.func, whose transforms lossops has in part"
+    smoothing = arguments.get("label_smoothing", 0.0)
+    if not (isinstance(smoothing, numbers.Real) and 0 <= float(smoothing) <= 1):
+        return f"label_smoothing is {smoothing!r}"
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             if type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):

@@ -1,0 +1,131 @@
+"""The smaller differences from torch that the README lists, and that they are still differences.
+
+Its eight numbered ones have tests of their own: docs/reliability.md names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lossops
+
+INF = float("inf")
+
+
+def outcome(call: Callable[[], Tensor]) -> Any:
+    """What a call returns, or the type of its error."""
+    try:
+        return call()
+    except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("number", [Fraction(1, 4), Decimal("0.25")], ids=["Fraction", "Decimal"])
+def test_label_smoothing_of_other_numbers(number: object, device: str) -> None:
+    x, t = torch.randn(4, 5, device=device), torch.randint(5, (4,), device=device)
+    found = lossops.cross_entropy(x, t, label_smoothing=number)  # type: ignore[arg-type]
+    assert torch.equal(found, lossops.cross_entropy(x, t, label_smoothing=0.25))
+    assert outcome(lambda: F.cross_entropy(x, t, label_smoothing=number)) is TypeError  # type: ignore[arg-type]
+
+
+def test_one_row_with_a_target_of_one_element_and_smoothing(device: str) -> None:
+    x, t = torch.randn(5, device=device), torch.tensor([3], device=device)
+    found = lossops.cross_entropy(x, t, label_smoothing=0.1)
+    torch.testing.assert_close(found, F.cross_entropy(x[None], t, label_smoothing=0.1))
+    assert isinstance(outcome(lambda: F.cross_entropy(x, t, label_smoothing=0.1)), type)
+
+
+def test_bool_operand_with_weight(device: str) -> None:
+    x, w = torch.randn(4, 5, device=device), torch.rand(4, 5, device=device)
+    t = torch.rand(4, 5, device=device) > 0.5
+    found = lossops.mse_loss(x, t, weight=w)
+    torch.testing.assert_close(found, F.mse_loss(x, t.float(), weight=w))
+    assert isinstance(outcome(lambda: F.mse_loss(x, t, weight=w)), type)
+
+
+def test_class_weights_of_another_dtype_under_autocast(device: str) -> None:
+    x = torch.randn(4, 5, device=device, dtype=torch.bfloat16)
+    w, t = torch.rand(5, device=device), torch.randint(5, (4,), device=device)
+    with torch.autocast(device, torch.bfloat16):
+        found = lossops.cross_entropy(x, t, w.double())
+        theirs = outcome(lambda: F.cross_entropy(x, t, w.double()))
+    torch.testing.assert_close(found, F.cross_entropy(x.float(), t, w))
+    assert theirs is RuntimeError
+
+
+def test_complex_operand_with_weight(device: str) -> None:
+    x, w = torch.randn(4, 5, device=device), torch.rand(4, 5, device=device)
+    z = torch.randn(4, 5, device=device, dtype=torch.complex64)
+    assert outcome(lambda: lossops.mse_loss(x, z, weight=w)) is NotImplementedError
+    assert isinstance(outcome(lambda: F.mse_loss(x, z, weight=w)), Tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_logits_without_elements_next_to_probabilities(dtype: torch.dtype, device: str) -> None:
+    x = torch.zeros(0, 5, device=device, dtype=dtype)
+    q = torch.zeros(0, 5, device=device)
+    assert outcome(lambda: lossops.cross_entropy(x, q)) is RuntimeError
+    assert isinstance(outcome(lambda: F.cross_entropy(x, q)), Tensor)
+
+
+def test_ignored_rows_without_classes(device: str) -> None:
+    x = torch.zeros(2, 0, device=device)
+    t = torch.full((2,), -100, device=device)
+    found = lossops.cross_entropy(x, t, reduction="sum", label_smoothing=0.1)
+    assert found.item() == 0
+    theirs = outcome(lambda: F.cross_entropy(x, t, reduction="sum", label_smoothing=0.1))
+    assert isinstance(theirs, type) or theirs.isnan()
+
+
+def test_infinite_target_of_kl_div(device: str) -> None:
+    x, t = torch.tensor([2.0], device=device), torch.tensor([INF], device=device)
+    assert lossops.kl_div(x, t, reduction="sum").item() == INF
+    assert F.kl_div(x, t, reduction="sum").isnan()
+
+
+def test_masked_class_index_with_all_of_the_target_smoothed(device: str) -> None:
+    x = torch.tensor([[0.5, -INF, 1.0]], device=device)
+    t = torch.tensor([1], device=device)
+    assert lossops.cross_entropy(x, t, label_smoothing=1.0).item() == INF
+    assert F.cross_entropy(x, t, label_smoothing=1.0).isnan()
+
+
+def test_masked_logit_of_class_weight_zero_with_smoothing(device: str) -> None:
+    x = torch.tensor([[0.5, -INF, 1.0]], device=device)
+    t = torch.tensor([0], device=device)
+    w = torch.tensor([1.0, 0.0, 2.0], device=device)
+    found = lossops.cross_entropy(x, t, w, label_smoothing=0.1, reduction="sum")
+    log_p = torch.log_softmax(x.double(), 1)[0]
+    exact = -0.9 * log_p[0] - 0.1 / 3 * (log_p[0] + 2 * log_p[2])
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+    assert F.cross_entropy(x, t, w, label_smoothing=0.1, reduction="sum").isnan()
+
+
+def test_infinite_class_weights(device: str) -> None:
+    """A row of a finite weight is as without the infinite one; a mean over both is NaN."""
+    x = torch.randn(3, 4, device=device)
+    t = torch.tensor([0, 1, 2], device=device)
+    w = torch.tensor([1.0, INF, 2.0, 3.0], device=device)
+    rows = lossops.cross_entropy(x, t, w, reduction="none")
+    expected = F.cross_entropy(x, t, w, reduction="none")
+    torch.testing.assert_close(rows, expected)
+    assert rows[1].item() == INF
+    assert lossops.cross_entropy(x, t, w).isnan() and F.cross_entropy(x, t, w).isnan()
+    smooth = lossops.cross_entropy(x, t, w, reduction="none", label_smoothing=0.1)
+    assert not smooth.isfinite().any()
+    assert not F.cross_entropy(x, t, w, reduction="none", label_smoothing=0.1).isfinite().any()
+
+
+def test_compiled_mse_loss_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
+    x, t = torch.randn(4, 5), torch.randn(5)
+    compiled = torch.compile(lossops.mse_loss, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, t), lossops.mse_loss(x, t.expand(4, 5)))
+    assert not [w for w in recwarn if "Using a target size" in str(w.message)]
