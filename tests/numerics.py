@@ -11,22 +11,21 @@ from torch import Tensor
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
-_BITS = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
+_AS_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bit patterns of a floating-point tensor, as integers."""
+    return tensor.detach().view(_AS_INTEGER[tensor.element_size()])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal dtype, shape and bit patterns: NaN equals the same NaN, 0 differs from -0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    as_bits = _BITS.get(a.dtype)
-    a, b = a.detach().contiguous(), b.detach().contiguous()
-    if as_bits is not None:
-        a, b = a.view(as_bits), b.view(as_bits)
+    a, b = a.contiguous(), b.contiguous()
+    if a.is_floating_point():
+        a, b = bits_of(a), bits_of(b)
     return torch.equal(a, b.to(a.device))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from numerics import DTYPES
+from numerics import DTYPES, bits_of
 from torch import Tensor
 
 import lossops
@@ -25,11 +25,6 @@ import lossops
 Loss = Callable[[Tensor], Tensor]
 STREAMS = 4
 THREADS = 8
-INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(INTEGER[tensor.element_size()])
 
 
 def cases(device: str) -> Iterator[tuple[str, Loss, Tensor]]:
@@ -87,11 +82,11 @@ def both(loss: Loss, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def differing_runs_cuda(loss: Loss, x: Tensor, runs: int) -> int:
-    expected = [bits(tensor).clone() for tensor in both(loss, x)]
+    expected = [bits_of(tensor).clone() for tensor in both(loss, x)]
 
     def differs(actual: tuple[Tensor, Tensor]) -> Tensor:
         pairs = zip(actual, expected, strict=True)
-        return torch.stack([(bits(a) != e).any() for a, e in pairs]).any()
+        return torch.stack([(bits_of(a) != e).any() for a, e in pairs]).any()
 
     found = [differs(both(loss, x)) for _ in range(runs // 2)]
     streams = [torch.cuda.Stream() for _ in range(STREAMS)]
@@ -117,13 +112,13 @@ def differing_runs_cpu(loss: Loss, x: Tensor, runs: int) -> int:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        expected = [bits(tensor).clone() for tensor in both(loss, x)]
+        expected = [bits_of(tensor).clone() for tensor in both(loss, x)]
         found = 0
         for run in range(runs):
             torch.set_num_threads(1 + run % 8)
             actual = both(loss, x)
             pairs = zip(actual, expected, strict=True)
-            found += not all(torch.equal(bits(a), e) for a, e in pairs)
+            found += not all(torch.equal(bits_of(a), e) for a, e in pairs)
         return found
     finally:
         torch.set_num_threads(threads)
@@ -135,7 +130,7 @@ def differing_calls_of_threads(device: str, calls: int) -> int:
         f"{loss} {torch.float32} mean" for loss in ("mse_loss", "kl_div", "cross_entropy")
     }
     losses = [(loss, x) for name, loss, x in cases(device) if name in wanted_names]
-    expected = [[bits(tensor).clone() for tensor in both(loss, x)] for loss, x in losses]
+    expected = [[bits_of(tensor).clone() for tensor in both(loss, x)] for loss, x in losses]
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -147,7 +142,7 @@ def differing_calls_of_threads(device: str, calls: int) -> int:
                 which = call % len(losses)
                 actual = both(*losses[which])
                 for tensor, wanted in zip(actual, expected[which], strict=True):
-                    found += (bits(tensor) != wanted).any()
+                    found += (bits_of(tensor) != wanted).any()
         return int(found)
 
     with ThreadPoolExecutor(THREADS) as pool:
