@@ -484,10 +484,11 @@ class _Loss:
         position = self.mask_position - 1
         arguments = (grad_output, *arguments[:position], needed, *arguments[position:])
         try:
-            if forward_ad._current_level >= 0 and _functorch_is_active():
-                found = iter(self.gradients_under_functorch(needed, *arguments))
-            elif forward_ad._current_level >= 0 or _is_batched(grad_output):
-                found = iter(self.gradients_of_torch(needed, *arguments))
+            if _is_batched(grad_output) or _has_tangents(grad_output):
+                by_torch = self.gradients_of_torch
+                if _functorch_is_active():
+                    by_torch = self.gradients_under_functorch
+                found = iter(by_torch(needed, *arguments))
             elif torch.is_grad_enabled():  # create_graph=True
                 found = iter(self.gradient_function.apply(*arguments))
             elif _is_compiling():  # compiled autograd
