@@ -27,15 +27,15 @@ PAIRS = ("3.10:2.10", "3.11:2.11", "3.12:2.12", "3.11:2.13", "3.13:2.14", "3.13:
 HEADER = "| Python | torch | passed | failed | skipped | minutes |\n|---|---|---|---|---|---|"
 
 
-def run(*command: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(part) for part in command],
         cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_PRELOAD")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        **options,  # type: ignore[call-overload]
     )
 
 
@@ -61,11 +61,9 @@ def row_of(python: str, torch: str, wheel: Path, folder: Path) -> tuple[str, boo
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return f"| {python} | {torch} | could not be installed | | | |", False
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_PRELOAD")}
     tests = run(
         *(folder / "bin/python", "-m", "pytest", "-q", "-n", "auto", "--dist=worksteal"),
         *("-p", "no:cacheprovider", "--tb=short", "tests"),
-        env=environment,
     )
     counts = {
         word: int((re.findall(rf"(\d+) {word}", tests.stdout) or ["0"])[-1])

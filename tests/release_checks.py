@@ -1,6 +1,6 @@
 """What has to hold before a release is uploaded, in three parts, each an exit code of 0 or 1.
 
-    python tests/release_checks.py tag v0.1.0      # the version, and its section in CHANGELOG.md
+    python tests/release_checks.py tag v0.1.0      # the version, in CHANGELOG.md and CITATION.cff
     python tests/release_checks.py files dist/*    # one wheel a platform and the sdist, and no more
     python tests/release_checks.py archs           # the machine code of the installed library
 
@@ -44,6 +44,8 @@ def is_date(text: str) -> bool:
 def faults_of_tag(tag: str, root: Path = ROOT) -> list[str]:
     version = version_of(root)
     faults = [] if tag == f"v{version}" else [f"the tag is {tag}, the version {version}"]
+    if f"\nversion: {version}\n" not in (root / "CITATION.cff").read_text():
+        faults.append(f"CITATION.cff does not name the version {version}")
     changelog = (root / "CHANGELOG.md").read_text()
     section = re.search(
         rf"^## \[{re.escape(version)}\] - (.+)\n((?:(?!## \[).*\n?)*)", changelog, re.MULTILINE

@@ -315,6 +315,7 @@ def release_tree(folder: Path, version: str, changelog: str) -> Path:
     (folder / "CHANGELOG.md").write_text(
         "# Changelog\n\n" + changelog + "\n## [0.9.0] - 2020-01-01\n\n- x\n"
     )
+    (folder / "CITATION.cff").write_text(f"cff-version: 1.2.0\nversion: {version}\n")
     return folder
 
 
@@ -338,6 +339,14 @@ def test_release_needs_a_version_and_a_changelog(
     else:
         [found] = faults
         assert fault in found
+
+
+def test_release_needs_its_version_in_the_citation(tmp_path: Path) -> None:
+    tree = release_tree(tmp_path, "1.2.3", "## [1.2.3] - 2027-05-06\n\n- Something.\n")
+    (tree / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 1.2.2\n")
+    assert release_checks.faults_of_tag("v1.2.3", tree) == [
+        "CITATION.cff does not name the version 1.2.3"
+    ]
 
 
 def make_wheel(folder: Path, name: str, size: int = 100, *, tag: str = "", more: str = "") -> Path:
