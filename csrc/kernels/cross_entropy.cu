@@ -12,6 +12,7 @@
 #include "kernels/column_reduce.cuh"
 #include "kernels/cross_entropy_columns.cuh"
 #include "kernels/cross_entropy_few.cuh"
+#include "kernels/cross_entropy_half_rows.cuh"
 #include "kernels/cross_entropy_row.cuh"
 #include "kernels/cross_entropy_staged.cuh"
 #include "kernels/cross_entropy_tile.cuh"
@@ -1086,12 +1087,17 @@ bool rows_are_for_registers(const CrossEntropyArgs& args) {
          row_fits_registers(args);
 }
 
-// The kernel for these rows, of those that read them once. At most one of the plans has threads; if
-// none has, the kernels below take the rows. It depends on the logits, not on whether there is a
-// gradient: the bits of a loss do not either.
+// The kernel for these rows, of those that read them once; if there is none, the kernels below take
+// them. It depends on the logits, not on whether there is a gradient: the bits of a loss do not
+// either.
 struct ReadOncePlan {
+  enum class Kernel : int8_t { kNone, kColumns, kFew, kHalfRows, kTiles, kStaged };
+  Kernel kernel = Kernel::kNone;
+  int64_t max_blocks = 0;
+  // The kernel's own.
   ColumnPlan columns;
   FewPlan few;
+  HalfRowPlan half_rows;
   TilePlan tiles;
   StagedPlan staged;
 
@@ -1100,46 +1106,69 @@ struct ReadOncePlan {
         args.num_classes > kMaxRowClasses || rows_are_for_registers(args)) {
       return;
     }
+    const auto choose = [&](Kernel choice, int threads, int64_t blocks) {
+      if (threads > 0) {
+        kernel = choice;
+        max_blocks = blocks;
+      }
+      return threads > 0;
+    };
     columns = plan_columns(args);
-    if (columns.threads == 0) {
-      few = plan_few_classes(args);
+    if (choose(Kernel::kColumns, columns.threads, columns.blocks)) {
+      return;
     }
-    if (columns.threads == 0 && few.threads == 0) {
-      tiles = plan_tiles(args);
+    few = plan_few_classes(args);
+    if (choose(Kernel::kFew, few.threads, few.blocks)) {
+      return;
     }
-    if (columns.threads == 0 && few.threads == 0 && tiles.threads == 0) {
-      staged = plan_staged_rows(args);
+    half_rows = plan_half_rows(args);
+    if (choose(Kernel::kHalfRows, half_rows.threads, half_rows.blocks)) {
+      return;
     }
+    tiles = plan_tiles(args);
+    if (choose(Kernel::kTiles, tiles.threads, tiles.blocks)) {
+      return;
+    }
+    staged = plan_staged_rows(args);
+    choose(Kernel::kStaged, staged.threads, staged.max_blocks);
   }
+
+  bool exists() const { return kernel != Kernel::kNone; }
 
   // Whether the kernel can write args.grad_input, too.
   bool takes_gradient(const CrossEntropyForwardArgs& args) const {
-    return columns.threads > 0
-               ? lies_in_columns(args, args.grad_input, args.grad_input_class_stride)
-               : few.threads > 0 || tiles.threads > 0 || gradient_lies_as_input(args);
-  }
-
-  bool exists() const { return max_blocks() > 0; }
-  int64_t max_blocks() const {
-    return std::max({columns.blocks, few.blocks, tiles.blocks, staged.max_blocks});
+    switch (kernel) {
+      case Kernel::kColumns:
+        return lies_in_columns(args, args.grad_input, args.grad_input_class_stride);
+      case Kernel::kHalfRows:
+        return args.grad_input_class_stride == 1;
+      case Kernel::kStaged:
+        return gradient_lies_as_input(args);
+      default:
+        return true;
+    }
   }
 
   // Says how many blocks there are.
   int64_t launch(const CrossEntropyForwardArgs& args, const Denominator& denominator,
                  Partial* partials, const Finalize& finalize, cudaStream_t stream) const {
-    if (columns.threads > 0) {
-      launch_columns(args, columns, denominator, partials, finalize, stream);
-      return columns.blocks;
+    switch (kernel) {
+      case Kernel::kColumns:
+        launch_columns(args, columns, denominator, partials, finalize, stream);
+        break;
+      case Kernel::kFew:
+        launch_few_classes(args, few, denominator, partials, finalize, stream);
+        break;
+      case Kernel::kHalfRows:
+        launch_half_rows(args, half_rows, denominator, partials, finalize, stream);
+        break;
+      case Kernel::kTiles:
+        launch_tiles(args, tiles, denominator, partials, finalize, stream);
+        break;
+      default:
+        return launch_staged_rows(args, staged, denominator, partials, finalize, stream);
     }
-    if (few.threads > 0) {
-      launch_few_classes(args, few, denominator, partials, finalize, stream);
-      return few.blocks;
-    }
-    if (tiles.threads > 0) {
-      launch_tiles(args, tiles, denominator, partials, finalize, stream);
-      return tiles.blocks;
-    }
-    return launch_staged_rows(args, staged, denominator, partials, finalize, stream);
+    return max_blocks;
   }
 };
 
@@ -1162,7 +1191,7 @@ ForwardPlan forward_plan(CrossEntropyForwardArgs args) {
     args.grad_input.data = nullptr;
     plan = ReadOncePlan(args);
   }
-  return {args, plan, plan.exists() ? plan.max_blocks() : forward_blocks(args)};
+  return {args, plan, plan.exists() ? plan.max_blocks : forward_blocks(args)};
 }
 
 // The kernels that read rows as they compute.

@@ -439,9 +439,10 @@ __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBack
   return summary;
 }
 
-// 1, divided by what the mean divides by; of sums 1. All threads of a block must call both parts,
-// and the second when their first loads are on the way: it may have to wait. What they load was
-// there before the kernel that is waited for began: that one is not launched to overlap.
+// 1, divided by what the mean divides by; of sums 1. All threads of a block must construct it;
+// those of the warps that use it must wait(), when their first loads are on the way: it may take
+// long. What they load was there before the kernel that is waited for began: that one is not
+// launched to overlap.
 template <typename acc_t>
 class UnitScale {
  public:

@@ -82,11 +82,10 @@ static __global__ void __launch_bounds__(kGridReduceThreads)
   }
 }
 
-// Last step of a block in the first stage, whose kernel calls let_next_kernel_start() before. A
-// grid of one block finishes at once.
-__device__ __forceinline__ void reduce_to_grid(Partial partial, Partial* partials,
-                                               const Finalize& finalize) {
-  partial = block_reduce(partial);
+// What the first thread of a block does with its partial in the first stage, whose kernel calls
+// let_next_kernel_start() before. A grid of one block finishes at once.
+__device__ __forceinline__ void leave_to_grid(const Partial& partial, Partial* partials,
+                                              const Finalize& finalize) {
   if (threadIdx.x == 0) {
     if (gridDim.x == 1) {
       finalize(partial);
@@ -94,6 +93,18 @@ __device__ __forceinline__ void reduce_to_grid(Partial partial, Partial* partial
       partials[blockIdx.x] = partial;
     }
   }
+}
+
+// Last step of a block in the first stage.
+__device__ __forceinline__ void reduce_to_grid(const Partial& partial, Partial* partials,
+                                               const Finalize& finalize) {
+  leave_to_grid(block_reduce(partial), partials, finalize);
+}
+
+// The same by the first warp alone, where no other has a part.
+__device__ __forceinline__ void reduce_warp_to_grid(const Partial& partial, Partial* partials,
+                                                    const Finalize& finalize) {
+  leave_to_grid(warp_reduce(partial), partials, finalize);
 }
 
 // Second stage, where the first had more than one block.

@@ -98,6 +98,13 @@ struct IndexRow {
 
   __device__ __forceinline__ bool is_plain() const { return max == 0.0f && rest < 0.0f; }
 
+  // Whether a plain row's gradients are PlainGradient's: else the factor might leave fp32's range
+  // where no gradient does. scaled: its scale, times its weight.
+  static __device__ __forceinline__ bool gradient_is_plain(float scaled) {
+    const float magnitude = ::fabsf(scaled);
+    return magnitude >= 0x1p-60f && magnitude <= 0x1p60f;
+  }
+
   // What becomes of the row, once the logit at its class index is known. kMayBePlain: half types.
   struct Finished {
     float loss;
@@ -112,12 +119,10 @@ struct IndexRow {
       const float at_index = plain_exp(x_at_index);
       const float loss = weight * math::log1p(math::divide_by_sum(-rest, at_index, 0.0f));
       const float scaled = scale * weight;
-      const float magnitude = ::fabsf(scaled);
-      if (magnitude >= 0x1p-60f && magnitude <= 0x1p60f) {
+      if (gradient_is_plain(scaled)) {
         const float factor = math::divide_by_sum(scaled, at_index, -rest);
         return {loss, {0, rest, factor, 0}, factor * rest, true};
       }
-      // The factor might leave fp32's range where no gradient does.
       const float sum = at_index - rest;
       const float log_sum = math::log(sum);
       const float ratio = math::divide_by_sum(plain_exp(log_sum), sum, 0.0f);
