@@ -79,7 +79,8 @@ EDGES = {
         ),
     ),
     HALF: (
-        *(1, 2, 7, 8, 9, 63, 64, 112, 113, 200, 225, 896, 897, 1000, 1001, 1024, 4096, 4097, 8191),
+        *(1, 2, 7, 8, 9, 63, 64, 112, 113, 200, 225, 896, 897, 1000, 1001, 1008, 1024, 1032, 2048),
+        *(2056, 3000, 3072, 3080, 4088, 4096, 4097, 4104, 8191),
         *(32768, 53248, 53249, 50257, 151937, 294912, 294913),
     ),
 }
@@ -330,6 +331,53 @@ def test_rows_of_many_special_logits(dtype: torch.dtype, classes: int) -> None:
             assert gradient[6:].isfinite().all(), factor
 
 
+@pytest.mark.parametrize("classes", [1008, 2048, 3000, 4096])
+@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+def test_rows_of_logits_far_and_near(dtype: torch.dtype, classes: int) -> None:
+    """Exponentials without a shift and with one, in turn, and logits that a mask has left."""
+    rows = 300
+    x, t = problem(rows, classes, dtype, spread=3.0)
+    # The last is too far for every exponential, and -40 for their sum.
+    distances = torch.tensor([0.0, 20.0, -20.0, 50.0, -40.0, 36.0, -100.0], device="cuda")
+    x = (x.float() + distances[torch.arange(rows, device="cuda") % 7, None]).to(dtype)
+    at = torch.arange(0, rows, 5, device="cuda")
+    x[at, t[at].clamp(min=0)] += 12
+    lowest = torch.finfo(dtype).min
+    for masked, value in ((slice(0, 0), 0.0), (slice(8, 500), -torch.inf), (slice(3, 9), lowest)):
+        x[::3, masked] = value
+        t[::3] = 700
+        logits = torch.zeros(rows, classes + 3, dtype=dtype, device="cuda")[:, 2 : classes + 2]
+        logits.copy_(x)
+        for options in ({"reduction": "none"}, {"reduction": "mean"}, {"reduction": "sum"}):
+            check(CE, sample(x, t, **options))
+            whole, other = run(x, t, **options), run(logits, t, **options)
+            assert same_bits(other.value, whole.value)
+            assert same_bits(other.gradients["input"], whole.gradients["input"])
+        loss = run(x, t, reduction="none").value
+        with torch.autocast("cuda", dtype):
+            exact = lossops.cross_entropy(x, t, reduction="none")
+        expected = torch.nn.functional.cross_entropy(x.double(), t, reduction="none")
+        assert exact.dtype == torch.float32
+        assert ((exact - expected).abs() <= 8 * 2**-24 * expected).all()
+        assert same_bits(exact.to(dtype), loss)
+
+
+@pytest.mark.parametrize("classes", [1008, 4096])
+def test_gradients_of_small_and_large_weights(classes: int) -> None:
+    """Factors that leave the range of fp32 where their products with exponentials do not."""
+    x, t = problem(70, classes, HALF)
+    x[::2] += 20
+    x[5] += 60
+    ones = torch.ones(classes, dtype=HALF, device="cuda")
+    expected = run(x, t, weight=ones, reduction="sum").gradients["input"].double()
+    for scale in (2.0**-70, 2.0**70):
+        for reduction in ("sum", "none"):
+            gradient = run(x, t, weight=scale * ones, reduction=reduction).gradients["input"]
+            torch.testing.assert_close(
+                gradient.double() / scale, expected, rtol=1e-2, atol=1e-38 / scale
+            )
+
+
 @pytest.mark.parametrize("classes", [8, 64, 1000, 1024, 4096])
 def test_gradients_of_equal_logits(classes: int) -> None:
     """A layer of zeros: 1 / C, rounded once."""
@@ -340,7 +388,9 @@ def test_gradients_of_equal_logits(classes: int) -> None:
     assert (leaf.grad[:, 1:] == 1 / classes).all()
 
 
-@pytest.mark.parametrize("classes", [2, 7, 10, 12, 15, 21, 88, 200, 1000, 1001, 4097, 50257])
+@pytest.mark.parametrize(
+    "classes", [2, 7, 10, 12, 15, 21, 88, 200, 1000, 1001, 1008, 3000, 4097, 50257]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_bits_do_not_depend_on_where_rows_lie(dtype: torch.dtype, classes: int) -> None:
     """Rows alone, with gaps between them, misaligned; with a gradient and without one."""
@@ -405,7 +455,9 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
         ((64, 501), torch.float32, "staged_kernel"),
         ((64, 504), torch.float32, "forward_register_kernel"),
         ((64, 1000), torch.float16, "forward_tile_kernel"),
-        ((64, 4096), torch.float16, "staged_kernel"),
+        ((64, 1008), HALF, "half_rows_kernel"),
+        ((64, 4096), torch.float16, "half_rows_kernel"),
+        ((64, 4100), torch.float16, "staged_kernel"),
         ((64, 4096), torch.float32, "forward_register_kernel"),
         ((64, 4097), torch.float32, "staged_kernel"),
         ((64, 50257), HALF, "staged_kernel"),
@@ -416,7 +468,12 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
 )
 def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> None:
     """That the tests above reach every kernel; and two launches at most for few rows."""
-    needs_hopper = ("forward_few_kernel", "forward_tile_kernel", "staged_kernel")
+    needs_hopper = (
+        "forward_few_kernel",
+        "forward_tile_kernel",
+        "half_rows_kernel",
+        "staged_kernel",
+    )
     if not has_hopper() and kernel in needs_hopper:
         pytest.skip("needs Hopper")
     x = torch.randn(shape, device="cuda").to(dtype)
