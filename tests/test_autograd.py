@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,6 +27,9 @@ from losses import (
 from numerics import assert_within, layouts_of, same_bits
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import lossops
 
 per_variant = pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
 per_loss = pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
@@ -472,7 +478,8 @@ def test_tangent_of_grad_output(loss: Loss, variant: Variant, device: str) -> No
                     )[0]
                 )
                 if isinstance(gradient, Exception):
-                    assert loss.name == "mse_loss" and MSE_IN_FORWARD_MODE in str(gradient)
+                    assert (loss.name, variant.name, reduction) == ("mse_loss", "plain", "mean")
+                    assert MSE_IN_FORWARD_MODE in str(gradient)
                     continue
                 primal, tangent = forward_ad.unpack_dual(gradient)
             torch.testing.assert_close(primal, expected[name])
@@ -488,11 +495,169 @@ def test_batched_gradients(loss: Loss, variant: Variant, device: str) -> None:
         leaves = sample.leaves()
         value = leaves.call(loss.function)
         batch = torch.randn(3, *value.shape, dtype=value.dtype).to(device)
-        found = torch.autograd.grad(value, leaves_of(leaves), batch, is_grads_batched=True)
+        for create_graph in (True, False):
+            found = torch.autograd.grad(
+                value,
+                leaves_of(leaves),
+                batch,
+                is_grads_batched=True,
+                create_graph=create_graph,
+            )
+            for n, grad_output in enumerate(batch):
+                expected = evaluate(loss.function, sample, grad_output).gradients
+                for name, gradients in zip(variant.differentiable, found, strict=True):
+                    torch.testing.assert_close(gradients[n], expected[name])
+            if create_graph:
+                value = leaves.call(loss.function)
+                true = leaves.call(loss.reference)
+                firsts = torch.autograd.grad(
+                    true, leaves_of(leaves), batch, is_grads_batched=True, create_graph=True
+                )
+                if not any(first.requires_grad for first in firsts):
+                    continue
+                second, expected_second = (
+                    torch.autograd.grad(
+                        sum(g.square().sum() for g in gradients),
+                        leaves_of(leaves),
+                        allow_unused=True,
+                        materialize_grads=True,
+                    )
+                    for gradients in (found, firsts)
+                )
+                torch.testing.assert_close(second, expected_second)
+
+
+def test_batched_gradients_of_one_tensor_in_two_places(device: str) -> None:
+    x = torch.randn(4, 5, dtype=torch.float64, device=device).softmax(1).requires_grad_()
+    value = lossops.kl_div(x, x, reduction="none", log_input=False) + lossops.mse_loss(x, x * x)
+    batch = torch.randn(3, 4, 5, dtype=torch.float64).to(device)
+    found = torch.autograd.grad(value, x, batch, is_grads_batched=True, retain_graph=True)[0]
+    for gradient, grad_output in zip(found, batch, strict=True):
+        (expected,) = torch.autograd.grad(value, x, grad_output, retain_graph=True)
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@per_loss
+def test_vmap_of_a_backward_pass(loss: Loss, device: str) -> None:
+    """By torch.func.vmap of torch.autograd.grad, where a gradient may be kept."""
+    for reduction in loss.reductions:
+        sample = loss.variants[0].sample(
+            (4, 5), device=device, dtype=torch.float64, reduction=reduction
+        )
+        x = sample.tensors["input"].detach().requires_grad_()
+        value = sample.map(Tensor.detach).with_tensors(input=x).call(loss.function)
+        batch = torch.randn(3, *value.shape, dtype=value.dtype).to(device)
+
+        def gradient(grad_output: Tensor) -> Tensor:
+            return torch.autograd.grad(value, x, grad_output, retain_graph=True)[0]  # noqa: B023
+
+        found = torch.func.vmap(gradient)(batch)
         for n, grad_output in enumerate(batch):
-            expected = evaluate(loss.function, sample, grad_output).gradients
-            for name, gradients in zip(variant.differentiable, found, strict=True):
-                torch.testing.assert_close(gradients[n], expected[name])
+            torch.testing.assert_close(found[n], gradient(grad_output))
+
+
+@per_loss
+def test_dual_level_alone_changes_nothing(loss: Loss, device: str) -> None:
+    """Nor one of another thread: levels are the process's."""
+    sample = loss.variants[0].sample((4, 5), device=device)
+    expected = evaluate(loss.function, sample)
+    with forward_ad.dual_level(), ThreadPoolExecutor(1) as pool:
+        for found in (
+            evaluate(loss.function, sample),
+            pool.submit(evaluate, loss.function, sample).result(),
+        ):
+            assert same_bits(found.value, expected.value)
+            for name, gradient in found.gradients.items():
+                assert same_bits(gradient, expected.gradients[name])
+
+
+def test_dual_level_alone_keeps_ignored_rows_at_zero(device: str) -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0], [math.nan, 1.0, 1.0]], device=device, requires_grad=True)
+    target = torch.tensor([0, -100], device=device)
+    loss = lossops.cross_entropy(x, target)
+    with forward_ad.dual_level():
+        (gradient,) = torch.autograd.grad(loss, x)
+    assert torch.equal(gradient[1], torch.zeros(3, device=device))
+
+
+@per_call
+@per_loss
+def test_forward_mode_refuses_what_the_loss_refuses(loss: Loss, through: str, device: str) -> None:
+    sample = loss.variants[0].sample((4, 5), device=device)
+    call = call_of(loss, through)
+    wrong = [sample.with_options(reduction="average"), sample.with_tensors(target=torch.ones(3, 7))]
+    if loss.name == "cross_entropy":
+        wrong.append(sample.with_options(label_smoothing=-0.5))
+        wrong.append(sample.with_tensors(target=sample.tensors["target"].to(torch.int16)))
+    for bad in wrong:
+        with pytest.raises(Exception) as plain:  # noqa: PT011 (whatever it is)
+            bad.call(call)
+        with pytest.raises(type(plain.value)) as forward:
+            with_tangent(call, bad, "input")
+        assert str(forward.value) == str(plain.value)
+
+
+@per_variant
+def test_second_derivatives_under_autocast(loss: Loss, variant: Variant, device: str) -> None:
+    """With the scale of a GradScaler, which float16 does not hold."""
+    # Gradients of probabilities are logarithms, and would not fit float16 themselves.
+    scale = 16384.0 if "target" in variant.differentiable else 65536.0
+    sample = variant.sample((4, 5), device=device, dtype=torch.float16, reduction="mean")
+    found: list[Tensor] = []
+    expected: list[Tensor] = []
+    for results, call, current in (
+        (found, loss.function, sample.leaves()),
+        (expected, loss.reference, sample.double().leaves()),
+    ):
+        leaves = leaves_of(current)
+        with torch.autocast(device, torch.float16, enabled=call is loss.function):
+            value = current.call(call)
+        batch = torch.tensor([scale, 1.0], dtype=value.dtype, device=device)
+        first = torch.autograd.grad(value, leaves, batch[0], create_graph=True)
+        batched = torch.autograd.grad(
+            value, leaves, batch, is_grads_batched=True, retain_graph=True
+        )
+        results += [gradients[0] for gradients in batched]
+        if any(g.requires_grad for g in first):
+            penalty = scale * sum((g.double() / scale).square().sum() for g in first)
+            results += torch.autograd.grad(
+                penalty, leaves, allow_unused=True, materialize_grads=True
+            )
+    for actual, exact in zip(found, expected, strict=True):
+        largest = torch.finfo(torch.float16).max
+        bound = 0.02 * exact.abs().clamp(max=largest).max() + 1e-3
+        where = f"{loss.name} {variant.name}"
+        is_finite = exact.abs() < largest
+        assert is_finite.any()
+        assert_within(
+            actual.double().where(is_finite, 0.0),
+            exact.where(is_finite, 0.0),
+            bound.expand_as(exact),
+            where,
+        )
+
+
+@per_loss
+def test_traced_losses_keep_their_gradients(loss: Loss, device: str) -> None:
+    """torch.jit.trace and make_fx record the operator that has a formula."""
+    sample = loss.variants[0].sample((4, 5), device=device, dtype=torch.float64)
+    x = sample.tensors["input"].detach()
+    others = sample.map(Tensor.detach)
+    expected = evaluate(loss.function, sample)
+
+    def function(x: Tensor) -> Tensor:
+        return others.with_tensors(input=x).call(loss.function)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated, and not thread-safe
+        graphs = [torch.jit.trace(function, (x,)), make_fx(function)(x)]
+    for graph in graphs:
+        leaf = x.clone().requires_grad_()
+        value = graph(leaf)
+        assert same_bits(value.detach(), expected.value)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        assert same_bits(gradient, expected.gradients["input"])
 
 
 @per_variant
@@ -590,8 +755,25 @@ def test_forward_mode_in_torch_func(loss: Loss, variant: Variant, device: str) -
             )
             return [attempt(call) for call in calls]
 
+        def pulled(call: LossFunction) -> list[Any]:
+            """Pull-backs that are called when the level of their vjp is gone."""
+
+            def f(a: Tensor) -> Tensor:
+                return sample.with_tensors(input=a).call(call).sin().sum()  # noqa: B023
+
+            _, of_gradient = func.vjp(func.grad(f), x)  # noqa: B023
+            value, of_value = func.vjp(f, x)  # noqa: B023
+            one = torch.ones_like(value)
+            found = [attempt(lambda: func.jvp(of_gradient, (x,), (x,)))]  # noqa: B023
+            with forward_ad.dual_level():
+                found.append(attempt(lambda: of_value(one)))
+                found.append(attempt(lambda: of_gradient(x)))  # noqa: B023
+            return found
+
         for actual, expected in zip(
-            derivatives(loss.function), derivatives(loss.reference), strict=True
+            derivatives(loss.function) + pulled(loss.function),
+            derivatives(loss.reference) + pulled(loss.reference),
+            strict=True,
         ):
             if isinstance(expected, Exception):
                 assert MSE_IN_FORWARD_MODE in str(expected)

@@ -298,6 +298,12 @@ def test_transforms(device: str) -> None:
     grad_outputs = torch.ones(2, device=device)
     with pytest.raises(RuntimeError, match="inplace_backward"):
         torch.autograd.grad(value, leaf, grad_outputs, is_grads_batched=True)
+    value = function(leaf)
+    with torch.autograd.forward_ad.dual_level():
+        one = torch.ones_like(value)
+        dual = torch.autograd.forward_ad.make_dual(one, one)
+        with pytest.raises(NotImplementedError, match="inplace_backward"):
+            torch.autograd.grad(value, leaf, dual)
 
 
 def test_saved_tensor_hooks(device: str) -> None:

@@ -57,9 +57,12 @@ def _kl_div_by_torch(
 def _without_invalid(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Logits of NaN and another class index where one is out of range: torch ends the process."""
     class_dim = 0 if input.dim() == 1 else 1
+    rows = input.shape[:class_dim] + input.shape[class_dim + 1 :]
+    if input.dim() == 0 or (target.shape != rows and (target.shape, rows) != ((1,), ())):
+        return input, target  # torch says so
     is_valid = (target >= 0) & (target < input.size(class_dim)) | (target == ignore_index)
     nothing = torch.where(is_valid, 0.0, torch.nan).to(input.dtype)
-    return input + nothing.unsqueeze(class_dim), target.where(is_valid, 0)
+    return input + nothing.reshape(rows).unsqueeze(class_dim), target.where(is_valid, 0)
 
 
 def _cross_entropy_by_torch(

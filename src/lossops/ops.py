@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -57,6 +58,8 @@ def keep_gradients(enabled: bool) -> None:
 
 
 _functorch_is_active = torch._C._are_functorch_transforms_active
+_is_tracing = torch._C._is_tracing
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _grad_is_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
@@ -109,7 +112,7 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor  # is_grads_batched=Tr
 
 def _is_one(grad: Tensor) -> bool:
     """Whether a number on the CPU is 1; False where looking at it would disturb a tracer."""
-    is_plain = type(grad) is Tensor and torch._C._len_torch_dispatch_stack() == 0
+    is_plain = type(grad) is Tensor and _dispatch_modes() == 0
     return is_plain and grad.item() == 1
 
 
@@ -161,9 +164,19 @@ def _naming_arguments(name: str, input: Tensor, target: Tensor) -> Iterator[None
         ) from None
 
 
-def _differentiable(tensor: Tensor | None) -> Tensor | None:
+def _differentiable(tensor: Tensor | None, needed: bool) -> Any:
     """An alias of its own, so that a gradient with respect to it is a partial one."""
-    return None if tensor is None else tensor.view_as(tensor)
+    if tensor is None:
+        return None
+    # A pull-back of torch.func may be called when the level of its vjp is gone.
+    alias = _unwrap_if_dead(tensor)
+    alias = alias.view_as(alias)
+    return alias.requires_grad_() if needed and not alias.requires_grad else alias
+
+
+def _alive(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Without the wrappers of levels that are gone."""
+    return [None if tensor is None else _unwrap_if_dead(tensor) for tensor in tensors]
 
 
 def _call_for_each(op: Any, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
@@ -193,6 +206,7 @@ class _Loss:
     def __init__(self, name: str, reference: Reference) -> None:
         self.name = name
         self.reference = reference
+        self.public_op = getattr(torch.ops.lossops, name).default
         self.forward_op = getattr(torch.ops.lossops, f"{name}_forward").default
         self.backward_op = getattr(torch.ops.lossops, f"{name}_backward").default
         self.value_op = _without_autograd(f"{name}_value")
@@ -245,6 +259,9 @@ class _Loss:
             return self.call_of_torch(input, target, weight, *options)
         if _functorch_is_active():
             return self.call_under_functorch(input, target, weight, *options)
+        if _is_tracing() or _dispatch_modes() > 0:
+            # A graph is made of what is called here: the operators below have no gradients.
+            return self.public_call(input, target, weight, options)
         try:
             short = self.shortened.get(options, options)
         except TypeError:
@@ -270,6 +287,20 @@ class _Loss:
 
     def call_of_torch(self, *args: Any) -> Tensor:
         """The same by torch, which has forward-mode derivatives."""
+        if not _functorch_is_active():
+            self.value_op(*args)  # says what is wrong with the arguments
+        *operands, float32_result = self.reference_arguments(args)
+        operands[:3] = _wide(operands[:3], float32_result)
+        return self.reference(*operands)
+
+    def reference_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Those of the reference, and float32_result, by those of *_forward."""
+        raise NotImplementedError
+
+    def public_call(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
+    ) -> Tensor:
+        """The public operator, by the arguments of call()."""
         raise NotImplementedError
 
     def call_under_functorch(self, *args: Any) -> Tensor:
@@ -336,6 +367,7 @@ class _Loss:
                     or _grad_is_enabled()
                     or _is_compiling()
                     or _is_batched(grad)
+                    or _functorch_is_active()
                     or forward_ad._current_level >= 0
                 ):
                     arguments = loss.backward_arguments(*ctx.saved_tensors, *ctx.options)
@@ -512,9 +544,12 @@ class _Loss:
         """Those of the operands that need one, by torch."""
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            operands = [_differentiable(operand) for operand in (input, target, weight)]
+            operands = [
+                _differentiable(operand, needs)
+                for operand, needs in zip((input, target, weight), needed, strict=True)
+            ]
             wanted = [x for x, needs in zip(operands, needed, strict=True) if needs]
-            loss = self.reference_loss(operands, args)
+            loss = self.reference_loss(grad_output, operands, args)
             return torch.autograd.grad(loss, wanted, grad_output, create_graph=create_graph)
 
     def gradients_under_functorch(
@@ -527,19 +562,26 @@ class _Loss:
         *args: Any,
     ) -> tuple[Tensor, ...]:
         """The same by torch.func, whose levels torch.autograd.grad does not see."""
-        # A pull-back may be called when the level of its vjp is gone.
-        operands = [None if x is None else _unwrap_if_dead(x) for x in (input, target, weight)]
+        operands = _alive((input, target, weight))
         wanted = [position for position, needs in enumerate(needed) if needs]
 
         def loss(*values: Tensor) -> Tensor:
-            return self.reference_loss(_replaced(operands, wanted, values), args)
+            return self.reference_loss(grad_output, _replaced(operands, wanted, values), args)
 
         value, pull_back = torch.func.vjp(loss, *(operands[position] for position in wanted))
         found: tuple[Tensor, ...] = pull_back(grad_output.to(value.dtype))
         return found
 
-    def reference_loss(self, operands: Sequence[Any], args: Sequence[Any]) -> Tensor:
-        """The loss by torch: of input, target and weight, and the last arguments of *_backward."""
+    def reference_loss(
+        self, grad_output: Tensor, operands: Sequence[Any], args: Sequence[Any]
+    ) -> Tensor:
+        """The loss by torch, of input, target and weight; args: the last ones of *_backward."""
+        # Of half types it is one of autocast where its gradient is float32.
+        operands = _wide(operands, grad_output.dtype == torch.float32)
+        return self.reference(*operands, *self.reference_options(args))
+
+    def reference_options(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of the reference after weight, by the last ones of *_backward."""
         raise NotImplementedError
 
     def setup_double_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -554,11 +596,12 @@ class _Loss:
             return self.double_backward_under_functorch(ctx, grads)
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            aliases = [_differentiable(tensor) for tensor in ctx.saved_tensors]
+            needed = map(operator.or_, ctx.needs_input_grad[:4], (False, *ctx.mask))
+            aliases = list(map(_differentiable, ctx.saved_tensors, needed))
             grad_output, input, target, weight = aliases
             assert input is not None and target is not None
             operands = (input, target, weight)
-            loss = self.reference_loss(operands, ctx.arguments)
+            loss = self.reference_loss(grad_output, operands, ctx.arguments)
             wanted = [x for x, is_wanted in zip(operands, ctx.mask, strict=True) if is_wanted]
             first = torch.autograd.grad(loss, wanted, grad_output, create_graph=True)
             roots = [
@@ -587,7 +630,7 @@ class _Loss:
 
     def double_backward_under_functorch(self, ctx: Any, grads: Sequence[Tensor | None]) -> Any:
         """The same by torch.func, whose levels torch.autograd.grad does not see."""
-        tensors = ctx.saved_tensors  # grad_output, input, target, weight
+        tensors = _alive(ctx.saved_tensors)  # grad_output, input, target, weight
         sources = [position for position in range(4) if ctx.needs_input_grad[position]]
 
         def gradients(*values: Tensor) -> Any:
@@ -634,6 +677,7 @@ class ElementwiseLoss(_Loss):
         self.expands_first = expands_first
         self.target_first = target_first
         schema = getattr(torch.ops.lossops, name).default._schema
+        self.has_weight = any(argument.name == "weight" for argument in schema.arguments)
         common = ("input", "target", "reduction", "weight")
         self.params = [
             (argument.name, argument.default_value)
@@ -697,14 +741,23 @@ class ElementwiseLoss(_Loss):
             ctx.save_for_backward(input, target, weight, None)
         ctx.arguments = (reduction, *inputs[5:])
 
-    def reference_loss(self, operands: Sequence[Any], args: Sequence[Any]) -> Tensor:
+    def reference_options(self, args: Sequence[Any]) -> Sequence[Any]:
         _mean_terms, reduction, _mask, *params = args
-        return self.reference(*operands, reduction, *params)
+        return (reduction, *params)
 
-    def call_of_torch(self, *args: Any) -> Tensor:
+    def reference_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
         input, target, weight, reduction, float32_result, *params = args
-        operands = _wide((input, target, weight), float32_result)
-        return self.reference(*operands, reduction, *params)
+        return (input, target, weight, reduction, *params, float32_result)
+
+    def public_call(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
+    ) -> Tensor:
+        reduction, _float32_result, *params = options
+        named = {name: value for (name, _), value in zip(self.params, params, strict=True)}
+        if self.has_weight:
+            named["weight"] = weight
+        loss: Tensor = self.public_op(input, target, reduction=reduction, **named)
+        return loss
 
 
 # Doubles that csrc/bindings.cpp puts before row_stats in what forward_gradient saves.
@@ -806,7 +859,7 @@ class CrossEntropyLoss(_Loss):
             )
         if _functorch_is_active():
             raise RuntimeError("cross_entropy: inplace_backward=True does not work in torch.func")
-        if not (torch.is_grad_enabled() and input.requires_grad):
+        if not (torch.is_grad_enabled() and input.requires_grad) or _is_tracing():
             return self.call(input, target, weight, options, False)
         _check_overwritable(input, target=target, weight=weight)
         loss: Tensor = self.apply_overwriting(input, target, weight, *options)
@@ -845,6 +898,10 @@ class CrossEntropyLoss(_Loss):
                     raise RuntimeError(
                         "cross_entropy: inplace_backward=True does not work in torch.func, nor "
                         "with is_grads_batched=True"
+                    )
+                if _has_tangents(grad):
+                    raise NotImplementedError(
+                        "cross_entropy: inplace_backward=True has no forward-mode derivative"
                     )
                 input, *others = ctx.saved_tensors
                 _check_storage(input, grad_output=grad)
@@ -948,14 +1005,26 @@ class CrossEntropyLoss(_Loss):
         )
         ctx.arguments = (ignore_index, reduction, label_smoothing)
 
-    def reference_loss(self, operands: Sequence[Any], args: Sequence[Any]) -> Tensor:
+    def reference_options(self, args: Sequence[Any]) -> Sequence[Any]:
         _row_stats, _mean_terms, ignore_index, reduction, label_smoothing, _mask = args
-        return self.reference(*operands, ignore_index, reduction, label_smoothing)
+        return (ignore_index, reduction, label_smoothing)
 
-    def call_of_torch(self, *args: Any) -> Tensor:
-        *tensors, ignore_index, reduction, label_smoothing, float32_result = args
-        operands = _wide(tensors, float32_result)
-        return self.reference(*operands, ignore_index, reduction, label_smoothing)
+    def reference_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
+        return args
+
+    def public_call(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
+    ) -> Tensor:
+        ignore_index, reduction, label_smoothing, _float32_result = options
+        loss: Tensor = self.public_op(
+            input,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        return loss
 
 
 @torch.library.register_fake("lossops::first_invalid_target")

@@ -172,7 +172,7 @@ def _why_not(deprecated: list[str], arguments: dict[str, Any]) -> str | None:
         return "torch.func, whose transforms lossops has in part"
     smoothing = arguments.get("label_smoothing", 0.0)
     if not (isinstance(smoothing, numbers.Real) and 0 <= float(smoothing) <= 1):
-        return f"label_smoothing is {smoothing!r}"
+        return "label_smoothing is no number from 0 to 1"
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             if type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
