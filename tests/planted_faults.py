@@ -580,8 +580,8 @@ FAULTS = [
     Fault(
         "a dual level of any thread sends backward passes to torch",
         OPS,
-        "if _is_batched(grad_output) or _has_tangents(grad_output):",
-        "if _is_batched(grad_output) or forward_ad._current_level >= 0:",
+        "(_is_batched(grad_output) or _has_tangents(grad_output)):",
+        "(_is_batched(grad_output) or forward_ad._current_level >= 0):",
         "test_autograd.py::test_dual_level_alone_keeps_ignored_rows_at_zero",
     ),
     Fault(

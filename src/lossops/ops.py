@@ -515,15 +515,16 @@ class _Loss:
         needed = [bool(needs) for needs in ctx.needs_input_grad[:3]]
         position = self.mask_position - 1
         arguments = (grad_output, *arguments[:position], needed, *arguments[position:])
+        is_compiling = _is_compiling()  # compiled autograd
         try:
-            if _is_batched(grad_output) or _has_tangents(grad_output):
+            if not is_compiling and (_is_batched(grad_output) or _has_tangents(grad_output)):
                 by_torch = self.gradients_of_torch
                 if _functorch_is_active():
                     by_torch = self.gradients_under_functorch
                 found = iter(by_torch(needed, *arguments))
             elif torch.is_grad_enabled():  # create_graph=True
                 found = iter(self.gradient_function.apply(*arguments))
-            elif _is_compiling():  # compiled autograd
+            elif is_compiling:
                 found = iter(self.backward_op(*arguments))
             else:
                 with torch._C._AutoDispatchBelowAutograd():
