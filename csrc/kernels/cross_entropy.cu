@@ -12,6 +12,7 @@
 #include "kernels/column_reduce.cuh"
 #include "kernels/cross_entropy_columns.cuh"
 #include "kernels/cross_entropy_few.cuh"
+#include "kernels/cross_entropy_float_rows.cuh"
 #include "kernels/cross_entropy_half_rows.cuh"
 #include "kernels/cross_entropy_row.cuh"
 #include "kernels/cross_entropy_staged.cuh"
@@ -1091,19 +1092,20 @@ bool rows_are_for_registers(const CrossEntropyArgs& args) {
 // them. It depends on the logits, not on whether there is a gradient: the bits of a loss do not
 // either.
 struct ReadOncePlan {
-  enum class Kernel : int8_t { kNone, kColumns, kFew, kHalfRows, kTiles, kStaged };
+  enum class Kernel : int8_t { kNone, kColumns, kFew, kFloatRows, kHalfRows, kTiles, kStaged };
   Kernel kernel = Kernel::kNone;
   int64_t max_blocks = 0;
   // The kernel's own.
   ColumnPlan columns;
   FewPlan few;
+  FloatRowPlan float_rows;
   HalfRowPlan half_rows;
   TilePlan tiles;
   StagedPlan staged;
 
   explicit ReadOncePlan(const CrossEntropyForwardArgs& args) {
     if (args.rows.numel == 0 || args.num_classes == 0 || args.input.dtype == DType::kFloat64 ||
-        args.num_classes > kMaxRowClasses || rows_are_for_registers(args)) {
+        args.num_classes > kMaxRowClasses) {
       return;
     }
     const auto choose = [&](Kernel choice, int threads, int64_t blocks) {
@@ -1113,6 +1115,11 @@ struct ReadOncePlan {
       }
       return threads > 0;
     };
+    float_rows = plan_float_rows(args);
+    if (choose(Kernel::kFloatRows, float_rows.threads, float_rows.blocks) ||
+        rows_are_for_registers(args)) {
+      return;
+    }
     columns = plan_columns(args);
     if (choose(Kernel::kColumns, columns.threads, columns.blocks)) {
       return;
@@ -1140,6 +1147,7 @@ struct ReadOncePlan {
     switch (kernel) {
       case Kernel::kColumns:
         return lies_in_columns(args, args.grad_input, args.grad_input_class_stride);
+      case Kernel::kFloatRows:
       case Kernel::kHalfRows:
         return args.grad_input_class_stride == 1;
       case Kernel::kStaged:
@@ -1158,6 +1166,9 @@ struct ReadOncePlan {
         break;
       case Kernel::kFew:
         launch_few_classes(args, few, denominator, partials, finalize, stream);
+        break;
+      case Kernel::kFloatRows:
+        launch_float_rows(args, float_rows, denominator, partials, finalize, stream);
         break;
       case Kernel::kHalfRows:
         launch_half_rows(args, half_rows, denominator, partials, finalize, stream);
