@@ -362,6 +362,26 @@ def test_rows_of_logits_far_and_near(dtype: torch.dtype, classes: int) -> None:
         assert same_bits(exact.to(dtype), loss)
 
 
+@pytest.mark.parametrize("classes", [504, 1000, 3000, 4096])
+@pytest.mark.parametrize("rows", [1, 3, 700, 9001])
+def test_float_rows_of_a_block(classes: int, rows: int) -> None:
+    """Rows of a block, one after the other, some of them without a loss, are as alone."""
+    x, t = problem(rows, classes, torch.float32)
+    t[2::5] = -100
+    t[3::1000] = classes
+    whole = run(x, t, reduction="none")
+    for row in (0, rows // 2, rows - 1):
+        part = slice(row, row + 1)
+        alone = run(x[part].clone(), t[part], reduction="none")
+        assert same_bits(alone.value, whole.value[part])
+        assert same_bits(alone.gradients["input"], whole.gradients["input"][part])
+    expected = torch.nn.functional.cross_entropy(
+        x.double(), torch.where(t == classes, -100, t), reduction="none"
+    )
+    expected[t == classes] = torch.nan
+    torch.testing.assert_close(whole.value.double(), expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("classes", [1008, 4096])
 def test_gradients_of_small_and_large_weights(classes: int) -> None:
     """Factors that leave the range of fp32 where their products with exponentials do not."""
@@ -453,12 +473,13 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
         ((64, 16), torch.float32, "forward_tile_kernel"),
         ((64, 500), torch.float32, "forward_tile_kernel"),
         ((64, 501), torch.float32, "staged_kernel"),
-        ((64, 504), torch.float32, "forward_register_kernel"),
+        ((64, 504), torch.float32, "float_rows_kernel"),
         ((64, 1000), torch.float16, "forward_tile_kernel"),
         ((64, 1008), HALF, "half_rows_kernel"),
         ((64, 4096), torch.float16, "half_rows_kernel"),
         ((64, 4100), torch.float16, "staged_kernel"),
-        ((64, 4096), torch.float32, "forward_register_kernel"),
+        ((64, 4096), torch.float32, "float_rows_kernel"),
+        ((64, 4100), torch.float32, "forward_register_kernel"),
         ((64, 4097), torch.float32, "staged_kernel"),
         ((64, 50257), HALF, "staged_kernel"),
         ((2, 21, 8, 8), torch.float32, "forward_column_kernel"),
@@ -471,6 +492,7 @@ def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> Non
     needs_hopper = (
         "forward_few_kernel",
         "forward_tile_kernel",
+        "float_rows_kernel",
         "half_rows_kernel",
         "staged_kernel",
     )
