@@ -362,6 +362,55 @@ def test_rows_of_logits_far_and_near(dtype: torch.dtype, classes: int) -> None:
         assert same_bits(exact.to(dtype), loss)
 
 
+@pytest.mark.parametrize("classes", [504, 1000, 1028, 2048, 3000, 4096])
+def test_float_rows_of_logits_far_and_near(classes: int) -> None:
+    """Gradients by one formula and by the other, logits that a mask has left, rows without loss."""
+    rows = 300
+    x, t = problem(rows, classes, torch.float32, spread=3.0)
+    # The last two are too far from 0 for gradients by one product.
+    distances = torch.tensor([0.0, 20.0, -20.0, 300.0, -900.0, 2500.0, -1e6], device="cuda")
+    x += distances[torch.arange(rows, device="cuda") % 7, None]
+    at = torch.arange(0, rows, 5, device="cuda")
+    x[at, t[at].clamp(min=0)] += 12
+    x[at + 1, t[at].clamp(min=0)] += 40
+    weight = torch.rand(classes, device="cuda") + 0.5
+    lowest = torch.finfo(torch.float32).min
+    for masked, value in (
+        (slice(0, 0), 0.0),
+        (slice(8, 500), -torch.inf),
+        (slice(3, 9), lowest),
+        (slice(0, classes), 0.25),
+    ):
+        x[::3, masked] = value
+        t[::3] = 501
+        t[7::11] = -100
+        logits = torch.zeros(rows, classes + 3, device="cuda")[:, 2 : classes + 2]
+        logits.copy_(x)
+        for options in ({"reduction": "none"}, {"reduction": "mean"}, {"reduction": "sum"}):
+            whole, other = run(x, t, **options), run(logits, t, **options)
+            assert same_bits(other.value, whole.value)
+            assert same_bits(other.gradients["input"], whole.gradients["input"])
+        for weights in (None, weight):
+            ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+            loss = lossops.cross_entropy(ours, t, weights, reduction="none")
+            expected = torch.nn.functional.cross_entropy(
+                exact, t, None if weights is None else weights.double(), reduction="none"
+            )
+            loss.sum().backward()
+            expected.sum().backward()
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+            assert ours.grad is not None
+            torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-6, atol=1e-13)
+        gradients = []
+        for factor in (1.0, 0.5):  # what forward left; computed anew
+            leaf = x.clone().requires_grad_()
+            (factor * lossops.cross_entropy(leaf, t, reduction="sum")).backward()
+            assert leaf.grad is not None
+            gradients.append(leaf.grad / factor)
+        normal = gradients[0].abs() > 2.0**-100
+        assert same_bits(gradients[0][normal], gradients[1][normal])
+
+
 @pytest.mark.parametrize("classes", [504, 1000, 3000, 4096])
 @pytest.mark.parametrize("rows", [1, 3, 700, 9001])
 def test_float_rows_of_a_block(classes: int, rows: int) -> None:
