@@ -9,12 +9,13 @@ namespace lossops::cuda {
 // How rows, a block each at a time, are spread over the device.
 struct FloatRowPlan {
   int threads = 0;       // of a block; 0: these rows are not for this kernel
+  bool words = false;    // rows are not whole vectors
   bool aligned = false;  // vectors can access all rows
   int rows = 1;          // of a block, one after the other
   int64_t blocks = 0;
 };
 
-// Logits of contiguous classes in whole vectors, class indices without smoothing.
+// Logits of contiguous classes, class indices without smoothing.
 FloatRowPlan plan_float_rows(const CrossEntropyForwardArgs& args);
 
 void launch_float_rows(const CrossEntropyForwardArgs& args, const FloatRowPlan& plan,
