@@ -362,7 +362,9 @@ def test_rows_of_logits_far_and_near(dtype: torch.dtype, classes: int) -> None:
         assert same_bits(exact.to(dtype), loss)
 
 
-@pytest.mark.parametrize("classes", [504, 1000, 1028, 2048, 3000, 4096])
+@pytest.mark.parametrize(
+    "classes", [504, 505, 1000, 1001, 1028, 1601, 2047, 2048, 3000, 3201, 4095, 4096]
+)
 def test_float_rows_of_logits_far_and_near(classes: int) -> None:
     """Gradients by one formula and by the other, logits that a mask has left, rows without loss."""
     rows = 300
@@ -411,7 +413,7 @@ def test_float_rows_of_logits_far_and_near(classes: int) -> None:
         assert same_bits(gradients[0][normal], gradients[1][normal])
 
 
-@pytest.mark.parametrize("classes", [504, 1000, 3000, 4096])
+@pytest.mark.parametrize("classes", [504, 505, 1000, 1001, 3000, 3071, 4095, 4096])
 @pytest.mark.parametrize("rows", [1, 3, 700, 9001])
 def test_float_rows_of_a_block(classes: int, rows: int) -> None:
     """Rows of a block, one after the other, some of them without a loss, are as alone."""
@@ -521,8 +523,10 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
         ((64, 15), torch.float32, "forward_few_kernel"),
         ((64, 16), torch.float32, "forward_tile_kernel"),
         ((64, 500), torch.float32, "forward_tile_kernel"),
-        ((64, 501), torch.float32, "staged_kernel"),
+        ((64, 501), torch.float32, "float_rows_kernel"),
         ((64, 504), torch.float32, "float_rows_kernel"),
+        ((64, 1025), torch.float32, "staged_kernel"),
+        ((64, 4095), torch.float32, "float_rows_kernel"),
         ((64, 1000), torch.float16, "forward_tile_kernel"),
         ((64, 1008), HALF, "half_rows_kernel"),
         ((64, 4096), torch.float16, "half_rows_kernel"),
