@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from losses import LOSS_IDS, LOSSES, VARIANTS, Loss, Variant, evaluate
 from numerics import same_bits
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import lossops
 from lossops import patching
@@ -234,6 +235,8 @@ def test_errors_are_torchs() -> None:
         lambda: F.mse_loss(x),
         lambda: F.mse_loss(x, x, nothing=1),
         lambda: F.mse_loss(x, x, None, None, "mean", None, 7),
+        lambda: F.mse_loss(x, x, target=x),
+        lambda: F.mse_loss(x, x, None, size_average=None),
     )
     for call in calls:
         with pytest.raises(Exception) as expected:  # noqa: PT011 (whatever torch raises)
@@ -364,3 +367,27 @@ def test_compiled_code_falls_back_too() -> None:
         torch.compiler.reset()
         with lossops.patched():
             torch.testing.assert_close(torch.compile(function, backend="eager")(x), expected)
+
+
+@per_loss
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_in_a_checkpoint(loss: Loss, use_reentrant: bool, device: str) -> None:
+    """A recomputation that has what it needs is ended by an exception, which is not ours."""
+    sample = loss.variants[0].sample((6, 9), device=device)
+    x, t = sample.tensors["input"], sample.tensors["target"]
+
+    def gradient() -> Tensor:
+        y = x.detach().clone().requires_grad_()
+        step = checkpoint(lambda a: getattr(F, loss.name)(a * 2, t), y, use_reentrant=use_reentrant)
+        (found,) = torch.autograd.grad(step, y) if not use_reentrant else (None,)
+        if found is None:
+            step.backward()
+            found = y.grad
+        assert isinstance(found, Tensor)
+        return found
+
+    expected = gradient()
+    theirs = counted(loss.name)[1]
+    with lossops.patched():
+        torch.testing.assert_close(gradient(), expected)
+    assert counted(loss.name)[1] == theirs

@@ -32,6 +32,10 @@ _PARAMETERS = {
 }
 _DEPRECATED = ("size_average", "reduce")
 
+# What our functions raise for arguments that they do not take. Other exceptions are of somebody's
+# hook, and may mean no error: checkpointing ends its recomputation with one.
+_REFUSALS = (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError)
+
 # A message may have a shape or a value in it, and there is no end of those.
 _MOST_REASONS = 100
 _OTHERS = "other reasons"
@@ -134,8 +138,10 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Tensor:
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        # Too many arguments, or one given twice: torch says so.
+        as_given = len(arguments) == len(args) + len(kwargs)
         deprecated = [key for key in _DEPRECATED if arguments.pop(key, None) is not None]
-        if not (_is_patched or _scopes > 0) or len(args) > len(parameters):
+        if not (_is_patched or _scopes > 0) or not as_given:
             return original(*args, **kwargs)
         if _is_compiling():
             reason = _why_not(deprecated, arguments)
@@ -148,7 +154,7 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 result = loss(**arguments)
             except (IndexError, torch.OutOfMemoryError):
                 raise  # torch would end the process, or need more
-            except Exception as error:
+            except _REFUSALS as error:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             else:
                 with _lock:
