@@ -252,6 +252,28 @@ def test_class_index_out_of_range() -> None:
         F.cross_entropy(torch.randn(2, 5), torch.tensor([0, 7]))
 
 
+def test_tables_of_torch_functions() -> None:
+    """Classes find their function by torch's, which they may have noted before the patch."""
+
+    class Tagged:
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> str | None:
+            return next((name for name, known in ORIGINALS.items() if known is function), None)
+
+    class Quantity(Tensor):
+        __torch_function__ = Tagged.__torch_function__  # type: ignore[assignment]
+
+    x = torch.randn(4, 5)
+    for tagged in (Tagged(), x.as_subclass(Quantity)):
+        with lossops.patched():
+            for name in NAMES:
+                theirs = counted(name)[1]
+                assert getattr(F, name)(x, tagged) == name
+                assert counted(name)[1] == theirs + 1
+
+
 def test_gradients_of_gradients() -> None:
     """Second derivatives are torch's own: by what was there before the patch."""
     x, t = torch.randn(4, 5, dtype=torch.float64, requires_grad=True), torch.rand(4, 5).double()

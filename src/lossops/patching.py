@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import functional
 
@@ -49,6 +49,7 @@ _fallbacks: dict[str, Counter[str]] = {name: Counter() for name in _LOSSES}
 _originals: dict[str, Callable[..., Tensor]] = {}
 _routes: dict[str, Callable[..., Tensor]] = {}
 
+_is_mode_enabled = torch._C._is_torch_function_mode_enabled
 _functorch_is_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
 
@@ -146,8 +147,15 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if _is_compiling():
             reason = _why_not(deprecated, arguments)
             return loss(**arguments) if reason is None else original(*args, **kwargs)
-        if has_torch_function(tuple(arguments.values())):
-            return original(*args, **kwargs)  # comes back with what is inside, if it can
+        values = tuple(arguments.values())
+        if has_torch_function(values):
+            if _is_mode_enabled():
+                return original(*args, **kwargs)  # comes back with what is inside
+            # Their tables have torch's function, from before the patch.
+            result = handle_torch_function(original, values, *args, **kwargs)
+            key, value = next(item for item in arguments.items() if has_torch_function(item[1:]))
+            _count_fallback(name, f"{key} is a {type(value).__name__}")
+            return result
         reason = _why_not(deprecated, arguments)
         if reason is None:
             try:
@@ -162,12 +170,16 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 return result
         # Outside the handler: an error of torch's is then the only one that is shown.
         result = original(*args, **kwargs)
-        with _lock:
-            counts = _fallbacks[name]
-            counts[reason if reason in counts or len(counts) < _MOST_REASONS else _OTHERS] += 1
+        _count_fallback(name, reason)
         return result
 
     return routed
+
+
+def _count_fallback(name: str, reason: str) -> None:
+    with _lock:
+        counts = _fallbacks[name]
+        counts[reason if reason in counts or len(counts) < _MOST_REASONS else _OTHERS] += 1
 
 
 def _why_not(deprecated: list[str], arguments: dict[str, Any]) -> str | None:
