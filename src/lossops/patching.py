@@ -84,7 +84,9 @@ def unpatch() -> None:
 def patched() -> Iterator[None]:
     """`patch`, for the time of a `with` block or of a function that it decorates.
 
-    For the whole process, other threads included. Blocks may be nested.
+    For the whole process, other threads included. Blocks may be nested. A loss inside
+    `torch.utils.checkpoint` is computed again in the backward pass, which has to be in the block
+    too.
     """
     global _scopes
     with _lock:
