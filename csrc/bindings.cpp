@@ -1267,6 +1267,11 @@ Tensor first_invalid_target(Tensor target, int64_t num_classes, int64_t ignore_i
 }
 
 std::string build_info() {
+#if defined(__clang__)
+  constexpr const char* kCompiler = __VERSION__;
+#else
+  constexpr const char* kCompiler = "GCC " __VERSION__;
+#endif
   std::ostringstream json;
 #if defined(LOSSOPS_WITH_CUDA)
   json << "{\"cuda\": \"" << LOSSOPS_CUDA_VERSION << "\", \"cuda_archs\": \"" << LOSSOPS_CUDA_ARCHS
@@ -1274,7 +1279,7 @@ std::string build_info() {
 #else
   json << "{\"cuda\": null, \"cuda_archs\": \"\"";
 #endif
-  json << ", \"compiler\": \"" << __VERSION__ << "\", \"torch_target\": \"2.10\"}";
+  json << ", \"compiler\": \"" << kCompiler << "\", \"torch_target\": \"2.10\"}";
   return json.str();
 }
 

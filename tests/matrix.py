@@ -63,7 +63,7 @@ def row_of(python: str, torch: str, wheel: Path, folder: Path) -> tuple[str, boo
         return f"| {python} | {torch} | could not be installed | | | |", False
     tests = run(
         *(folder / "bin/python", "-m", "pytest", "-q", "-n", "auto", "--dist=worksteal"),
-        *("-p", "no:cacheprovider", "--tb=short", "tests"),
+        *("-p", "no:cacheprovider", "--disable-warnings", "--tb=short", "tests"),
     )
     counts = {
         word: int((re.findall(rf"(\d+) {word}", tests.stdout) or ["0"])[-1])

@@ -514,6 +514,13 @@ def test_driver_that_cannot_be_used(
         )
 
 
+def test_import_without_torch() -> None:
+    done = run_python("-c", "import sys; sys.modules['torch'] = None; import lossops")
+    assert done.returncode == 1
+    assert "torch cannot be imported" in done.stderr
+    assert "pip install 'torch>=2.10'" in done.stderr
+
+
 def test_import_is_quiet_and_light() -> None:
     """No output, no warning, no CUDA context, no compiler imported."""
     program = (

@@ -392,15 +392,6 @@ __global__ void __launch_bounds__(kMaxThreads, std::is_same_v<Share, WordShare> 
 #endif
 }
 
-// Whether vectors can access all rows.
-bool rows_are_aligned(const CrossEntropyArgs& args, const Operand& operand) {
-  bool aligned = is_vector_aligned(operand.data);
-  for (int dim = 0; dim < args.rows.ndim; ++dim) {
-    aligned = aligned && operand.strides[dim] % kSize == 0;
-  }
-  return aligned;
-}
-
 }  // namespace
 
 FloatRowPlan plan_float_rows(const CrossEntropyForwardArgs& args) {
@@ -423,8 +414,7 @@ FloatRowPlan plan_float_rows(const CrossEntropyForwardArgs& args) {
   }
   const bool loose = plan.words && 8 * args.num_classes < 7 * room;
   const bool gradient = args.grad_input.data != nullptr;
-  plan.aligned =
-      rows_are_aligned(args, args.input) && (!gradient || rows_are_aligned(args, args.grad_input));
+  plan.aligned = rows_are_aligned(args);
   const int64_t bytes = gradient ? (loose ? kLooseBytes : kGradientBytes) : kForwardBytes;
   const int64_t fit = bytes / (args.num_classes * int64_t{sizeof(float)});
   const int64_t resident =

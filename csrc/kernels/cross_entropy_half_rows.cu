@@ -421,15 +421,6 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
 #endif
 }
 
-// Whether vectors can access all rows.
-bool rows_are_aligned(const CrossEntropyArgs& args, const Operand& operand) {
-  bool aligned = is_vector_aligned(operand.data);
-  for (int dim = 0; dim < args.rows.ndim; ++dim) {
-    aligned = aligned && operand.strides[dim] * element_size(operand.dtype) % kVectorBytes == 0;
-  }
-  return aligned;
-}
-
 }  // namespace
 
 HalfRowPlan plan_half_rows(const CrossEntropyForwardArgs& args) {
@@ -444,8 +435,7 @@ HalfRowPlan plan_half_rows(const CrossEntropyForwardArgs& args) {
   plan.threads =
       static_cast<int>(ceil_div(args.num_classes, kWarpSize * kThreadLogits)) * kWarpSize;
   const bool gradient = args.grad_input.data != nullptr;
-  plan.aligned =
-      rows_are_aligned(args, args.input) && (!gradient || rows_are_aligned(args, args.grad_input));
+  plan.aligned = rows_are_aligned(args);
   const int64_t fit = (gradient ? kGradientBytes : kForwardBytes) / (args.num_classes * size);
   const int64_t resident = int64_t{limits.multiprocessors} * min_blocks(gradient);
   const int64_t rows =

@@ -1,9 +1,11 @@
 """Fused loss functions for PyTorch: kl_div, cross_entropy and mse_loss, on CUDA and on the CPU."""
 
-from ._extension import reporting as _reporting
+from . import _extension
 from ._version import __version__ as __version__
 
-if not _reporting():  # python -m lossops.info runs also where the library does not load
+if not _extension.reporting():  # python -m lossops.info runs also where the library does not load
+    _extension.load()
+
     from .functional import check_targets, cross_entropy, kl_div, mse_loss
     from .nn import CrossEntropyLoss, KLDivLoss, MSELoss
     from .ops import keep_gradients

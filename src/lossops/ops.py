@@ -534,40 +534,26 @@ class _Loss:
         return [next(found) if needs else None for needs in needed]
 
     def gradients_of_torch(
-        self,
-        needed: list[bool],
-        grad_output: Tensor,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        *args: Any,
+        self, needed: list[bool], grad_output: Tensor, *arguments: Any
     ) -> tuple[Tensor, ...]:
-        """Those of the operands that need one, by torch."""
+        """Those of the operands that need one, by torch; arguments: the others of *_backward."""
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            operands = [
-                _differentiable(operand, needs)
-                for operand, needs in zip((input, target, weight), needed, strict=True)
-            ]
+            operands = list(map(_differentiable, arguments[:3], needed))
             wanted = [x for x, needs in zip(operands, needed, strict=True) if needs]
-            loss = self.reference_loss(grad_output, operands, args)
+            loss = self.reference_loss(grad_output, operands, arguments[3:])
             return torch.autograd.grad(loss, wanted, grad_output, create_graph=create_graph)
 
     def gradients_under_functorch(
-        self,
-        needed: list[bool],
-        grad_output: Tensor,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        *args: Any,
+        self, needed: list[bool], grad_output: Tensor, *arguments: Any
     ) -> tuple[Tensor, ...]:
         """The same by torch.func, whose levels torch.autograd.grad does not see."""
-        operands = _alive((input, target, weight))
+        operands = _alive(arguments[:3])
         wanted = [position for position, needs in enumerate(needed) if needs]
 
         def loss(*values: Tensor) -> Tensor:
-            return self.reference_loss(grad_output, _replaced(operands, wanted, values), args)
+            now = _replaced(operands, wanted, values)
+            return self.reference_loss(grad_output, now, arguments[3:])
 
         value, pull_back = torch.func.vjp(loss, *(operands[position] for position in wanted))
         found: tuple[Tensor, ...] = pull_back(grad_output.to(value.dtype))
