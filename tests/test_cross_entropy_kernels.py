@@ -81,7 +81,7 @@ EDGES = {
     HALF: (
         *(1, 2, 7, 8, 9, 63, 64, 112, 113, 200, 225, 896, 897, 1000, 1001, 1008, 1024, 1032, 2048),
         *(2056, 3000, 3072, 3080, 4088, 4096, 4097, 4104, 8191),
-        *(32768, 53248, 53249, 50257, 151937, 294912, 294913),
+        *(28672, 32768, 53248, 53249, 50257, 65536, 65544, 100000, 131072, 151937, 294912, 294913),
     ),
 }
 
@@ -120,7 +120,7 @@ def test_confident_rows(classes: int) -> None:
         assert ((loss - expected).abs() <= 32 * 2**-24 * expected).all()
 
 
-@pytest.mark.parametrize("classes", [2, 10, 37, 100, 504, 1000, 1001, 4096, 4097, 50257])
+@pytest.mark.parametrize("classes", [2, 10, 37, 100, 504, 1000, 1001, 4096, 4097, 32768, 50257])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_large_logits(dtype: torch.dtype, classes: int) -> None:
     """Their exponents, rounded, would leave the range of fp32."""
@@ -305,7 +305,7 @@ def test_special_logits_at_each_place(dtype: torch.dtype, classes: int) -> None:
                 )
 
 
-@pytest.mark.parametrize("classes", [3, 5, 10, 14, 100, 1001, 1024, 4096, 20001])
+@pytest.mark.parametrize("classes", [3, 5, 10, 14, 100, 1001, 1024, 4096, 20001, 32768, 131072])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_rows_of_many_special_logits(dtype: torch.dtype, classes: int) -> None:
     """Rows of NaN alone, of NaN and infinities in turn: their gradients are NaN, all of them."""
@@ -436,6 +436,41 @@ def test_float_rows_of_a_block(classes: int, rows: int) -> None:
     torch.testing.assert_close(whole.value.double(), expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("classes", "rows"),
+    [(28680, 9), (32768, 1200), (65544, 600), (100000, 3), (131072, 540), (262144, 270)],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+def test_long_rows_of_a_block(dtype: torch.dtype, classes: int, rows: int) -> None:
+    """Rows of a block or a cluster, one after the other, some of them without a loss."""
+    x, t = problem(rows, classes, dtype)
+    t[2::5] = -100
+    x[0] += 50
+    kept = x.clone().requires_grad_()
+    loss = lossops.cross_entropy(kept, t)
+    assert same_bits(loss.detach(), lossops.cross_entropy(x, t))
+    losses = torch.cat(
+        [
+            torch.nn.functional.cross_entropy(part.double(), target, reduction="none")
+            for part, target in zip(x.split(64), t.split(64), strict=True)
+        ]
+    )
+    expected = losses.sum() / (t >= 0).sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
+    t[1] = classes
+    gradients = []
+    for factor in (1.0, 0.5):  # what forward left; computed anew
+        leaf = x.clone().requires_grad_()
+        (factor * lossops.cross_entropy(leaf, t, reduction="sum")).backward()
+        assert leaf.grad is not None
+        assert leaf.grad[1].isnan().all()
+        assert (leaf.grad[t == -100] == 0).all()
+        gradients.append((leaf.grad / factor)[t != classes])
+    normal = gradients[0].abs() > 4 * torch.finfo(dtype).tiny
+    assert normal.float().mean() > 0.1
+    assert same_bits(gradients[0][normal], gradients[1][normal])
+
+
 @pytest.mark.parametrize("classes", [1008, 4096])
 def test_gradients_of_small_and_large_weights(classes: int) -> None:
     """Factors that leave the range of fp32 where their products with exponentials do not."""
@@ -463,7 +498,7 @@ def test_gradients_of_equal_logits(classes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "classes", [2, 7, 10, 12, 15, 21, 88, 200, 1000, 1001, 1008, 3000, 4097, 50257]
+    "classes", [2, 7, 10, 12, 15, 21, 88, 200, 1000, 1001, 1008, 3000, 4097, 32768, 50257, 131072]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_bits_do_not_depend_on_where_rows_lie(dtype: torch.dtype, classes: int) -> None:
@@ -537,6 +572,8 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
         ((64, 4096), torch.float32, "float_rows_kernel"),
         ((64, 4100), torch.float32, "forward_register_kernel"),
         ((64, 4097), torch.float32, "staged_kernel"),
+        ((64, 32760), HALF, "split_rows_kernel"),
+        ((64, 131072), HALF, "split_rows_kernel"),
         ((64, 50257), HALF, "staged_kernel"),
         ((2, 21, 8, 8), torch.float32, "forward_column_kernel"),
         ((2, 21, 8, 8), torch.float16, "forward_column_kernel"),
@@ -550,6 +587,7 @@ def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> Non
         "forward_tile_kernel",
         "float_rows_kernel",
         "half_rows_kernel",
+        "split_rows_kernel",
         "staged_kernel",
     )
     if not has_hopper() and kernel in needs_hopper:

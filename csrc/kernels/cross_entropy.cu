@@ -15,6 +15,7 @@
 #include "kernels/cross_entropy_float_rows.cuh"
 #include "kernels/cross_entropy_half_rows.cuh"
 #include "kernels/cross_entropy_row.cuh"
+#include "kernels/cross_entropy_split_rows.cuh"
 #include "kernels/cross_entropy_staged.cuh"
 #include "kernels/cross_entropy_tile.cuh"
 #include "kernels/device.cuh"
@@ -1092,7 +1093,16 @@ bool rows_are_for_registers(const CrossEntropyArgs& args) {
 // them. It depends on the logits, not on whether there is a gradient: the bits of a loss do not
 // either.
 struct ReadOncePlan {
-  enum class Kernel : int8_t { kNone, kColumns, kFew, kFloatRows, kHalfRows, kTiles, kStaged };
+  enum class Kernel : int8_t {
+    kNone,
+    kColumns,
+    kFew,
+    kFloatRows,
+    kHalfRows,
+    kTiles,
+    kSplitRows,
+    kStaged
+  };
   Kernel kernel = Kernel::kNone;
   int64_t max_blocks = 0;
   // The kernel's own.
@@ -1101,6 +1111,7 @@ struct ReadOncePlan {
   FloatRowPlan float_rows;
   HalfRowPlan half_rows;
   TilePlan tiles;
+  SplitRowPlan split_rows;
   StagedPlan staged;
 
   explicit ReadOncePlan(const CrossEntropyForwardArgs& args) {
@@ -1137,6 +1148,10 @@ struct ReadOncePlan {
       return;
     }
     staged = plan_staged_rows(args);
+    split_rows = plan_split_rows(args, staged);
+    if (choose(Kernel::kSplitRows, split_rows.threads, split_rows.blocks)) {
+      return;
+    }
     choose(Kernel::kStaged, staged.threads, staged.max_blocks);
   }
 
@@ -1175,6 +1190,9 @@ struct ReadOncePlan {
         break;
       case Kernel::kTiles:
         launch_tiles(args, tiles, denominator, partials, finalize, stream);
+        break;
+      case Kernel::kSplitRows:
+        launch_split_rows(args, split_rows, denominator, partials, finalize, stream);
         break;
       default:
         return launch_staged_rows(args, staged, denominator, partials, finalize, stream);

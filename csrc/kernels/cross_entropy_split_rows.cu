@@ -1,0 +1,352 @@
+#include "kernels/cross_entropy_split_rows.cuh"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/async_copy.cuh"
+#include "kernels/block_reduce.cuh"
+#include "kernels/cluster.cuh"
+#include "kernels/device.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/row_pieces.cuh"
+#include "kernels/row_words.cuh"
+#include "kernels/vectorized.cuh"
+
+namespace lossops::cuda {
+namespace {
+
+// Vectors of a piece that a lane has.
+constexpr int kVectors = 16;
+// Of them, in registers. Measured on an H200: 6 and 8 spill, and 8192x131072 takes 6 and 22 % longer.
+constexpr int kNear = 4;
+constexpr int kFewestPieces = 8;
+constexpr int kMaxThreads = 512;
+constexpr int kMaxBlockWarps = kMaxThreads / kWarpSize;
+constexpr int kMinBlocks = 2;  // of a multiprocessor
+// Rows that a block, or a cluster, takes one after the other. Measured on an H200, bf16: of 32768
+// classes, 4 rows take 4 % longer than 2; of 131072, 8 rows 1 % longer than 4.
+constexpr int kBlockRows = 2;
+constexpr int kClusterRows = 4;
+// A thread of a warp prepares and finishes each, where there are very many.
+constexpr int kMaxRows = 16;
+constexpr int kMaxSharedBytes = 110 << 10;
+
+// A lane's share of a piece: the first vectors in registers, the others in shared memory.
+template <typename scalar_t>
+struct SplitShare {
+  static constexpr int kSize = kVectorSize<scalar_t>;
+  static constexpr int kStride = kWarpSize * kSize;  // elements, from one vector to the next
+  int count;                                         // vectors
+  const scalar_t* far;                               // vector kNear
+  Vector<scalar_t> near[kNear];                      // -inf where there is none
+
+  __device__ __forceinline__ SplitShare(int count_, const scalar_t* far_)
+      : count(count_), far(far_) {
+#pragma unroll
+    for (Vector<scalar_t>& vector : near) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        vector.set_word(i, lowest_word<scalar_t>());
+      }
+    }
+  }
+
+  // Vector u, if it is one of the first `wanted`. By name: the compiler would branch around it.
+  __device__ __forceinline__ void load(const scalar_t* row, int u, int wanted) {
+    uint32_t(&to)[4] = near[u].words;
+    asm volatile(
+        "{\n .reg .pred wanted;\n setp.lt.s32 wanted, %4, %5;\n"
+        " @wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%6];\n}"
+        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+        : "r"(u), "r"(wanted), "l"(row + u * kStride)
+        : "memory");
+  }
+  __device__ __forceinline__ void store(scalar_t* row, int u,
+                                        const Vector<scalar_t>& vector) const {
+    asm volatile(
+        "{\n .reg .pred wanted;\n setp.lt.s32 wanted, %4, %5;\n"
+        " @wanted st.global.v4.b32 [%6], {%0, %1, %2, %3};\n}"
+        :
+        : "r"(vector.word(0)), "r"(vector.word(1)), "r"(vector.word(2)), "r"(vector.word(3)),
+          "r"(u), "r"(count), "l"(row + u * kStride)
+        : "memory");
+  }
+
+  __device__ __forceinline__ Vector<scalar_t> get_far(int u) const {
+    return load_vector(far, (u - kNear) * kWarpSize);
+  }
+};
+
+// What the threads of a block know of its rows.
+struct SplitRows {
+  int64_t logits[kMaxRows];  // offsets
+  int64_t gradients[kMaxRows];
+  int index[kMaxRows];  // checked_index()
+  float weight[kMaxRows];
+  float x_at_index[kMaxRows];
+  float4 states[kMaxRows];  // max, ones, below
+  float scale;
+  CopyBarrier arrived[kMaxBlockWarps];
+};
+
+// Each warp of a block, or of a cluster of blocks, has a piece of the row. As the gradient of a
+// vector is stored, the next row's takes its place.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
+    cross_entropy_split_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                    Pieces pieces, int rows_of_block, int cluster,
+                                    Denominator denominator, Partial* partials, Finalize finalize) {
+#if LOSSOPS_HOPPER_CODE
+  constexpr RowKind kKind = RowKind::kIndex;
+  using Share = SplitShare<scalar_t>;
+  constexpr int kSize = Share::kSize;
+  constexpr int kNearSize = kNear * Share::kStride;
+  extern __shared__ uint4 dynamic[];
+  __shared__ SplitRows rows;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % kWarpSize;
+  const int warp = __shfl_sync(kAllLanes, thread / kWarpSize, 0);
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  const int rank = cluster_rank();
+  const int piece = rank * warps + warp;
+  const int begin = piece * pieces.size;
+  const int num_classes = static_cast<int>(args.num_classes);
+  const int size = max(0, min(pieces.size, num_classes - begin));
+  const int far_size = max(0, size - kNearSize);
+  const int far_room = max(0, pieces.size - kNearSize);
+  auto* const far = reinterpret_cast<scalar_t*>(dynamic) + warp * far_room;
+  // [rows_of_block][kStateWords<kKind>][pieces.count]
+  auto* const states =
+      reinterpret_cast<uint32_t*>(reinterpret_cast<scalar_t*>(dynamic) + warps * far_room);
+  CopyBarrier& arrived = rows.arrived[warp];
+  const auto* const input = static_cast<const scalar_t*>(args.input.data);
+  auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data);
+  const int64_t first_row = int64_t{blockIdx.x} / cluster * rows_of_block;
+  const int count = static_cast<int>(min(int64_t{rows_of_block}, args.rows.numel - first_row));
+  const int first = begin + lane * kSize;
+  Share share(max(0, (size / kSize - lane + kWarpSize - 1) / kWarpSize), far + lane * kSize);
+  // By one lane.
+  const auto start_far = [&](const scalar_t* row) {
+    const uint32_t bytes = far_size * sizeof(scalar_t);
+    arrived.expect(bytes);
+    arrived.copy(far, row + begin + kNearSize, bytes);
+  };
+  {
+    const scalar_t* const row = input + row_offset(args.rows, args.input, first_row);
+    if (lane == 0) {
+      arrived.init();
+      start_far(row);
+    }
+#pragma unroll
+    for (int u = 0; u < kNear; ++u) {
+      share.load(row + first, u, share.count);
+    }
+  }
+  let_next_kernel_start();
+  UnitScale<float> unit(args, denominator);
+  if (thread < kWarpSize) {
+    if (thread < count) {
+      const int64_t row = first_row + thread;
+      const int64_t logits = row_offset(args.rows, args.input, row);
+      const int index =
+          checked_index(args, load_class_index(args.target, row_offset(args.rows, args.target, row)));
+      rows.logits[thread] = logits;
+      rows.gradients[thread] = row_offset(args.rows, args.grad_input, row);
+      rows.index[thread] = index;
+      rows.weight[thread] = row_weight(args, index);
+      rows.x_at_index[thread] = index >= 0 ? to_acc<float>(input[logits + index]) : 0.0f;
+      rows.states[thread] = {-math::infinity<float>(), 0, 0, 0};
+    }
+    unit.wait(args, denominator);
+    if (thread == 0) {
+      rows.scale = unit.get();
+    }
+  }
+  const auto sync = [&] {
+    if (cluster > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
+  };
+  sync();  // all blocks run before one stores to another
+  const float scale = rows.scale;
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int n = 0; n < count; ++n) {
+    const int index = rows.index[n];
+    const bool loads = n + 1 < count && rows.index[n + 1] >= 0;
+    const scalar_t* const next = input + rows.logits[loads ? n + 1 : n];
+    const int wanted = loads ? share.count : 0;
+    scalar_t* const gradient = grad_input + rows.gradients[n] + first;
+    if (n == 0 || index >= 0) {
+      arrived.wait(parity);
+      parity ^= 1;
+    }
+    if (index < 0) {
+      const auto value = from_acc<scalar_t>(gradient_without_loss(index));
+      Vector<scalar_t> vector;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        vector.set(i, value);
+      }
+#pragma unroll 1
+      for (int u = 0; u < share.count; ++u) {
+        store_vector(gradient + u * Share::kStride, 0, vector);
+      }
+      __syncwarp();
+      if (lane == 0 && loads) {
+        start_far(next);
+      }
+#pragma unroll
+      for (int u = 0; u < kNear; ++u) {
+        share.load(next + first, u, wanted);
+      }
+      continue;
+    }
+    uint32_t maxima = lowest_word<scalar_t>();
+#pragma unroll
+    for (int u = kNear; u < kVectors; ++u) {
+      if (u < share.count) {
+        maxima = max_of_vector(share.get_far(u), maxima);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kNear; ++u) {
+      maxima = max_of_vector(share.near[u], maxima);
+    }
+    const float max = warp_max(max_of_elements<scalar_t>(maxima));
+    const PieceState own = reduce_below<scalar_t, kKind>(max, [&](TermSum& sum, const auto& terms) {
+      const auto add = [&](const Vector<scalar_t>& vector) {
+        float x[kSize];
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          x[i] = to_acc<float>(vector.get(i));
+        }
+        add_logits<kKind>(sum, terms, x, x, Smoothing{});
+      };
+#pragma unroll
+      for (int u = 0; u < kNear; ++u) {
+        add(share.near[u]);
+      }
+#pragma unroll 2
+      for (int u = kNear; u < kVectors; ++u) {
+        if (u < share.count) {
+          add(share.get_far(u));
+        }
+      }
+    });
+    uint32_t* const row_states = states + n * kStateWords<kKind> * pieces.count;
+    // To each block by a lane.
+    if (lane < cluster) {
+      own.template publish<kKind>(at_rank(row_states, lane) + piece, pieces.count);
+    }
+    sync();
+    const PieceState state = combine_pieces<kKind>(row_states, pieces, num_classes, lane);
+    const float weight = rows.weight[n];
+    const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, weight);
+    const LogitGradient<float, false> of_logit(softmax, scale * weight);
+    const auto gradient_of = [&](const Vector<scalar_t>& vector) {
+      float values[kSize];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        values[i] = to_acc<float>(vector.get(i));
+      }
+      of_logit.replace(values);
+      return pack<scalar_t>(values);
+    };
+#pragma unroll
+    for (int u = kNear; u < kVectors; ++u) {
+      if (u < share.count) {
+        store_vector(gradient + u * Share::kStride, 0, gradient_of(share.get_far(u)));
+      }
+    }
+    __syncwarp();
+    if (lane == 0 && loads) {
+      start_far(next);
+    }
+#pragma unroll
+    for (int u = 0; u < kNear; ++u) {
+      share.store(gradient, u, gradient_of(share.near[u]));
+      share.load(next + first, u, wanted);
+    }
+    const int at = index - begin;
+    if (at >= 0 && at < size && at / kSize % kWarpSize == lane) {
+      // By the lane that wrote it before.
+      grad_input[rows.gradients[n] + index] =
+          from_acc<scalar_t>(softmax.gradient_at_index(rows.x_at_index[n]));
+    }
+    if (thread == 0) {
+      rows.states[n] = {state.max, state.ones, state.below, 0};
+    }
+  }
+  if (warp > 0) {
+    return;
+  }
+  __syncwarp();
+  Partial partial;
+  if (rank == 0 && thread < count) {
+    const int64_t row = first_row + thread;
+    OnlineSoftmax<float> softmax;
+    softmax.max = rows.states[thread].x;
+    softmax.ones = rows.states[thread].y;
+    softmax.below = rows.states[thread].z;
+    finish_indexed_row<kKind>(
+        args, rows.index[thread], rows.weight[thread], softmax, 0.0f, 0.0f,
+        rows.x_at_index[thread], row,
+        args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, row) : 0, partial);
+  }
+  if (args.reduction != Reduction::kNone) {
+    reduce_warp_to_grid(partial, partials, finalize);
+  }
+#endif
+}
+
+}  // namespace
+
+SplitRowPlan plan_split_rows(const CrossEntropyForwardArgs& args, const StagedPlan& staged) {
+  SplitRowPlan plan;
+  const int64_t size = element_size(args.input.dtype);
+  if (staged.threads == 0 || size != 2 || args.grad_input.data == nullptr || args.dense() ||
+      args.num_classes % (kVectorBytes / size) != 0 || staged.pieces < kFewestPieces ||
+      args.grad_input_class_stride != 1 || !rows_are_aligned(args)) {
+    return plan;
+  }
+  plan.pieces = {staged.pieces, staged.piece_size};
+  plan.cluster = static_cast<int>(ceil_div(staged.pieces, kMaxBlockWarps));
+  while (staged.pieces % plan.cluster != 0) {
+    ++plan.cluster;
+  }
+  const int warps = staged.pieces / plan.cluster;
+  plan.threads = warps * kWarpSize;
+  const int64_t resident = int64_t{current_device_limits().multiprocessors} * kMinBlocks *
+                           (kMaxBlockWarps / warps) / plan.cluster;
+  const int64_t rows = std::min<int64_t>(plan.cluster > 1 ? kClusterRows : kBlockRows,
+                                         args.rows.numel / resident);
+  plan.rows = static_cast<int>(std::clamp<int64_t>(
+      std::max(rows, ceil_div(args.rows.numel * plan.cluster, kMaxWorkers)), 1, kMaxRows));
+  const int64_t far_bytes =
+      std::max<int64_t>(0, staged.piece_size * size - kNear * kWarpSize * kVectorBytes);
+  plan.shared_bytes = warps * far_bytes + int64_t{plan.rows} * kStateWords<RowKind::kIndex> *
+                                              staged.pieces * int64_t{sizeof(uint32_t)};
+  plan.blocks = ceil_div(args.rows.numel, int64_t{plan.rows}) * plan.cluster;
+  return plan;
+}
+
+void launch_split_rows(const CrossEntropyForwardArgs& args, const SplitRowPlan& plan,
+                       const Denominator& denominator, Partial* partials, const Finalize& finalize,
+                       cudaStream_t stream) {
+  const auto launch = [&](auto kernel) {
+    // It asks for the most that any plan needs: another thread may be about to launch it with more.
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
+    launch_kernel("cross_entropy_split_rows_kernel", kernel,
+                  {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster,
+                   denominator.is_computed()},
+                  stream, args, plan.pieces, plan.rows, plan.cluster, denominator, partials,
+                  finalize);
+  };
+  args.input.dtype == DType::kFloat16 ? launch(cross_entropy_split_rows_kernel<half_t>)
+                                      : launch(cross_entropy_split_rows_kernel<bfloat16_t>);
+}
+
+}  // namespace lossops::cuda
