@@ -699,7 +699,7 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
   const int64_t count = num_classes - 1;
   const auto other = [&](int64_t c) { return logit(c == index ? count : c); };
   const auto sum_of = [&](auto&& term) {
-    ExactSum others;
+    std::conditional_t<kExact, ExactSum, PlainSum> others;
     float last = 0;
     const auto sum_of_classes = [&](int64_t c) {
       float values[kColumnUnroll];

@@ -14,13 +14,17 @@
 namespace lossops::cuda {
 namespace {
 
-// Measured on an H200, 21 classes: 64 threads are as fast, 32 lose 5 %.
+// Measured on an H200, 21 classes: 64 threads take 1 to 2 % longer.
 constexpr int kMaxThreads = 128;
-// A multiprocessor shall hold as many blocks. Measured on an H200: 8 spill, and fp16 takes 10 %
-// longer.
-constexpr int kMinBlocks = 6;
-// Several waves on any GPU. Measured on an H200: 660 to 16384 make no difference.
-constexpr int64_t kMaxBlocks = 4096;
+// A multiprocessor shall hold as many blocks. Measured on an H200: with 7, fp16 spills and its step
+// takes 10 % longer.
+template <typename scalar_t>
+constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7 : 6;
+// What a block copies, unless these are too few blocks or too many. Measured on an H200, 21
+// classes: half of it takes 1 % longer for fp16, twice as much 2 %.
+constexpr int64_t kBlockBytes = 40 << 10;
+constexpr int64_t kFewBlocks = 4096;
+constexpr int64_t kMaxBlocks = 8192;
 // What the threads of a block have in shared memory, at most.
 constexpr int kMaxSharedBytes = 44 << 10;
 // Neighbouring rows that a thread takes: 8 bytes of a class. Measured on an H200: 16 of fp32 leave
@@ -28,6 +32,23 @@ constexpr int kMaxSharedBytes = 44 << 10;
 constexpr int64_t group_rows(int64_t element_bytes) { return 8 / element_bytes; }
 template <typename scalar_t>
 constexpr int kGroupRows = static_cast<int>(group_rows(sizeof(scalar_t)));
+
+// Element by element of half types the larger magnitude, with a sign that means nothing; of a NaN
+// and a number, the number.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t reach_of_pairs(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 860
+  uint32_t result;
+  if constexpr (std::is_same_v<scalar_t, half_t>) {
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  } else {
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  }
+  return result;
+#else
+  return reach_of_words<scalar_t>(a, b);
+#endif
+}
 
 // The logits of one class, of a thread's rows.
 template <typename scalar_t>
@@ -48,10 +69,11 @@ struct alignas(kGroupRows<scalar_t> * sizeof(scalar_t)) RowGroup {
     }
   }
 
+  // The larger magnitudes; their signs mean nothing.
   __device__ __forceinline__ void reach_to(const RowGroup& other) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      words[i] = reach_of_words<scalar_t>(other.words[i], words[i]);
+      words[i] = reach_of_pairs<scalar_t>(other.words[i], words[i]);
     }
   }
 
@@ -71,9 +93,19 @@ struct alignas(kCount * sizeof(T)) VectorOf {
   T values[kCount];
 };
 
+// a / b, rounded once but for one quotient in many: math::divide_by_sum(a, b, 0), of a finite
+// quotient.
+__device__ __forceinline__ float quotient(float a, float b) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  const float quotient = a * inverse;
+  return ::fmaf(::fmaf(-quotient, b, a), inverse, quotient);
+}
+
 // Where groups of rows are.
 struct ColumnShape {
   int64_t groups;
+  bool targets_in_line;  // int64, one after the other
   // Rows of one dimension or two, few enough for 32 bits: groups of the first dimension.
   bool by_divisor;
   Divisor first_dimension;
@@ -98,7 +130,7 @@ __device__ __forceinline__ void group_offsets(const IterationSpace& rows, const 
 }
 
 template <typename scalar_t, bool kGradient>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                         const ColumnShape shape, Denominator denominator,
                                         Partial* partials, Finalize finalize) {
@@ -110,22 +142,53 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   const Operand* const operands[3] = {&args.input, &args.target, &args.grad_input};
   const int num_classes = static_cast<int>(args.num_classes);
   const int threads = static_cast<int>(blockDim.x);
-  // Class c of this thread's rows. No other thread reads it.
-  Group* const own = reinterpret_cast<Group*>(stage) + threadIdx.x;
+  // Class c of this thread's rows. No other thread reads it. Each warp has a part of its own: the
+  // compiler knows how far a class is from the next.
+  Group* const own = reinterpret_cast<Group*>(stage) +
+                     static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize * num_classes +
+                     static_cast<int>(threadIdx.x) % kWarpSize;
   auto* const scalars = reinterpret_cast<scalar_t*>(own);
-  const int class_pitch = threads * kRows;
+  constexpr int kPitch = kWarpSize * kRows;
   int64_t group = int64_t{blockIdx.x} * threads + threadIdx.x;
   int64_t offsets[3];
+  int64_t targets[kRows];
+  const auto load_targets = [&] {
+    if (shape.targets_in_line) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        targets[i] = static_cast<const int64_t*>(args.target.data)[offsets[1] + i];
+      }
+    } else {
+      load_class_indices(args.target, offsets[1], args.target.strides[0], targets);
+    }
+  };
+  // Class indices come with the logits, or when a group is begun. Measured on an H200: sooner is
+  // 1 % faster for fp32, and 2 % slower for fp16, whose registers it takes.
   const auto start = [&] {
     if (group >= shape.groups) {
       return;
     }
     group_offsets<kRows>(args.rows, shape, operands, group, offsets);
-    const auto* logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-#pragma unroll 4
-    for (int c = 0; c < num_classes; ++c) {
-      start_own_copy(own + c * threads, logits);
-      logits += args.input_class_stride;
+    const auto* from = static_cast<const scalar_t*>(args.input.data) + offsets[0];
+    Group* to = own;
+    int c = 0;
+#pragma unroll 1
+    for (; c + kColumnUnroll <= num_classes; c += kColumnUnroll) {
+#pragma unroll
+      for (int u = 0; u < kColumnUnroll; ++u) {
+        start_own_copy(to + u * kWarpSize, from);
+        from += args.input_class_stride;
+      }
+      to += kColumnUnroll * kWarpSize;
+    }
+#pragma unroll 1
+    for (; c < num_classes; ++c) {
+      start_own_copy(to, from);
+      from += args.input_class_stride;
+      to += kWarpSize;
+    }
+    if constexpr (kExact) {
+      load_targets();
     }
   };
   let_next_kernel_start();
@@ -133,37 +196,40 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   start();
   unit.wait(args, denominator);
   const float scale = unit.get();
+  // Of rows without class weights.
+  [[maybe_unused]] const bool scale_is_plain =
+      args.weight == nullptr && IndexRow::gradient_is_plain(scale);
   Partial partial;
+  int counted = 0;  // rows for the mean, if they have no weights
   while (group < shape.groups) {
-    int64_t targets[kRows];
-    load_class_indices(args.target, offsets[1], args.target.strides[0], targets);
+    if constexpr (!kExact) {
+      load_targets();
+    }
     int indices[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       indices[i] = checked_index(args, targets[i]);
     }
     wait_for_own_copies();
-    // The last class takes the place of the class index, and rows end before it.
+    // The last class takes the place of the class index, and rows end before it. What becomes of
+    // a row without a loss does not matter.
     const int count = num_classes - 1;
     float x_at_index[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      x_at_index[i] = 0;
-      if (indices[i] >= 0) {
-        scalar_t& logit = scalars[indices[i] * class_pitch + i];
-        x_at_index[i] = to_acc<float>(logit);
-        logit = scalars[count * class_pitch + i];
-      }
+      scalar_t& logit = scalars[max(indices[i], 0) * kPitch + i];
+      x_at_index[i] = to_acc<float>(logit);
+      logit = scalars[count * kPitch + i];
     }
     // The sums of terms of the rows.
     const auto sum_terms = [&](auto& totals, auto&& term, auto&& see) {
-      ExactSum sums[kRows];
+      std::conditional_t<kExact, ExactSum, PlainSum> sums[kRows];
       float last[kRows] = {};
       const auto add_classes = [&](int c, auto& totals) {
         Group x[kColumnUnroll];
 #pragma unroll
         for (int u = 0; u < kColumnUnroll; ++u) {
-          x[u] = own[(c + u) * threads];
+          x[u] = own[(c + u) * kWarpSize];
           see(x[u]);
         }
 #pragma unroll
@@ -193,7 +259,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       }
 #pragma unroll 1
       for (; c < count; ++c) {
-        const Group x = own[c * threads];
+        const Group x = own[c * kWarpSize];
         see(x);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -206,69 +272,167 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
         totals[i] = sums[i].total();
       }
     };
+    // Gradients in the place of the logits. replace(x): of one class.
+    const auto write = [&](auto&& replace) {
+#pragma unroll 4
+      for (int k = 0; k < count; ++k) {
+        const Group x = own[k * kWarpSize];
+        float values[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          values[i] = x.get(i);
+        }
+        replace(values);
+        own[k * kWarpSize] = Group::of(values);
+      }
+    };
     IndexRow reduced[kRows];
     float others[kRows];
-    bool all_plain = !kExact;
+    float losses[kRows];
+    float at_index[kRows];
+    [[maybe_unused]] float factors[kRows];  // of plain rows
+    bool all_plain = false;
+    bool is_written = false;
+    [[maybe_unused]] Group reaches = {};
     if constexpr (!kExact) {
-      Group reaches = {};
       sum_terms(
           others, [](int, float x) { return plain_exp(x); },
           [&](const Group& x) { reaches.reach_to(x); });
+      float reach = 0;
+      float total = 0;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const float reach = math::max_number(reaches.get(i), ::fabsf(x_at_index[i]));
-        const bool plain = IndexRow::may_be_plain(reach, others[i]);
-        if (plain) {
-          reduced[i] = IndexRow::plain(others[i]);
-        }
-        all_plain = all_plain && (plain || indices[i] < 0);
+        reach = math::max_number(::fabsf(reaches.get(i)), reach);
+        reach = math::max_number(::fabsf(x_at_index[i]), reach);
+        total += others[i];
       }
+      all_plain = IndexRow::may_be_plain(reach, total) && scale_is_plain;
     }
-    if (!all_plain) {
-      Group largest = own[0];
+    if (all_plain) {
+      // What finish() says of such rows without class weights, in half the instructions.
+      bool all_have_loss = true;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        reduced[i] = IndexRow::plain(others[i]);
+        const float exp_at_index = plain_exp(x_at_index[i]);
+        losses[i] = math::log1p(quotient(others[i], exp_at_index));
+        factors[i] = math::divide_by_sum(scale, exp_at_index, others[i]);
+        at_index[i] = factors[i] * reduced[i].rest;
+        all_have_loss = all_have_loss && indices[i] >= 0;
+      }
+      counted += kRows;
+      if (!all_have_loss) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (indices[i] < 0) {
+            losses[i] = factors[i] = at_index[i] = gradient_without_loss(indices[i]);
+            counted -= indices[i] == kIgnoredRow ? 1 : 0;
+          }
+        }
+      }
+    } else {
+      bool shift = kExact;
+      if constexpr (!kExact) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const float reach = math::max_number(::fabsf(reaches.get(i)), ::fabsf(x_at_index[i]));
+          if (IndexRow::may_be_plain(reach, others[i])) {
+            reduced[i] = IndexRow::plain(others[i]);
+          } else {
+            shift = shift || indices[i] >= 0;
+          }
+        }
+      }
+      float maxima[kRows] = {};
+      float least[kRows] = {};
+      if (shift) {
+        Group largest = own[0];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          least[i] = own[count * kWarpSize].get(i);
+        }
 #pragma unroll 4
-      for (int c = 1; c < count; ++c) {
-        largest.raise_to(own[c * threads]);
+        for (int c = 0; c < count; ++c) {
+          const Group x = own[c * kWarpSize];
+          largest.raise_to(x);
+          if constexpr (kExact && kGradient) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              least[i] = ::fminf(x.get(i), least[i]);
+            }
+          }
+        }
+        Terms terms[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          // Of one class there are no others, and of NaN alone no maximum.
+          const float largest_other = count > 0 ? largest.get(i) : -math::infinity<float>();
+          maxima[i] = math::max_number(largest_other, -math::infinity<float>());
+          terms[i] = Terms(maxima[i]);
+        }
+        sum_terms(others, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (!reduced[i].is_plain()) {
+            reduced[i] = IndexRow::of(terms[i], maxima[i], others[i], x_at_index[i]);
+          }
+        }
       }
-      float maxima[kRows];
-      Terms terms[kRows];
+      LogitGradient<float, kExact> gradients[kRows];
+      // Whether one formula gives the gradients of all rows: PlainGradient's, or the direct one.
+      bool all_alike = true;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        // Of one class there are no others, and of NaN alone no maximum.
-        const float largest_other = count > 0 ? largest.get(i) : -math::infinity<float>();
-        maxima[i] = math::max_number(largest_other, -math::infinity<float>());
-        terms[i] = Terms(maxima[i]);
+        const float weight = row_weight(args, indices[i]);
+        const auto finished = reduced[i].template finish<!kExact>(x_at_index[i], scale, weight);
+        const bool has_loss = indices[i] >= 0;
+        losses[i] = has_loss ? finished.loss : gradient_without_loss(indices[i]);
+        if (args.weight != nullptr) {
+          partial.weight += static_cast<double>(weight);
+        }
+        counted += indices[i] == kIgnoredRow ? 0 : 1;
+        at_index[i] = has_loss ? finished.gradient_at_index : gradient_without_loss(indices[i]);
+        gradients[i] = LogitGradient<float, kExact>(finished.softmax, scale * weight);
+        if constexpr (kExact) {
+          if (!has_loss) {
+            // Of an ignored row products that are 0: beside such a `round`, logits that are nearer
+            // to 0 than this round to no exponent.
+            constexpr float kFar = 0x1p15f;
+            const bool near = maxima[i] < kFar && !math::is_nan(others[i]);
+            gradients[i].multiple = {0, 0, 0x1.8p40f};
+            gradients[i].lowest =
+                indices[i] == kIgnoredRow && near ? -kFar : math::infinity<float>();
+          }
+          all_alike = all_alike && gradients[i].is_direct(least[i]);
+        } else {
+          factors[i] = has_loss ? finished.softmax.factor : gradient_without_loss(indices[i]);
+          all_alike = all_alike && (has_loss ? finished.has_plain_gradient : reduced[i].is_plain());
+        }
       }
-      sum_terms(others, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
+      if constexpr (kGradient) {
+        if (!all_alike) {
+          write([&](auto& x) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (!reduced[i].is_plain()) {
-          reduced[i] = IndexRow::of(terms[i], maxima[i], others[i], x_at_index[i]);
+            for (int i = 0; i < kRows; ++i) {
+              float value[1] = {x[i]};
+              gradients[i].replace(value);
+              x[i] = indices[i] >= 0 ? value[0] : gradient_without_loss(indices[i]);
+            }
+          });
+          is_written = true;
+        } else if constexpr (kExact) {
+          write([&](auto& x) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              x[i] = gradients[i].multiple(x[i]);
+            }
+          });
         }
       }
     }
-    LogitGradient<float, kExact> gradients[kRows];
-    float at_index[kRows];
-    float losses[kRows];
-    // Whether one formula gives the gradients of all rows: PlainGradient's, or that of exact ones
-    // above `lowest`.
-    bool all_alike = true;
-    float lowest = -math::infinity<float>();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float weight = row_weight(args, indices[i]);
-      const auto finished = reduced[i].template finish<!kExact>(x_at_index[i], scale, weight);
-      losses[i] = indices[i] >= 0 ? finished.loss : gradient_without_loss(indices[i]);
       partial.sum += static_cast<double>(losses[i]);
-      partial.weight += static_cast<double>(weight);
-      gradients[i] = LogitGradient<float, kExact>(finished.softmax, scale * weight);
-      at_index[i] = finished.gradient_at_index;
-      if constexpr (kExact) {
-        all_alike = all_alike && indices[i] >= 0;
-        lowest = math::max_number(gradients[i].lowest, lowest);
-      } else {
-        all_alike = all_alike && indices[i] >= 0 && finished.has_plain_gradient;
-      }
     }
     if (args.row_stats != nullptr) {
       const RowStats<float> stats(args.row_stats, args.rows.numel);
@@ -293,71 +457,53 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       }
     }
     if constexpr (kGradient) {
-      // In the place of the logits first, then to where they belong.
-      const auto write = [&](auto&& replace) {
-#pragma unroll 2
-        for (int k = 0; k < count; ++k) {
-          const Group x = own[k * threads];
-          float values[kRows];
-#pragma unroll
-          for (int i = 0; i < kRows; ++i) {
-            values[i] = x.get(i);
-          }
-          replace(values);
-          own[k * threads] = Group::of(values);
-        }
-      };
-      const auto replace_each = [&](auto& x) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          float value[1] = {x[i]};
-          gradients[i].replace(value);
-          x[i] = indices[i] >= 0 ? value[0] : gradient_without_loss(indices[i]);
-        }
-      };
-      if (!all_alike) {
-        write(replace_each);
-      } else if constexpr (kExact) {
-        write([&](auto& x) {
-          if (least_of(x) > lowest) {
+      if constexpr (!kExact) {
+        if (!is_written) {
+          write([&](auto& x) {
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-              x[i] = gradients[i].multiple(x[i]);
+              float value[1] = {x[i]};
+              PlainGradient{factors[i]}.replace(value);
+              x[i] = value[0];
             }
-          } else {
-            replace_each(x);
-          }
-        });
-      } else {
-        write([&](auto& x) {
-#pragma unroll
-          for (int i = 0; i < kRows; ++i) {
-            float value[1] = {x[i]};
-            PlainGradient{gradients[i].softmax.factor}.replace(value);
-            x[i] = value[0];
-          }
-        });
-      }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        scalar_t& last = scalars[count * class_pitch + i];
-        if (indices[i] >= 0) {
-          scalar_t& result = scalars[indices[i] * class_pitch + i];
-          last = result;
-          result = from_acc<scalar_t>(at_index[i]);
-        } else {
-          last = from_acc<scalar_t>(gradient_without_loss(indices[i]));
+          });
         }
       }
-      auto* results = static_cast<scalar_t*>(args.grad_input.data) + offsets[2];
-#pragma unroll 4
-      for (int k = 0; k < num_classes; ++k) {
-        *reinterpret_cast<Group*>(results) = own[k * threads];
-        results += args.grad_input_class_stride;
+      // The class index and the last class have each other's places.
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        scalar_t& result = scalars[max(indices[i], 0) * kPitch + i];
+        scalars[count * kPitch + i] = result;
+        result = from_acc<scalar_t>(at_index[i]);
+      }
+      auto* to = static_cast<scalar_t*>(args.grad_input.data) + offsets[2];
+      const auto store = [&](const Group& results) {
+        *reinterpret_cast<Group*>(to) = results;
+        to += args.grad_input_class_stride;
+      };
+      int k = 0;
+#pragma unroll 1
+      for (; k + kColumnUnroll <= num_classes; k += kColumnUnroll) {
+        Group results[kColumnUnroll];
+#pragma unroll
+        for (int u = 0; u < kColumnUnroll; ++u) {
+          results[u] = own[(k + u) * kWarpSize];
+        }
+#pragma unroll
+        for (int u = 0; u < kColumnUnroll; ++u) {
+          store(results[u]);
+        }
+      }
+#pragma unroll 1
+      for (; k < num_classes; ++k) {
+        store(own[k * kWarpSize]);
       }
     }
     group += int64_t{gridDim.x} * threads;
     start();
+  }
+  if (args.weight == nullptr) {
+    partial.weight = static_cast<double>(counted);
   }
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid(partial, partials, finalize);
@@ -393,7 +539,10 @@ ColumnPlan plan_columns(const CrossEntropyForwardArgs& args) {
   while (plan.threads * args.num_classes * plan.class_bytes > kMaxSharedBytes) {
     plan.threads /= 2;
   }
-  plan.blocks = std::clamp<int64_t>(ceil_div(args.rows.numel / group, plan.threads), 1, kMaxBlocks);
+  const int64_t steps = ceil_div(args.rows.numel / group, plan.threads);
+  const int64_t step_bytes = plan.threads * args.num_classes * plan.class_bytes;
+  plan.blocks = std::clamp(ceil_div(steps, ceil_div(kBlockBytes, step_bytes)),
+                           std::clamp<int64_t>(steps, 1, kFewBlocks), kMaxBlocks);
   return plan;
 }
 
@@ -401,7 +550,8 @@ void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
                     const Denominator& denominator, Partial* partials, const Finalize& finalize,
                     cudaStream_t stream) {
   const int64_t group = group_rows(element_size(args.input.dtype));
-  ColumnShape shape = {args.rows.numel / group, false, {}};
+  const bool targets_in_line = args.target.dtype == DType::kInt64 && args.target.strides[0] == 1;
+  ColumnShape shape = {args.rows.numel / group, targets_in_line, false, {}};
   shape.by_divisor = args.rows.ndim <= 2 && shape.groups <= kMaxDividend;
   if (shape.by_divisor) {
     shape.first_dimension = Divisor(static_cast<uint32_t>(args.rows.sizes[0] / group));
