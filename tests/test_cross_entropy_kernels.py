@@ -153,6 +153,34 @@ def test_images(dtype: torch.dtype, classes: int) -> None:
             check(CE, sample(x, t, **options))
 
 
+@pytest.mark.parametrize("classes", [2, 5, 21, 24, 88])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
+    """The same bits in groups of rows and row by row, for rows of all kinds side by side."""
+    for spread in (1.0, 25.0, 120.0):
+        x = (spread * torch.randn(2, classes, 24, 44)).to(dtype).cuda()
+        x[0, :, 0, 0] = float("nan")
+        x[0, classes // 2, 0, 1] = float("inf")
+        x[0, 0, 0, 2] = -float("inf")
+        x[0, :, 0, 3] = -float("inf")
+        x[0, :, 1] = 31.0
+        t = torch.randint(0, classes, (2, 24, 44)).cuda()
+        t[torch.rand(t.shape) < 0.1] = -100
+        t[0, 0, :2] = -100
+        t[1, 0, 0] = classes
+        shifted = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(x.shape)
+        shifted.copy_(x)
+        for weight in (None, torch.rand(classes).to(dtype).cuda() + 0.5):
+            for reduction in ("none", "sum"):
+                groups, rows = (
+                    run(logits, t, weight=weight, reduction=reduction) for logits in (x, shifted)
+                )
+                if reduction == "none":
+                    assert same_bits(groups.value.nan_to_num(), rows.value.nan_to_num())
+                gradients = [result.gradients["input"].nan_to_num() for result in (groups, rows)]
+                assert same_bits(gradients[0], gradients[1]), (spread, reduction)
+
+
 def logits_of_reach(rows: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows whose logits reach up to 32 from 0, a bit further, and much further; and how far."""
     beyond = torch.nextafter(torch.tensor(32.0, dtype=dtype), torch.tensor(64.0, dtype=dtype))
