@@ -354,8 +354,14 @@ struct LogitGradient<float, false> {
   }
   template <bool kMayOutweigh = true>
   __device__ __forceinline__ float dense(float x, float scale, float q_sum, float q) const {
-    return softmax.template dense_gradient_of<kMayOutweigh>(__fmul_rn(terms(x), correction), scale,
-                                                            q_sum, q);
+    const float term = terms(x);
+    if constexpr (kMayOutweigh) {
+      const float e = __fmul_rn(term, correction);
+      if (e > softmax.all_but(e)) {
+        return softmax.dense_gradient_of(e, scale, q_sum, q);
+      }
+    }
+    return math::difference_of_products(factor, term, scale, q);
   }
 };
 

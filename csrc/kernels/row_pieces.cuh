@@ -52,7 +52,7 @@ __device__ __forceinline__ PieceState reduce_below(float max, AddTerms&& add_ter
   TermSum sum;
   const auto add = [&](const auto& terms) {
     add_terms(sum, terms);
-    state.below = warp_sum(sum.below) * terms.correction();
+    state.below = warp_sum(sum.all_below()) * terms.correction();
     state.ones = static_cast<float>(warp_sum(sum.ones));
   };
   add(RowTerms<false>(max));
@@ -61,7 +61,7 @@ __device__ __forceinline__ PieceState reduce_below(float max, AddTerms&& add_ter
     add(RowTerms<true>(max));
   }
   if constexpr (kKind != RowKind::kIndex) {
-    state.distance = warp_sum(sum.distance);
+    state.distance = warp_sum(sum.all_distance());
   }
   if constexpr (kKind == RowKind::kProbability) {
     state.q_sum = warp_sum(sum.q_sum);
@@ -69,19 +69,29 @@ __device__ __forceinline__ PieceState reduce_below(float max, AddTerms&& add_ter
   return state;
 }
 
-// The states of a row's pieces, put together by a warp: in every lane.
-template <RowKind kKind>
+// The states of a row's pieces, put together by a warp: in every lane. kFew: no more pieces than
+// lanes. kDistance: the distance is wanted.
+template <RowKind kKind, bool kFew = false, bool kDistance = true>
 __device__ __forceinline__ PieceState combine_pieces(const uint32_t* states, const Pieces& cut,
                                                      int num_classes, int lane) {
   const int pieces = cut.count;
+  const auto for_each_piece = [&](auto&& body) {
+    if constexpr (kFew) {
+      if (lane < pieces) {
+        body(lane);
+      }
+    } else {
+      for (int i = lane; i < pieces; i += kWarpSize) {
+        body(i);
+      }
+    }
+  };
   float max = -math::infinity<float>();
-  for (int i = lane; i < pieces; i += kWarpSize) {
-    max = math::max_number(__uint_as_float(states[i]), max);
-  }
+  for_each_piece([&](int i) { max = math::max_number(__uint_as_float(states[i]), max); });
   PieceState total;
   total.max = warp_max(max);
   const float shift = softmax_shift(total.max);
-  for (int i = lane; i < pieces; i += kWarpSize) {
+  for_each_piece([&](int i) {
     const float piece_max = __uint_as_float(states[i]);
     const float ones = __uint_as_float(states[pieces + i]);
     const float below = __uint_as_float(states[2 * pieces + i]);
@@ -91,11 +101,11 @@ __device__ __forceinline__ PieceState combine_pieces(const uint32_t* states, con
     } else {
       total.below += (ones + below) * math::exp(piece_max - shift);
     }
-  }
+  });
   total.ones = warp_sum(total.ones);
   total.below = warp_sum(total.below);
   if constexpr (kKind != RowKind::kIndex) {
-    for (int i = lane; i < pieces; i += kWarpSize) {
+    for_each_piece([&](int i) {
       float q_sum = static_cast<float>(min(cut.size, num_classes - i * cut.size));
       if constexpr (kKind == RowKind::kProbability) {
         q_sum = __uint_as_float(states[4 * pieces + i]);
@@ -104,9 +114,12 @@ __device__ __forceinline__ PieceState combine_pieces(const uint32_t* states, con
       // From the maximum of the piece to that of the row.
       const float moved = shift - softmax_shift(__uint_as_float(states[i]));
       total.distance +=
-          __uint_as_float(states[3 * pieces + i]) + (q_sum == 0.0f ? 0.0f : q_sum * moved);
+          __uint_as_float(states[3 * pieces + i]) +
+          (q_sum == 0.0f || moved == 0.0f ? 0.0f : q_sum * moved);  // of infinities, too
+    });
+    if constexpr (kDistance) {
+      total.distance = warp_sum(total.distance);
     }
-    total.distance = warp_sum(total.distance);
     total.q_sum = warp_sum(total.q_sum);
   }
   return total;

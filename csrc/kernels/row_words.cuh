@@ -101,6 +101,30 @@ __device__ __forceinline__ int count_ones(float (&terms)[kCount], float unit) {
   return ones;
 }
 
+// The sum of terms, and the largest sum of four of them: less than the maximum's term where that is
+// not among them.
+template <int kCount>
+__device__ __forceinline__ float sum_of_terms(const float (&terms)[kCount], float& largest) {
+  constexpr int kGroup = kCount < 4 ? kCount : 4;
+  constexpr int kGroups = kCount / kGroup;
+  float sums[kGroups];
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    float group[kGroup];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      group[i] = terms[g * kGroup + i];
+    }
+    sums[g] = pairwise_sum(group);
+  }
+  largest = sums[0];
+#pragma unroll
+  for (int g = 1; g < kGroups; ++g) {
+    largest = math::max_number(sums[g], largest);
+  }
+  return pairwise_sum(sums);
+}
+
 // A thread's share of a row's sum, apart from the terms of the maximum, which are counted: what is
 // small beside 1 keeps all of its bits.
 struct TermSum {
@@ -109,36 +133,27 @@ struct TermSum {
   // Of rows with more coefficients than that of a class index:
   float distance = 0;  // sum of max - x; of probabilities, of q (max - x)
   float q_sum = 0;     // of probabilities
+  // Of probabilities: what batches add that are computed twice. A kernel may leave them to the end.
+  float below_apart = 0;
+  float distance_apart = 0;
 
-  template <int kCount>
+  template <bool kApart = false, int kCount>
   __device__ __forceinline__ void add(float (&terms)[kCount], float unit) {
-    // Sums of four that are less than the maximum's term have none.
-    constexpr int kGroup = kCount < 4 ? kCount : 4;
-    constexpr int kGroups = kCount / kGroup;
-    float sums[kGroups];
-    const auto add_groups = [&] {
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        float group[kGroup];
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          group[i] = terms[g * kGroup + i];
-        }
-        sums[g] = pairwise_sum(group);
-      }
-    };
-    add_groups();
-    float largest = sums[0];
-#pragma unroll
-    for (int g = 1; g < kGroups; ++g) {
-      largest = math::max_number(sums[g], largest);
-    }
+    float largest;
+    float total = sum_of_terms(terms, largest);
     if (largest >= unit) {
       ones += count_ones(terms, unit);
-      add_groups();
+      total = sum_of_terms(terms, largest);
+      if constexpr (kApart) {
+        below_apart += total;
+        return;
+      }
     }
-    below += pairwise_sum(sums);
+    below += total;
   }
+
+  __device__ __forceinline__ float all_below() const { return below + below_apart; }
+  __device__ __forceinline__ float all_distance() const { return distance + distance_apart; }
 };
 
 // What is added up beside the exponentials of a row's logits.
@@ -161,6 +176,22 @@ struct Smoothing {
 // Terms of a thread that are added at a time.
 constexpr int kTermBatch = 8;
 
+// The sum of q (shift - x) over kCount logits. A zero coefficient counts as 0 also against an
+// infinite logit, or the sum may be NaN.
+template <bool kMayBeInfinite, int kCount>
+__device__ __forceinline__ float weighted_distance(const float (&x)[kCount],
+                                                   const float (&q)[kCount], float shift) {
+  constexpr int kHalf = (kCount + 1) / 2;
+  float sums[2] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float distance = kMayBeInfinite && q[i] == 0.0f ? 0.0f : shift - x[i];
+    float& sum = sums[i / kHalf];
+    sum = i % kHalf == 0 ? __fmul_rn(q[i], distance) : __fmaf_rn(q[i], distance, sum);
+  }
+  return kCount == 1 ? sums[0] : sums[0] + sums[1];
+}
+
 // The terms of kCount logits, whose probabilities are p.
 template <RowKind kKind, int kCount, typename Terms>
 __device__ __forceinline__ void add_logits(TermSum& sum, const Terms& terms,
@@ -171,7 +202,7 @@ __device__ __forceinline__ void add_logits(TermSum& sum, const Terms& terms,
   for (int i = 0; i < kCount; ++i) {
     values[i] = terms(x[i]);
   }
-  sum.add(values, terms.unit);
+  sum.add<kKind == RowKind::kProbability>(values, terms.unit);
   if constexpr (kKind == RowKind::kSmooth) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -179,16 +210,18 @@ __device__ __forceinline__ void add_logits(TermSum& sum, const Terms& terms,
     }
     sum.distance += pairwise_sum(values);
   } else if constexpr (kKind == RowKind::kProbability) {
-    float coefficients[kCount];
+    float q[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float q = smoothing(p[i]);
-      coefficients[i] = q;
-      // A zero coefficient counts as 0 also against an infinite logit.
-      values[i] = q == 0.0f ? 0.0f : q * (terms.shift - x[i]);
+      q[i] = smoothing(p[i]);
     }
-    sum.q_sum += pairwise_sum(coefficients);
-    sum.distance += pairwise_sum(values);
+    sum.q_sum += pairwise_sum(q);
+    const float distance = weighted_distance<false>(x, q, terms.shift);
+    if (math::is_nan(distance)) {
+      sum.distance_apart += weighted_distance<true>(x, q, terms.shift);
+    } else {
+      sum.distance += distance;
+    }
   }
 }
 

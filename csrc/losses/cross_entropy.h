@@ -167,13 +167,16 @@ struct RowSoftmax {
     return dense_gradient_of(times_exp(acc_t(1), x), scale, q_sum, q);
   }
 
+  // The sum of all exp(x - max) but one of them.
+  LOSSOPS_HOST_DEVICE acc_t all_but(acc_t e) const { return acc_t(1) - e + rest; }
+
   // The same of e = exp(x - max). kMayOutweigh: false where one_may_outweigh() is, for the same
   // bits with fewer operations.
   template <bool kMayOutweigh = true>
   LOSSOPS_HOST_DEVICE acc_t dense_gradient_of(acc_t e, acc_t scale, acc_t q_sum, acc_t q) const {
     if constexpr (kMayOutweigh) {
       // For the class that outweighs all others, from the others: q is then about Q.
-      const acc_t others = acc_t(1) - e + rest;
+      const acc_t others = all_but(e);
       if (e > others) {
         return math::difference_of_products(scale, q_sum - q, factor, others);
       }
