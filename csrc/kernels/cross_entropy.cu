@@ -1064,10 +1064,10 @@ void forward_rows(const CrossEntropyForwardArgs& args, const Denominator& denomi
 }
 
 // 0: every block of the forward kernel adds up the weights of so few rows itself, which spares a
-// launch.
+// launch; rows of probabilities are only counted.
 int denominator_blocks(const CrossEntropyForwardArgs& args) {
   constexpr int64_t kFewRows = 1024;
-  return args.rows.numel <= kFewRows
+  return args.target_is_probability || args.rows.numel <= kFewRows
              ? 0
              : static_cast<int>(
                    std::min(ceil_div(args.rows.numel, kDenominatorThreads), kMaxDenominatorBlocks));

@@ -18,7 +18,8 @@
 namespace lossops::cuda {
 
 // What the mean divides by, where it is known before any row is done: partial sums, or, where they
-// are null, of so few rows that every block adds them up.
+// are null, of so few rows that every block adds them up, or of rows of probabilities, which
+// count 1.
 struct Denominator {
   const double* partials = nullptr;
   int count = 0;
@@ -457,6 +458,10 @@ class UnitScale {
     if (args.reduction != Reduction::kMean || denominator.is_computed()) {
       return;
     }
+    if (args.target_is_probability) {
+      set(args, static_cast<double>(args.rows.numel));  // each counts 1
+      return;
+    }
     __shared__ double shared;
     Partial partial;
 #pragma unroll 1
@@ -497,6 +502,27 @@ class UnitScale {
     scale_ = acc_t(1) / static_cast<acc_t>(total);
   }
 
+  acc_t scale_ = 1;
+};
+
+// The same of probability targets, of which each row counts 1.
+template <typename acc_t>
+class UnitScaleOfRows {
+ public:
+  __device__ __forceinline__ UnitScaleOfRows(const CrossEntropyForwardArgs& args,
+                                             const Denominator& /*denominator*/) {
+    if (args.reduction == Reduction::kMean) {
+      const auto total = static_cast<double>(args.rows.numel);
+      if (blockIdx.x == 0 && threadIdx.x == 0) {
+        args.mean_terms[0] = total;
+      }
+      scale_ = acc_t(1) / static_cast<acc_t>(total);
+    }
+  }
+  __device__ __forceinline__ void wait(const CrossEntropyForwardArgs&, const Denominator&) {}
+  __device__ __forceinline__ acc_t get() const { return scale_; }
+
+ private:
   acc_t scale_ = 1;
 };
 

@@ -523,7 +523,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   batches.clear_sums();
   let_next_kernel_start();
-  UnitScale<float> unit(args, denominator);
+  std::conditional_t<kKind == RowKind::kProbability, UnitScaleOfRows<float>, UnitScale<float>> unit(
+      args, denominator);
   __syncthreads();
   const auto start = [&](int n) {
     if (n < batches.count && batches.row(n).index >= 0) {
