@@ -14,6 +14,7 @@
 #include "kernels/cross_entropy_few.cuh"
 #include "kernels/cross_entropy_float_rows.cuh"
 #include "kernels/cross_entropy_half_rows.cuh"
+#include "kernels/cross_entropy_probability_rows.cuh"
 #include "kernels/cross_entropy_row.cuh"
 #include "kernels/cross_entropy_split_rows.cuh"
 #include "kernels/cross_entropy_staged.cuh"
@@ -1099,6 +1100,7 @@ struct ReadOncePlan {
     kFew,
     kFloatRows,
     kHalfRows,
+    kProbabilityRows,
     kTiles,
     kSplitRows,
     kStaged
@@ -1110,6 +1112,7 @@ struct ReadOncePlan {
   FewPlan few;
   FloatRowPlan float_rows;
   HalfRowPlan half_rows;
+  ProbabilityRowPlan probability_rows;
   TilePlan tiles;
   SplitRowPlan split_rows;
   StagedPlan staged;
@@ -1143,6 +1146,10 @@ struct ReadOncePlan {
     if (choose(Kernel::kHalfRows, half_rows.threads, half_rows.blocks)) {
       return;
     }
+    probability_rows = plan_probability_rows(args);
+    if (choose(Kernel::kProbabilityRows, probability_rows.threads, probability_rows.blocks)) {
+      return;
+    }
     tiles = plan_tiles(args);
     if (choose(Kernel::kTiles, tiles.threads, tiles.blocks)) {
       return;
@@ -1164,6 +1171,7 @@ struct ReadOncePlan {
         return lies_in_columns(args, args.grad_input, args.grad_input_class_stride);
       case Kernel::kFloatRows:
       case Kernel::kHalfRows:
+      case Kernel::kProbabilityRows:
         return args.grad_input_class_stride == 1;
       case Kernel::kStaged:
         return gradient_lies_as_input(args);
@@ -1187,6 +1195,9 @@ struct ReadOncePlan {
         break;
       case Kernel::kHalfRows:
         launch_half_rows(args, half_rows, denominator, partials, finalize, stream);
+        break;
+      case Kernel::kProbabilityRows:
+        launch_probability_rows(args, probability_rows, partials, finalize, stream);
         break;
       case Kernel::kTiles:
         launch_tiles(args, tiles, denominator, partials, finalize, stream);

@@ -584,16 +584,19 @@ inline bool gradient_lies_as_input(const CrossEntropyForwardArgs& args) {
          lies_as_input(args, args.grad_input, args.grad_input_class_stride);
 }
 
-// Whether vectors can access all rows of the logits, and of the gradient where there is one.
+// Whether vectors can access all rows.
+inline bool rows_are_aligned(const CrossEntropyArgs& args, const Operand& operand) {
+  bool aligned = is_vector_aligned(operand.data);
+  for (int dim = 0; dim < args.rows.ndim; ++dim) {
+    aligned = aligned && operand.strides[dim] * element_size(operand.dtype) % kVectorBytes == 0;
+  }
+  return aligned;
+}
+
+// The same of the logits, and of the gradient where there is one.
 inline bool rows_are_aligned(const CrossEntropyForwardArgs& args) {
-  const auto aligned = [&](const Operand& operand) {
-    bool all = is_vector_aligned(operand.data);
-    for (int dim = 0; dim < args.rows.ndim; ++dim) {
-      all = all && operand.strides[dim] * element_size(operand.dtype) % kVectorBytes == 0;
-    }
-    return all;
-  };
-  return aligned(args.input) && (args.grad_input.data == nullptr || aligned(args.grad_input));
+  return rows_are_aligned(args, args.input) &&
+         (args.grad_input.data == nullptr || rows_are_aligned(args, args.grad_input));
 }
 
 }  // namespace lossops::cuda
