@@ -629,15 +629,71 @@ def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> Non
 
 
 @pytest.mark.skipif(HOPPER_IS_OFF, reason="the kernels of older devices")
-def test_kernel_of_probabilities() -> None:
+@pytest.mark.parametrize(
+    ("classes", "dtype", "kernel"),
+    [
+        (4096, torch.float32, "staged_kernel"),
+        (1008, HALF, "probability_rows_kernel"),
+        (32768, torch.float16, "probability_rows_kernel"),
+        (4100, HALF, "staged_kernel"),
+        (32776, HALF, "staged_kernel"),
+    ],
+    ids=str,
+)
+def test_kernel_of_probabilities(classes: int, dtype: torch.dtype, kernel: str) -> None:
     if not has_hopper():
         pytest.skip("needs Hopper")
-    x = torch.randn(64, 4096, device="cuda")
-    p = torch.softmax(torch.randn_like(x), 1)
+    x = torch.randn(64, classes, device="cuda").to(dtype)
+    p = torch.softmax(torch.randn(64, classes, device="cuda"), 1).to(dtype)
     for leaf in (x, x.clone().requires_grad_()):
         names = kernels_of(lambda leaf=leaf: lossops.cross_entropy(leaf, p))
-        assert any("staged_kernel" in name for name in names), names
+        assert any(kernel in name for name in names), names
         assert len(names) <= 2, names
+
+
+@pytest.mark.parametrize("classes", [1008, 2056, 4104, 20000, 32768])
+@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+def test_bits_of_unusual_probabilities(dtype: torch.dtype, classes: int) -> None:
+    """Infinities and NaN, confident rows, rows far from 0: as rows with gaps, which another kernel
+    takes; the gradient that forward leaves, too."""
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        """Any NaN is equal to any other."""
+        nans = a.isnan()
+        return torch.equal(nans, b.isnan()) and same_bits(a[~nans], b[~nans])
+
+    infinity, nan = float("inf"), float("nan")
+    x, p = 2 * torch.randn(18, classes), torch.softmax(2 * torch.randn(18, classes), 1)
+    x[1, 5 : classes // 2], p[1, 5 : classes // 2] = -infinity, 0
+    x[2, -7:], p[2, -7:] = -infinity, 0
+    x[3, 3] = -infinity
+    x[4, -1] = infinity
+    x[5, classes // 3] = nan
+    x[6] = -infinity
+    x[7] = 0
+    x[8, classes // 2] = 30
+    for row, index, logit in ((9, 0, 60), (10, -1, 15)):
+        x[row, index], p[row], p[row, index] = logit, 0, 1
+    x[11] += 500
+    x[12, :], x[12, 9] = -60000, 60000
+    p[13] = 0
+    p[14, 7] = nan
+    x[15, 11:13] = 12
+    p[16, 4] = infinity
+    x[17], p[17] = torch.finfo(dtype).min, 0
+    x[17, 3], p[17, 3] = 1, 1
+    x, p = x.to(dtype).cuda(), p.to(dtype).cuda()
+    gaps = torch.zeros(2, 18, classes + 3, dtype=dtype, device="cuda")[:, :, 1 : classes + 1]
+    gaps[0], gaps[1] = x, p
+    for smoothing in (0.0, 0.1):
+        whole = run(x, p, reduction="none", label_smoothing=smoothing)
+        kept = run(x, p, reduction="sum", label_smoothing=smoothing)
+        assert same(kept.gradients["input"], whole.gradients["input"])
+        for logits, target in ((gaps[0], p), (x, gaps[1]), (gaps[0], gaps[1])):
+            for reduction, expected in (("none", whole), ("sum", kept)):
+                other = run(logits, target, reduction=reduction, label_smoothing=smoothing)
+                assert same(other.value, expected.value), reduction
+                assert same(other.gradients["input"], expected.gradients["input"]), reduction
 
 
 # The first launches of each kernel, with as much dynamic shared memory as needs no permission if
