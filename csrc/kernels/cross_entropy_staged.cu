@@ -204,9 +204,13 @@ struct PieceStage {
     const StagedElements row = {reinterpret_cast<const uint32_t*>(elements),
                                 reinterpret_cast<const uint32_t*>(probabilities), granules.phase,
                                 granules.count, smoothing};
-    return reduce_below<scalar_t, kKind>(warp_max(max), [&](TermSum& sum, const auto& terms) {
-      add_terms<scalar_t, kKind>(sum, terms, row, whole, lane);
-    });
+    // Elsewhere a lane adds up others than it compared.
+    const bool adds_own = whole && granules.phase == 0;
+    const float piece_max = warp_max(max);
+    return reduce_below<scalar_t, kKind>(piece_max, adds_own ? max : piece_max,
+                                         [&](TermSum& sum, const auto& terms) {
+                                           add_terms<scalar_t, kKind>(sum, terms, row, whole, lane);
+                                         });
   }
 
   // Where the piece's probabilities lie as its logits do: their first granule, to be copied as it

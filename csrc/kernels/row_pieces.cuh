@@ -15,6 +15,9 @@ namespace lossops::cuda {
 // exponents, 2^-24 of each, would be one of the loss.
 constexpr float kConfident = 0x1p-4f;
 
+// A logit that is farther from the maximum has another term.
+constexpr float kNearMaximum = 0x1p-6f;
+
 // Of the state of a piece, or of a row.
 template <RowKind kKind>
 constexpr int kStateWords = kKind == RowKind::kProbability ? 5
@@ -44,13 +47,15 @@ struct PieceState : OnlineSoftmax<float> {
   }
 };
 
-// The state of a piece whose maximum is known. add_terms(sum, terms) adds this lane's terms.
+// The state of a piece whose maximum is known. add_terms(sum, terms) adds this lane's terms;
+// own_max: the largest of their logits, or more.
 template <typename scalar_t, RowKind kKind, typename AddTerms>
-__device__ __forceinline__ PieceState reduce_below(float max, AddTerms&& add_terms) {
+__device__ __forceinline__ PieceState reduce_below(float max, float own_max, AddTerms&& add_terms) {
   PieceState state;
   state.max = max;
   TermSum sum;
   const auto add = [&](const auto& terms) {
+    sum.may_have_ones = own_max >= max - kNearMaximum;
     add_terms(sum, terms);
     state.below = warp_sum(sum.all_below()) * terms.correction();
     state.ones = static_cast<float>(warp_sum(sum.ones));
@@ -81,6 +86,7 @@ __device__ __forceinline__ PieceState combine_pieces(const uint32_t* states, con
         body(lane);
       }
     } else {
+#pragma unroll 1
       for (int i = lane; i < pieces; i += kWarpSize) {
         body(i);
       }

@@ -130,6 +130,7 @@ __device__ __forceinline__ float sum_of_terms(const float (&terms)[kCount], floa
 struct TermSum {
   float below = 0;
   int ones = 0;
+  bool may_have_ones = true;  // whether a term may be the maximum's
   // Of rows with more coefficients than that of a class index:
   float distance = 0;  // sum of max - x; of probabilities, of q (max - x)
   float q_sum = 0;     // of probabilities
@@ -141,7 +142,7 @@ struct TermSum {
   __device__ __forceinline__ void add(float (&terms)[kCount], float unit) {
     float largest;
     float total = sum_of_terms(terms, largest);
-    if (largest >= unit) {
+    if (may_have_ones && largest >= unit) {
       ones += count_ones(terms, unit);
       total = sum_of_terms(terms, largest);
       if constexpr (kApart) {
