@@ -14,6 +14,7 @@
 #include "kernels/cross_entropy_few.cuh"
 #include "kernels/cross_entropy_float_rows.cuh"
 #include "kernels/cross_entropy_half_rows.cuh"
+#include "kernels/cross_entropy_long_rows.cuh"
 #include "kernels/cross_entropy_probability_rows.cuh"
 #include "kernels/cross_entropy_row.cuh"
 #include "kernels/cross_entropy_split_rows.cuh"
@@ -1102,6 +1103,7 @@ struct ReadOncePlan {
     kHalfRows,
     kProbabilityRows,
     kTiles,
+    kLongRows,
     kSplitRows,
     kStaged
   };
@@ -1114,6 +1116,7 @@ struct ReadOncePlan {
   HalfRowPlan half_rows;
   ProbabilityRowPlan probability_rows;
   TilePlan tiles;
+  LongRowPlan long_rows;
   SplitRowPlan split_rows;
   StagedPlan staged;
 
@@ -1155,6 +1158,10 @@ struct ReadOncePlan {
       return;
     }
     staged = plan_staged_rows(args);
+    long_rows = plan_long_rows(args, staged);
+    if (choose(Kernel::kLongRows, long_rows.threads, long_rows.blocks)) {
+      return;
+    }
     split_rows = plan_split_rows(args, staged);
     if (choose(Kernel::kSplitRows, split_rows.threads, split_rows.blocks)) {
       return;
@@ -1201,6 +1208,9 @@ struct ReadOncePlan {
         break;
       case Kernel::kTiles:
         launch_tiles(args, tiles, denominator, partials, finalize, stream);
+        break;
+      case Kernel::kLongRows:
+        launch_long_rows(args, long_rows, staged, partials, finalize, stream);
         break;
       case Kernel::kSplitRows:
         launch_split_rows(args, split_rows, denominator, partials, finalize, stream);

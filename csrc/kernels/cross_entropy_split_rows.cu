@@ -215,8 +215,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     for (int u = 0; u < kNear; ++u) {
       maxima = max_of_vector(share.near[u], maxima);
     }
-    const float max = warp_max(max_of_elements<scalar_t>(maxima));
-    const PieceState own = reduce_below<scalar_t, kKind>(max, [&](TermSum& sum, const auto& terms) {
+    const float max = max_of_elements<scalar_t>(maxima);
+    const auto add_terms = [&](TermSum& sum, const auto& terms) {
       const auto add = [&](const Vector<scalar_t>& vector) {
         float x[kSize];
 #pragma unroll
@@ -235,7 +235,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
           add(share.get_far(u));
         }
       }
-    });
+    };
+    const PieceState own = reduce_below<scalar_t, kKind>(warp_max(max), max, add_terms);
     uint32_t* const row_states = states + n * kStateWords<kKind> * pieces.count;
     // To each block by a lane.
     if (lane < cluster) {
