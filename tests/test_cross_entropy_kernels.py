@@ -600,8 +600,6 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
         ((64, 4096), torch.float32, "float_rows_kernel"),
         ((64, 4100), torch.float32, "forward_register_kernel"),
         ((64, 4097), torch.float32, "staged_kernel"),
-        ((64, 32760), HALF, "split_rows_kernel"),
-        ((64, 131072), HALF, "split_rows_kernel"),
         ((64, 50257), HALF, "staged_kernel"),
         ((2, 21, 8, 8), torch.float32, "forward_column_kernel"),
         ((2, 21, 8, 8), torch.float16, "forward_column_kernel"),
@@ -615,7 +613,6 @@ def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> Non
         "forward_tile_kernel",
         "float_rows_kernel",
         "half_rows_kernel",
-        "split_rows_kernel",
         "staged_kernel",
     )
     if not has_hopper() and kernel in needs_hopper:
@@ -626,6 +623,64 @@ def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> Non
         names = kernels_of(lambda leaf=leaf: lossops.cross_entropy(leaf, t))
         assert any(kernel in name for name in names), names
         assert len(names) <= 2, names
+
+
+@pytest.mark.skipif(HOPPER_IS_OFF, reason="the kernels of older devices")
+@pytest.mark.parametrize("classes", [6144, 32768, 128256, 262144])
+def test_kernels_of_long_rows(classes: int) -> None:
+    if not has_hopper():
+        pytest.skip("needs Hopper")
+    for dtype in (torch.float16, HALF):
+        x = torch.randn(5, classes, device="cuda").to(dtype)
+        t = torch.randint(0, classes, (5,), device="cuda")
+        leaf = x.clone().requires_grad_()
+        with_gradient = "staged_kernel" if classes == 6144 else "split_rows_kernel"
+        for logits, kernel in ((x, "long_rows_kernel"), (leaf, with_gradient)):
+            names = kernels_of(lambda logits=logits: lossops.cross_entropy(logits, t))
+            assert any(kernel in name for name in names), names
+            assert len(names) <= 2, names
+
+
+@pytest.mark.parametrize(
+    "classes", [6144, 6145, 8192, 8193, 12289, 32000, 32767, 32768, 50257, 50264, 128256, 151937]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+def test_long_rows_without_a_gradient(dtype: torch.dtype, classes: int) -> None:
+    """Rows of a block, some of them without a loss or with infinities, are as with a gradient."""
+    rows = max(30, 20_000_000 // classes)
+    x, t = problem(rows, classes, dtype)
+    t[1::7] = classes
+    x[2::9, ::3] = -torch.inf
+    x[3::9, : classes // 2] = -torch.inf
+    x[4::9] *= 1000
+    x[5::18, 5] = torch.nan
+    x[6::18, 7] = torch.inf
+    x[7::18] = -torch.inf
+    x[8::9] = 1.5
+    # Rows that start within a vector.
+    gaps = torch.zeros(rows, classes + 3, dtype=dtype, device="cuda")[:, 1 : classes + 1]
+    gaps.copy_(x)
+    weight = torch.rand(classes, device="cuda").to(dtype)
+    for options in ({}, {"weight": weight}, {"label_smoothing": 0.1}):
+        losses = lossops.cross_entropy(x, t, reduction="none", **options)
+        assert same_bits(lossops.cross_entropy(gaps, t, reduction="none", **options), losses)
+        expected = torch.nn.functional.cross_entropy(
+            x.double(),
+            torch.where(t == classes, -100, t),
+            reduction="none",
+            **{**options, "weight": weight.double()} if "weight" in options else options,
+        )
+        expected[t == classes] = torch.nan
+        rounded = expected.to(dtype).double()
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(losses.double(), rounded, rtol=eps, atol=0, equal_nan=True)
+        for row in range(0, rows, max(1, rows // 40)):
+            part = slice(row, row + 1)
+            leaf = x[part].clone().requires_grad_()
+            with_gradient = lossops.cross_entropy(leaf, t[part], reduction="sum", **options)
+            assert same_bits(with_gradient.detach(), losses[row]), row
+            alone = lossops.cross_entropy(gaps[part], t[part], reduction="none", **options)
+            assert same_bits(alone[0], losses[row]), row
 
 
 @pytest.mark.skipif(HOPPER_IS_OFF, reason="the kernels of older devices")
