@@ -816,9 +816,21 @@ __global__ void __launch_bounds__(kThreads)
     int64_t offsets[5];
     row_offsets(args.rows, operands, row, offsets);
     const RowTarget<acc_t> target(args, offsets[1]);
-    const RowGradient<acc_t, kDense, Loader::kExact> gradient(
-        args, target, load_summary<kDense>(args, target, row, offsets[0]),
-        row_scale<acc_t>(args, offsets[2]));
+    RowSummary<acc_t> summary = load_summary<kDense>(args, target, row, offsets[0]);
+    if constexpr (!kDense && std::is_same_v<acc_t, float> && Loader::kExact) {
+      const RowStats<float> stats(const_cast<void*>(args.row_stats), args.rows.numel);
+      if (stats.rest[0] == kNoRowStats && target.has_loss()) {
+        const IndexRow reduced = reduce_strided_row<true>(
+            [&](int64_t c) {
+              return Loader::load(args.input, offsets[0] + c * args.input_class_stride);
+            },
+            args.num_classes, target.index, summary.x_at_index);
+        summary.max = reduced.max;
+        summary.rest = reduced.rest;
+      }
+    }
+    const RowGradient<acc_t, kDense, Loader::kExact> gradient(args, target, summary,
+                                                              row_scale<acc_t>(args, offsets[2]));
     const bool read = !target.ignored;
     const auto of_class = [&](acc_t x, int64_t c) {
       if (args.grad_input.data != nullptr) {
@@ -1171,6 +1183,11 @@ struct ReadOncePlan {
 
   bool exists() const { return kernel != Kernel::kNone; }
 
+  // Of class indices that are checked before.
+  int64_t index_bytes(const CrossEntropyForwardArgs& args) const {
+    return kernel == Kernel::kFew ? few_index_bytes(args) : 0;
+  }
+
   // Whether the kernel can write args.grad_input, too.
   bool takes_gradient(const CrossEntropyForwardArgs& args) const {
     switch (kernel) {
@@ -1244,6 +1261,13 @@ ForwardPlan forward_plan(CrossEntropyForwardArgs args) {
   return {args, plan, plan.exists() ? plan.max_blocks : forward_blocks(args)};
 }
 
+// The partial sums of the denominator, an even number, and class indices in bytes.
+int64_t denominator_doubles(const ForwardPlan& plan) {
+  const int64_t count = denominator_blocks(plan.args);
+  const int64_t indices = count > 0 ? plan.read_once.index_bytes(plan.args) : 0;
+  return (count + 1) / 2 * 2 + indices / int64_t{sizeof(double)};
+}
+
 // The kernels that read rows as they compute.
 void launch_forward_rows(const CrossEntropyForwardArgs& args, bool one_pass,
                          const Denominator& denominator, Partial* partials,
@@ -1280,8 +1304,8 @@ int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
   if (args.reduction == Reduction::kNone) {
     return 0;
   }
-  const int64_t blocks = forward_plan(args).blocks;
-  return blocks * kPartialDoubles + denominator_blocks(args);
+  const ForwardPlan plan = forward_plan(args);
+  return plan.blocks * kPartialDoubles + denominator_doubles(plan);
 }
 
 void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, double* scratch,
@@ -1301,16 +1325,22 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, doubl
   finalize.mean_terms = args.mean_terms;
   const bool one_pass = args.grad_input.data != nullptr;
   Denominator denominator;
-  if (one_pass && finalize.mean) {
+  const bool indices = plan.index_bytes(args) > 0;
+  if (one_pass && (finalize.mean || indices)) {
     denominator.count = denominator_blocks(args);
     if (denominator.count > 0) {
       double* const sums = scratch + blocks * kPartialDoubles;
       denominator.partials = sums;
-      launch_kernel("cross_entropy_denominator_kernel", cross_entropy_denominator_kernel,
-                    {denominator.count, kDenominatorThreads}, stream, args,
-                    targets_are_in_line(args), sums);
+      if (indices) {
+        denominator.indices = reinterpret_cast<int8_t*>(sums + (denominator.count + 1) / 2 * 2);
+        launch_few_indices(args, denominator, sums, stream);
+      } else {
+        launch_kernel("cross_entropy_denominator_kernel", cross_entropy_denominator_kernel,
+                      {denominator.count, kDenominatorThreads}, stream, args,
+                      targets_are_in_line(args), sums);
+      }
     }
-    finalize.denominator_is_known = true;
+    finalize.denominator_is_known = finalize.mean;
   }
   if (plan.exists()) {
     blocks = plan.launch(args, denominator, partials, finalize, stream);

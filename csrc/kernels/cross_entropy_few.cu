@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/async_copy.cuh"
 #include "kernels/block_reduce.cuh"
@@ -12,264 +13,652 @@
 namespace lossops::cuda {
 namespace {
 
+// Measured on an H200, 10 classes, forward: blocks of one warp take 17 % longer, of two some 10 %.
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
-// Classes beside the class index that are added at a time; what is left is added one by one.
-constexpr int kGroup = 4;
-constexpr int kMaxFull = 3;  // groups
+constexpr int kMaxClasses = 15;
+constexpr int kAnyClasses = 0;  // a kernel's that takes them all
 // Of a multiprocessor: with 64 registers, or 72, where 64 spill.
-constexpr int min_blocks(int full, bool gradient) { return full == kMaxFull && gradient ? 7 : 8; }
-// A thread has one row at a time, and a warp these.
-constexpr int kStepRows = kWarpSize;
-// Steps of a warp in shared memory: one that it computes, and those that are on their way. Measured
-// on an H200: 4 are no faster.
-constexpr int kStages = 3;
+constexpr int min_blocks(int classes, bool gradient) {
+  return (classes > 12 || classes == kAnyClasses) && gradient ? 7 : 8;
+}
+// A thread has two rows of a step, one after the other.
+constexpr int kThreadRows = 2;
+constexpr int kStepRows = kThreadRows * kWarpSize;
+// Steps of a warp in shared memory: one that it computes, and one that is on its way. Measured on
+// an H200: three or four steps of 32 rows are no faster, nor with 40 warps a multiprocessor; with
+// 48 forward takes 8 % longer.
+constexpr int kStages = 2;
 constexpr int kTargetBytes = kStepRows * static_cast<int>(sizeof(int64_t));  // of a step
 // What a warp reads, unless there are few rows or very many. Measured on an H200, 10 classes: half
-// of it makes no difference, twice as much takes 3 % longer. 2 classes: half takes 3 % longer.
-constexpr int kWarpBytes = 8 << 10;
+// of it makes no difference, a quarter, one step, takes 5 % longer forward and 16 % with gradients.
+constexpr int kWarpBytes = 12 << 10;
 
-// How steps are copied, and their gradients stored.
+// How steps are copied, and their gradients stored, by the kernel of any number of classes.
 struct FewShape {
-  int steps;               // of a warp
-  int logit_bytes;         // of a step
-  bool input_in_vectors;   // else word by word
-  bool targets_in_copies;  // else loaded
+  int steps;              // of a warp
+  bool input_in_vectors;  // whole steps; else word by word
   bool gradient_in_vectors;
 };
 
-// kFull: groups of every row; there may be some classes more.
-template <int kFull, bool kGradient>
-__global__ void __launch_bounds__(kThreads, min_blocks(kFull, kGradient))
+__host__ __device__ constexpr int logit_bytes(int classes) {
+  return kStepRows * classes * static_cast<int>(sizeof(float));
+}
+__host__ __device__ constexpr int stage_bytes(int classes) {
+  return logit_bytes(classes) + kTargetBytes;
+}
+
+// Shared memory by its address, which the compiler would compute anew from a pointer for each
+// access.
+[[maybe_unused]] __device__ __forceinline__ float load_shared(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+[[maybe_unused]] __device__ __forceinline__ void store_shared(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" : : "r"(address), "f"(value) : "memory");
+}
+[[maybe_unused]] __device__ __forceinline__ int64_t load_shared_index(uint32_t address) {
+  int64_t value;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+  return value;
+}
+[[maybe_unused]] __device__ __forceinline__ void store_shared_index(uint32_t address,
+                                                                    int64_t value) {
+  asm volatile("st.shared.b64 [%0], %1;" : : "r"(address), "l"(value) : "memory");
+}
+[[maybe_unused]] __device__ __forceinline__ int load_shared_byte(uint32_t address) {
+  int value;
+  asm volatile("ld.shared.s8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+[[maybe_unused]] __device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// Words of a row that are accessed at once, without more conflicts of banks than one by one.
+[[maybe_unused]] __host__ __device__ constexpr int words_at_once(int classes) {
+  return classes == kAnyClasses ? 1 : classes % 4 == 0 ? 4 : classes % 2 == 0 ? 2 : 1;
+}
+
+// The first `count` words of a row of kClasses.
+template <int kClasses, int kMost>
+__device__ __forceinline__ void load_words(uint32_t address, float (&x)[kMost], int count) {
+  constexpr int kWords = words_at_once(kClasses);
+#pragma unroll
+  for (int k = 0; k < kMost; k += kWords) {
+    float v[4];
+    if constexpr (kWords == 4) {
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                   : "r"(address + 4 * k)
+                   : "memory");
+    } else if constexpr (kWords == 2) {
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(v[0]), "=f"(v[1])
+                   : "r"(address + 4 * k)
+                   : "memory");
+    } else if (k < count) {
+      v[0] = load_shared(address + 4 * k);
+    }
+#pragma unroll
+    for (int i = 0; i < kWords && k + i < kMost; ++i) {
+      x[k + i] = v[i];
+    }
+  }
+}
+
+template <int kClasses, int kMost>
+__device__ __forceinline__ void store_words(uint32_t address, const float (&x)[kMost], int count) {
+  constexpr int kWords = words_at_once(kClasses);
+#pragma unroll
+  for (int k = 0; k < kMost; k += kWords) {
+    if (kWords == 4 && k + 4 <= kMost) {
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                   :
+                   : "r"(address + 4 * k), "f"(x[k]), "f"(x[k + 1]), "f"(x[k + 2]), "f"(x[k + 3])
+                   : "memory");
+    } else if (kWords >= 2 && k + 2 <= kMost) {
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};"
+                   :
+                   : "r"(address + 4 * k), "f"(x[k]), "f"(x[k + 1])
+                   : "memory");
+    } else if (k < count) {
+      store_shared(address + 4 * k, x[k]);
+    }
+    if (kWords == 4 && k + 3 == kMost) {
+      store_shared(address + 4 * (k + 2), x[k + 2]);
+    }
+  }
+}
+
+// 4, 8 or 16 bytes, as start_own_copy().
+template <int kBytes>
+__device__ __forceinline__ void start_copy(uint32_t shared, const void* global) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :
+                 : "r"(shared), "l"(global)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+                 :
+                 : "r"(shared), "l"(global), "n"(kBytes)
+                 : "memory");
+  }
+}
+
+// The sum over the lanes of a warp, in lane 0. Shuffles take much code where a compiler cannot know
+// that all lanes are there: not unrolled.
+template <typename State>
+__device__ __forceinline__ State warp_total(State state) {
+#pragma unroll 1
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    const State other = shuffle_down(state, offset);
+    state.combine(other);
+  }
+  return state;
+}
+
+// The sum over the threads of a block, in thread 0.
+[[maybe_unused]] __device__ __forceinline__ Partial block_total(Partial partial) {
+  __shared__ double sums[kWarps];
+  __shared__ double warp_weights[kWarps];
+  partial = warp_total(partial);
+  if (threadIdx.x % kWarpSize == 0) {
+    sums[threadIdx.x / kWarpSize] = partial.sum;
+    warp_weights[threadIdx.x / kWarpSize] = partial.weight;
+  }
+  __syncthreads();
+  Partial totals[kWarps];
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    totals[w] = {sums[w], warp_weights[w]};
+  }
+#pragma unroll
+  for (int half = kWarps / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int w = 0; w < half; ++w) {
+      totals[w].combine(totals[w + half]);
+    }
+  }
+  return totals[0];
+}
+
+// As UnitScale, where the kernel before this one left partial sums of the denominator.
+[[maybe_unused]] __device__ __forceinline__ float computed_scale(
+    const CrossEntropyForwardArgs& args, const Denominator& denominator) {
+  wait_for_previous_kernel();
+  if (args.reduction != Reduction::kMean) {
+    return 1;
+  }
+  Partial partial;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < denominator.count; i += kWarpSize) {
+    partial.weight += denominator.partials[i];
+  }
+  partial = warp_total(partial);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    args.mean_terms[0] = partial.weight;
+  }
+  return 1.0f / static_cast<float>(partial.weight);
+}
+
+// kClasses: or kAnyClasses, for rows that do not lie one after the other from a boundary of 16
+// bytes, and whatever else is rare. With a gradient, the others read class indices that the kernel
+// before them has checked: in bytes, they are still in the L2 cache.
+template <int kClasses, bool kGradient>
+__global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
     cross_entropy_forward_few_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                      const FewShape shape, Denominator denominator,
                                      Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
-  constexpr int kSure = kFull * kGroup;
-  constexpr int kMost = kSure + kGroup - 1;
+  constexpr bool kAny = kClasses == kAnyClasses;
+  constexpr int kMost = (kAny ? kMaxClasses : kClasses) - 1;
+  // Classes beside the class index that are added at a time; what is left is added one by one.
+  constexpr int kGroup = 4;
+  const int num_classes = kAny ? static_cast<int>(args.num_classes) : kClasses;
+  const int count = num_classes - 1;  // beside the class index
+  const int row_bytes = num_classes * static_cast<int>(sizeof(float));
+  constexpr int kVectors = kClasses * kStepRows / 4;  // of a step
+  constexpr int kLastVectors = kVectors / kWarpSize * kWarpSize;
   extern __shared__ uint4 dynamic[];
+  __shared__ float weights[kMaxClasses];
+  __shared__ float shared_scale;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int num_classes = static_cast<int>(args.num_classes);
-  const int count = num_classes - 1;
-  const int stage_bytes = shape.logit_bytes + kTargetBytes;
-  char* const stages = reinterpret_cast<char*>(dynamic) + warp * kStages * stage_bytes;
+  uint32_t stage = shared_address(dynamic) + warp * kStages * stage_bytes(num_classes);
+  asm volatile("" : "+r"(stage));  // else computed anew for each access
+  // Less one of the two stages, the other.
+  const uint32_t both_stages = 2 * stage + stage_bytes(num_classes);
   let_next_kernel_start();
-  std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator);
-  const auto* const input = static_cast<const float*>(args.input.data);
+  std::conditional_t<kGradient && kAny, UnitScale<float>, NoScale> unit(args, denominator);
   const int64_t first_row = (int64_t{blockIdx.x} * kWarps + warp) * shape.steps * kStepRows;
   // Rows of this warp.
   const int rows = static_cast<int>(
       max(min(int64_t{shape.steps * kStepRows}, args.rows.numel - first_row), int64_t{0}));
-  const auto offset_of = [&](const Operand& operand, int r) {
-    return row_offset(args.rows, operand, first_row + r);
-  };
-  // Where this thread's next copies come from: of a whole step in vectors, else of its row.
-  const uint4* granules = reinterpret_cast<const uint4*>(input + first_row * num_classes) + lane;
-  const int64_t* target =
-      static_cast<const int64_t*>(args.target.data) + (first_row + lane) * args.target.strides[0];
-  const int64_t target_stride = kStepRows * args.target.strides[0];
-  // In the last vectors of a step not every thread has one.
-  const bool has_last = lane < num_classes * 8 - kFull * kWarpSize;
-  // Starts the copies of a step, one after the other.
-  const auto start = [&](int step_row, char* stage) {
-    const int r = step_row + lane;
-    if (shape.input_in_vectors && step_row + kStepRows <= rows) {
-      auto* const staged = reinterpret_cast<uint4*>(stage) + lane;
-#pragma unroll
-      for (int i = 0; i < kFull; ++i) {
-        start_own_copy(staged + i * kWarpSize, granules + i * kWarpSize);
-      }
-      if (has_last) {
-        start_own_copy(staged + kFull * kWarpSize, granules + kFull * kWarpSize);
-      }
-      granules += num_classes * 8;
-    } else if (r < rows) {
-      const float* const logits = input + offset_of(args.input, r);
+  // Where this thread's next copies come from, of whole steps.
+  const auto* granules = reinterpret_cast<const uint4*>(static_cast<const float*>(args.input.data) +
+                                                        first_row * num_classes) +
+                         lane;
+  const auto* targets =
+      reinterpret_cast<const uint4*>(static_cast<const int64_t*>(args.target.data) + first_row) +
+      lane;
+  constexpr bool kIndices = kGradient && !kAny;
+  const int8_t* indices = denominator.indices + first_row + lane * kVectorBytes;
+  const auto start_logits = [&](int step_row, uint32_t to) {
+    if (kAny && shape.input_in_vectors && step_row + kStepRows <= rows) {
 #pragma unroll 1
-      for (int c = 0; c < num_classes; ++c) {
-        start_own_copy(reinterpret_cast<float*>(stage) + lane * num_classes + c, logits + c);
+      for (int i = lane; i < num_classes * kStepRows / 4; i += kWarpSize) {
+        start_copy<16>(to + i * kVectorBytes, granules + (i - lane));
+      }
+      granules += num_classes * kStepRows / 4;
+    } else if constexpr (kAny) {
+#pragma unroll 1
+      for (int r = step_row + lane; r < min(rows, step_row + kStepRows); r += kWarpSize) {
+        const float* const logits = static_cast<const float*>(args.input.data) +
+                                    row_offset(args.rows, args.input, first_row + r);
+#pragma unroll 1
+        for (int c = 0; c < num_classes; ++c) {
+          start_copy<4>(to + (r - step_row) * row_bytes + 4 * c, logits + c);
+        }
+      }
+    } else if (step_row + kStepRows <= rows) {
+#pragma unroll
+      for (int i = 0; i < kLastVectors; i += kWarpSize) {
+        start_copy<16>(to + (lane + i) * kVectorBytes, granules + i);
+      }
+      if (kVectors > kLastVectors && lane < kVectors - kLastVectors) {
+        start_copy<16>(to + (lane + kLastVectors) * kVectorBytes, granules + kLastVectors);
+      }
+      granules += kVectors;
+    } else {
+      const float* const words =
+          static_cast<const float*>(args.input.data) + (first_row + step_row) * num_classes;
+#pragma unroll 1
+      for (int i = lane; i < (rows - step_row) * num_classes; i += kWarpSize) {
+        start_copy<4>(to + 4 * i, words + i);
       }
     }
-    if (r < rows) {
-      auto* const staged = reinterpret_cast<int64_t*>(stage + shape.logit_bytes) + lane;
-      if (shape.targets_in_copies) {
-        start_own_copy(staged, target);
-        target += target_stride;
-      } else {
-        *staged = load_class_index(args.target, offset_of(args.target, r));
+  };
+  const auto start_targets = [&](int step_row, uint32_t to) {
+    to += kStepRows * row_bytes;
+    if constexpr (kIndices) {
+      if (lane < kStepRows / kVectorBytes) {
+        start_copy<16>(to + lane * kVectorBytes, indices);
       }
+      indices += kStepRows;
+    } else if (!kAny && step_row + kStepRows <= rows) {
+      static_assert(kTargetBytes == kWarpSize * kVectorBytes, "a vector for each thread");
+      start_copy<16>(to + lane * kVectorBytes, targets);
+      targets += kWarpSize;
+    } else {
+#pragma unroll 1
+      for (int r = step_row + lane; r < min(rows, step_row + kStepRows); r += kWarpSize) {
+        const uint32_t index = to + (r - step_row) * static_cast<int>(sizeof(int64_t));
+        if constexpr (kAny) {
+          store_shared_index(index, load_class_index(args.target, row_offset(args.rows, args.target,
+                                                                             first_row + r)));
+        } else {
+          start_copy<8>(index, static_cast<const int64_t*>(args.target.data) + first_row + r);
+        }
+      }
+    }
+  };
+  int weighted = args.weight != nullptr ? 1 : 0;
+  int leaves_stats = args.row_stats != nullptr ? 1 : 0;
+  asm volatile("" : "+r"(weighted), "+r"(leaves_stats));  // else loaded for each row
+  const RowStats<float> stats(args.row_stats, args.rows.numel);
+  float* max_of_row = stats.max + first_row + lane;
+  float* rest_of_row = stats.rest + first_row + lane;
+  // Beside a gradient no others: they would be a tenth of what is written and read.
+  if (kGradient && leaves_stats && blockIdx.x == 0 && threadIdx.x == 0) {
+    stats.rest[0] = kNoRowStats;
+  }
+  auto* const grad_input = static_cast<float*>(args.grad_input.data);
+  auto* gradients = reinterpret_cast<uint4*>(grad_input + first_row * num_classes) + lane;
+  float scale = 1;
+  Partial partial;
+  int ignored = 0;  // rows of this thread that do not count for the mean
+  // Before the first step its copies start.
+#pragma unroll 1
+  for (int step_row = -kStepRows; step_row < rows; step_row += kStepRows) {
+    const int next_row = step_row + kStepRows;
+    const uint32_t next_stage = both_stages - stage;
+    if (next_row < rows) {
+      start_logits(next_row, next_stage);
+    }
+    if (step_row < 0) {
+      if (weighted && threadIdx.x < num_classes) {
+        if constexpr (kAny) {
+          weights[threadIdx.x] = class_weight<float>(args, static_cast<int>(threadIdx.x));
+        } else {
+          weights[threadIdx.x] =
+              static_cast<const float*>(args.weight)[threadIdx.x * args.weight_stride];
+        }
+      }
+      if constexpr (kGradient) {
+        if (warp == 0) {
+          float computed = 1;
+          if constexpr (kAny) {
+            if (args.reduction == Reduction::kMean) {
+              unit.wait(args, denominator);
+              computed = unit.get();
+            } else {
+              wait_for_previous_kernel();
+            }
+          } else {
+            computed = computed_scale(args, denominator);
+          }
+          if (lane == 0) {
+            shared_scale = computed;
+          }
+        } else if constexpr (kIndices) {
+          wait_for_previous_kernel();
+        }
+      }
+      if (kGradient || weighted) {
+        __syncthreads();
+      }
+      if constexpr (kGradient) {
+        scale = shared_scale;
+      }
+    }
+    if (next_row < rows) {
+      start_targets(next_row, next_stage);
     }
     end_group_of_copies();
-  };
-
-  Partial partial;
-  int counted = 0;  // rows for the mean, if they have no weights
-#pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i) {
-    start(i * kStepRows, stages + i * stage_bytes);
-  }
-  unit.wait(args, denominator);
-  const float scale = unit.get();
-  auto* const grad_input = static_cast<float*>(args.grad_input.data);
-  uint4* gradient_granules = reinterpret_cast<uint4*>(grad_input + first_row * num_classes) + lane;
-  // Of the step, and of the step before it.
-  int slot = 0;
-  char* free_stage = stages + (kStages - 1) * stage_bytes;
-#pragma unroll 1
-  for (int step_row = 0; step_row < rows; step_row += kStepRows) {
-    wait_for_groups_but<kStages - 2>();
+    if (step_row < 0) {
+      stage = next_stage;
+      continue;
+    }
+    wait_for_groups_but<1>();
     __syncwarp();
-    char* const stage = stages + slot * stage_bytes;
-    slot = slot + 1 < kStages ? slot + 1 : 0;
-    start(step_row + (kStages - 1) * kStepRows, free_stage);
-    float* const elements = reinterpret_cast<float*>(stage);
-    const int r = step_row + lane;
-    if (r < rows) {
-      const int index =
-          checked_index(args, reinterpret_cast<const int64_t*>(stage + shape.logit_bytes)[lane]);
-      float* const own = elements + lane * num_classes;
-      // The last class takes the place of the class index, and the row ends before it.
-      float* const at_index = own + max(index, 0);
-      const float x_at_index = *at_index;
-      *at_index = own[count];
-      float x[kMost];
-#pragma unroll
-      for (int k = 0; k < kSure; ++k) {
-        x[k] = own[k];
-      }
-      float max = -math::infinity<float>();  // of NaN alone there is none
-#pragma unroll
-      for (int k = 0; k < kSure; ++k) {
-        max = math::max_number(x[k], max);
-      }
-      // f(k) for all k from kSure to count.
-      const auto for_rest = [&](auto&& f) {
-        if (kSure < count) {
-          f(kSure);
-          if (kSure + 1 < count) {
-            f(kSure + 1);
-            if (kSure + 2 < count) {
-              f(kSure + 2);
-            }
-          }
-        }
-      };
-      for_rest([&](int k) {
-        x[k] = own[k];
-        max = math::max_number(x[k], max);
-      });
-      const RowTerms<true> terms(max);
-      // NaN if any logit is infinite: then the sum is taken again.
-      const auto term = [&](float logit) {
-        return math::exp_of_finite_in_sum(logit - terms.shift);
-      };
-      float sums[kFull + 1];
-#pragma unroll
-      for (int g = 0; g < kFull; ++g) {
-        float values[kGroup];
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          values[i] = term(x[g * kGroup + i]);
-        }
-        sums[g] = pairwise_sum(values);
-      }
-      float others = 0;
-      if constexpr (kFull % 2 == 1) {
-        others = sums[kFull - 1];
-      }
-      for_rest([&](int k) { others += term(x[k]); });
-      if constexpr (kFull >= 2) {
-        others += sums[0] + sums[1];
-      }
-      if (math::is_nan(others)) {
-        ExactSum sum;
+    const int rows_left = rows - step_row;
 #pragma unroll 1
-        for (int k = 0; k < count; ++k) {
-          sum.add(terms(own[k]));
-        }
-        others = sum.total();
+    for (int r = lane; r < kStepRows; r += kWarpSize) {
+      const uint32_t own = stage + r * row_bytes;
+      const uint32_t own_target = stage + kStepRows * row_bytes;
+      int index;
+      if constexpr (kIndices) {
+        index = load_shared_byte(own_target + r);
+      } else {
+        index = checked_index(args,
+                              load_shared_index(own_target + r * static_cast<int>(sizeof(int64_t))),
+                              num_classes);
       }
-      const IndexRow reduced = IndexRow::of(terms, max, others, x_at_index);
-      float weight = index == kIgnoredRow ? 0.0f : 1.0f;
-      counted += index == kIgnoredRow ? 0 : 1;
-      if (args.weight != nullptr) {
-        weight = row_weight(args, index);
-        partial.weight += static_cast<double>(weight);
+      if (r >= rows_left) {
+        index = kIgnoredRow;  // there is none
+      }
+      // Every row of the warp has a loss.
+      const bool usual = __all_sync(kAllLanes, index >= 0);
+      if constexpr (!kIndices) {
+        ignored -= min(index, kInvalidRow) - kInvalidRow;
+      }
+      // The last class takes the place of the class index, and the row ends before it.
+      const uint32_t at_index = own + 4 * max(index, 0);
+      const float x_at_index = load_shared(at_index);
+      store_shared(at_index, load_shared(own + 4 * count));
+      float x[kMost];
+      load_words<kClasses>(own, x, count);
+      float max = x[0];
+#pragma unroll
+      for (int k = 1; k < kMost; ++k) {
+        max = k < count ? math::max_number(x[k], max) : max;
+      }
+      // NaN if any logit is infinite: then the sum is taken again.
+      const auto term = [&](float logit) { return math::exp_of_finite_in_sum(logit - max); };
+      constexpr int kMostGroups = kMost / kGroup;
+      const int groups = count / kGroup;
+      float sums[kMostGroups + 1];
+#pragma unroll
+      for (int g = 0; g < kMostGroups; ++g) {
+        if (g < groups) {
+          float values[kGroup];
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) {
+            values[i] = term(x[g * kGroup + i]);
+          }
+          sums[g] = pairwise_sum(values);
+        }
+      }
+      float others = groups == 3 && kMostGroups == 3 ? sums[kMostGroups - 1] : sums[0];
+#pragma unroll
+      for (int k = 0; k < kMost; ++k) {
+        if (k >= groups * kGroup && k < count) {
+          others = groups % 2 == 0 && k == groups * kGroup ? term(x[k]) : others + term(x[k]);
+        }
+      }
+      if (groups >= 2) {
+        const float first = sums[0] + sums[kMostGroups >= 2 ? 1 : 0];
+        others = groups == 2 && count == 2 * kGroup ? first : others + first;
+      }
+      IndexRow reduced;
+      if (IndexRow::is_near(max, others, x_at_index)) {
+        reduced = IndexRow::of<false>(RowTerms<true>(), max, others, x_at_index);
+      } else {
+        max = math::max_number(max, -math::infinity<float>());  // of NaN alone there is none
+        const RowTerms<true> terms(max);
+        if (math::is_nan(others)) {
+          ExactSum sum;
+#pragma unroll 1
+          for (int k = 0; k < count; ++k) {
+            sum.add(terms(load_shared(own + 4 * k)));
+          }
+          others = sum.total();
+        }
+        reduced = IndexRow::of(terms, max, others, x_at_index);
+      }
+      float weight = 1;
+      if (weighted) {
+        weight = index >= 0 ? weights[index] : 0.0f;
+        if constexpr (!kIndices) {
+          partial.weight += static_cast<double>(weight);
+        }
       }
       const auto finished = reduced.template finish<false>(x_at_index, scale, weight);
-      const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
-      if (args.row_stats != nullptr) {
-        const RowStats<float> stats(args.row_stats, args.rows.numel);
-        const IndexRow kept = index >= 0 ? reduced : IndexRow();
-        stats.max[first_row + r] = kept.max;
-        stats.rest[first_row + r] = kept.rest;
+      float loss = finished.loss;
+      if (!usual && index < 0) {
+        loss = gradient_without_loss(index);
       }
-      if (args.reduction == Reduction::kNone) {
-        store_operand<float>(args.output, offset_of(args.output, r), loss);
+      const bool exists = r < rows_left;
+      if (!kGradient && leaves_stats) {
+        const IndexRow kept = usual || index >= 0 ? reduced : IndexRow();
+        if (exists) {
+          *max_of_row = kept.max;
+          *rest_of_row = kept.rest;
+        }
+        max_of_row += kWarpSize;
+        rest_of_row += kWarpSize;
+      }
+      if (kAny && args.reduction == Reduction::kNone && exists) {
+        store_operand<float>(args.output,
+                             row_offset(args.rows, args.output, first_row + step_row + r), loss);
       }
       partial.sum += static_cast<double>(loss);
       if constexpr (kGradient) {
         const LogitGradient<float, true> gradient(finished.softmax, scale * weight);
         float least = x_at_index;
 #pragma unroll
-        for (int k = 0; k < kSure; ++k) {
-          least = ::fminf(x[k], least);
+        for (int k = 0; k < kMost; ++k) {
+          least = k < count ? ::fminf(x[k], least) : least;
         }
-        for_rest([&](int k) { least = ::fminf(x[k], least); });
         if (gradient.is_direct(least)) {
-          const auto replace = [&](int k) { own[k] = gradient.multiple(x[k]); };
-#pragma unroll
-          for (int k = 0; k < kSure; ++k) {
-            replace(k);
-          }
-          for_rest(replace);
+          gradient.replace_direct(x);
+          store_words<kClasses>(own, x, count);
         } else {
 #pragma unroll 1
           for (int k = 0; k < count; ++k) {
-            float value[1] = {own[k]};
+            float value[1] = {load_shared(own + 4 * k)};
             gradient.replace(value);
-            own[k] = value[0];
+            store_shared(own + 4 * k, value[0]);
           }
         }
-        own[count] = *at_index;
-        *at_index = finished.gradient_at_index;
-        if (index < 0) {
+        store_shared(own + 4 * count, load_shared(at_index));
+        store_shared(at_index, finished.gradient_at_index);
+        if (!usual && index < 0) {
 #pragma unroll 1
           for (int k = 0; k <= count; ++k) {
-            own[k] = gradient_without_loss(index);
+            store_shared(own + 4 * k, gradient_without_loss(index));
           }
         }
       }
     }
+    __syncwarp();
     if constexpr (kGradient) {
-      if (shape.gradient_in_vectors && step_row + kStepRows <= rows) {
-        __syncwarp();
-        const auto* const staged = reinterpret_cast<const uint4*>(stage) + lane;
+      if (kAny && shape.gradient_in_vectors && next_row <= rows) {
+#pragma unroll 1
+        for (int i = lane; i < num_classes * kStepRows / 4; i += kWarpSize) {
+          gradients[i - lane] = load_shared_vector(stage + i * kVectorBytes);
+        }
+        gradients += num_classes * kStepRows / 4;
+      } else if constexpr (kAny) {
+#pragma unroll 1
+        for (int r = step_row + lane; r < min(rows, next_row); r += kWarpSize) {
+          float* const gradient =
+              grad_input + row_offset(args.rows, args.grad_input, first_row + r);
+#pragma unroll 1
+          for (int c = 0; c < num_classes; ++c) {
+            gradient[c * args.grad_input_class_stride] =
+                load_shared(stage + (r - step_row) * row_bytes + 4 * c);
+          }
+        }
+      } else if (next_row <= rows) {
 #pragma unroll
-        for (int i = 0; i < kFull; ++i) {
-          gradient_granules[i * kWarpSize] = staged[i * kWarpSize];
+        for (int i = 0; i < kLastVectors; i += kWarpSize) {
+          gradients[i] = load_shared_vector(stage + (lane + i) * kVectorBytes);
         }
-        if (has_last) {
-          gradient_granules[kFull * kWarpSize] = staged[kFull * kWarpSize];
+        if (kVectors > kLastVectors && lane < kVectors - kLastVectors) {
+          gradients[kLastVectors] =
+              load_shared_vector(stage + (lane + kLastVectors) * kVectorBytes);
         }
-        gradient_granules += num_classes * 8;
-      } else if (r < rows) {
-        float* const gradient = grad_input + offset_of(args.grad_input, r);
-        for (int c = 0; c < num_classes; ++c) {
-          gradient[c * args.grad_input_class_stride] = elements[lane * num_classes + c];
+        gradients += kVectors;
+      } else {
+        float* const words = grad_input + (first_row + step_row) * num_classes;
+#pragma unroll 1
+        for (int i = lane; i < (rows - step_row) * num_classes; i += kWarpSize) {
+          words[i] = load_shared(stage + 4 * i);
         }
       }
+      __syncwarp();
     }
-    free_stage = stage;
+    stage = next_stage;
   }
-  if (args.weight == nullptr) {
-    partial.weight = static_cast<double>(counted);
+  if (!kIndices && !weighted) {
+    const int steps = (rows + kStepRows - 1) / kStepRows;
+    partial.weight = static_cast<double>(steps * kThreadRows - ignored);
   }
-  if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(partial, partials, finalize);
+  if constexpr (kAny) {
+    if (args.reduction != Reduction::kNone) {
+      leave_to_grid(block_total(partial), partials, finalize);
+    }
+  } else {
+    partial = block_total(partial);
+    if (threadIdx.x == 0) {
+      partials[blockIdx.x] = partial;
+    }
   }
 #endif
+}
+
+// ----------------------------------------------------------- class indices in bytes
+
+constexpr int kIndexThreads = 512;
+[[maybe_unused]] constexpr int kIndexUnroll = 8;  // pairs that a thread has in flight
+
+// checked_index() of every row, and what the mean divides by. The kernel for few classes then need
+// not read the class indices again, whose 8 bytes a row are a tenth of 10 classes.
+static __global__ void __launch_bounds__(kIndexThreads)
+    cross_entropy_indices_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                 bool in_vectors, int8_t* indices, double* partials) {
+#if LOSSOPS_HOPPER_CODE
+  let_next_kernel_start();
+  const auto* const targets = static_cast<const int64_t*>(args.target.data);
+  const auto* const pairs = reinterpret_cast<const longlong2*>(targets);
+  const int64_t threads = int64_t{gridDim.x} * kIndexThreads;
+  const int64_t thread = int64_t{blockIdx.x} * kIndexThreads + threadIdx.x;
+  const int64_t num_pairs = in_vectors ? args.rows.numel / 2 : 0;
+  __shared__ float weights[kMaxClasses];
+  const bool weighted = args.weight != nullptr;
+  if (weighted) {
+    if (threadIdx.x < args.num_classes) {
+      weights[threadIdx.x] = class_weight<float>(args, threadIdx.x);
+    }
+    __syncthreads();
+  }
+  int counted = 0;
+  Partial total;
+  const auto check = [&](int64_t target) {
+    const int index = checked_index(args, target);
+    counted += index == kIgnoredRow ? 0 : 1;
+    if (weighted && index >= 0) {
+      total.weight += static_cast<double>(weights[index]);
+    }
+    return static_cast<char>(index);
+  };
+#pragma unroll 1
+  for (int64_t pair = thread; pair < num_pairs; pair += kIndexUnroll * threads) {
+    longlong2 loaded[kIndexUnroll];
+#pragma unroll
+    for (int i = 0; i < kIndexUnroll; ++i) {
+      if (pair + i * threads < num_pairs) {
+        loaded[i] = pairs[pair + i * threads];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kIndexUnroll; ++i) {
+      if (pair + i * threads < num_pairs) {
+        reinterpret_cast<char2*>(indices)[pair + i * threads] = {check(loaded[i].x),
+                                                                 check(loaded[i].y)};
+      }
+    }
+  }
+  int64_t row = 2 * num_pairs + thread;
+  if (args.rows.ndim <= 1) {
+    const int64_t stride = args.target.strides[0];
+#pragma unroll 1
+    for (; row + (kIndexUnroll - 1) * threads < args.rows.numel; row += kIndexUnroll * threads) {
+      int64_t loaded[kIndexUnroll];
+      load_class_indices(args.target, row * stride, threads * stride, loaded);
+#pragma unroll
+      for (int i = 0; i < kIndexUnroll; ++i) {
+        indices[row + i * threads] = check(loaded[i]);
+      }
+    }
+  }
+#pragma unroll 1
+  for (; row < args.rows.numel; row += threads) {
+    indices[row] = check(load_class_index(args.target, row_offset(args.rows, args.target, row)));
+  }
+  if (!weighted) {
+    total.weight = static_cast<double>(counted);
+  }
+  total = block_reduce(total);
+  if (threadIdx.x == 0) {
+    partials[blockIdx.x] = total.weight;
+  }
+#endif
+}
+
+// f of the number of classes as a constant.
+template <int kClasses, typename F>
+void visit_class_count(int classes, F&& f) {
+  if (classes == kClasses) {
+    f(std::integral_constant<int, kClasses>{});
+  } else if constexpr (kClasses < kMaxClasses) {
+    visit_class_count<kClasses + 1>(classes, f);
+  }
+}
+
+// int64 class indices, one after the other from a boundary of 16 bytes.
+bool targets_are_in_vectors(const CrossEntropyForwardArgs& args) {
+  return args.target.dtype == DType::kInt64 && is_vector_aligned(args.target.data) &&
+         (args.rows.ndim == 0 || (args.rows.ndim == 1 && args.target.strides[0] == 1));
 }
 
 }  // namespace
@@ -279,17 +668,15 @@ FewPlan plan_few_classes(const CrossEntropyForwardArgs& args) {
   const DeviceLimits limits = current_device_limits();
   // Rows of 16 words meet in two banks of shared memory.
   if (!limits.hopper || args.dense() || args.input.dtype != DType::kFloat32 ||
-      args.input_class_stride != 1 || args.num_classes < 2 ||
-      args.num_classes >= (kMaxFull + 1) * kGroup) {
+      args.input_class_stride != 1 || args.num_classes < 2 || args.num_classes > kMaxClasses) {
     return plan;
   }
   plan.threads = kThreads;
-  const int step_bytes =
-      kStepRows * static_cast<int>(args.num_classes * int64_t{sizeof(float)}) + kTargetBytes;
+  const int step_bytes = stage_bytes(static_cast<int>(args.num_classes));
   plan.warp_bytes = kStages * step_bytes;
   // Not of the gradient: what blocks add up decides a bit of a loss.
   const int64_t steps = ceil_div(args.rows.numel, int64_t{kStepRows});
-  const int64_t resident = int64_t{limits.multiprocessors} * min_blocks(0, false) * kWarps;
+  const int64_t resident = int64_t{limits.multiprocessors} * min_blocks(2, false) * kWarps;
   plan.steps =
       static_cast<int>(std::max(std::clamp<int64_t>(steps / resident, 1, kWarpBytes / step_bytes),
                                 ceil_div(steps, kMaxWorkers * kWarps)));
@@ -297,40 +684,47 @@ FewPlan plan_few_classes(const CrossEntropyForwardArgs& args) {
   return plan;
 }
 
+int64_t few_index_bytes(const CrossEntropyForwardArgs& args) {
+  const bool gradient = args.grad_input.data != nullptr;
+  return gradient ? ceil_div(args.rows.numel, int64_t{kStepRows}) * kStepRows : 0;
+}
+
+void launch_few_indices(const CrossEntropyForwardArgs& args, const Denominator& denominator,
+                        double* partials, cudaStream_t stream) {
+  launch_kernel("cross_entropy_indices_kernel", cross_entropy_indices_kernel,
+                {denominator.count, kIndexThreads}, stream, args, targets_are_in_vectors(args),
+                const_cast<int8_t*>(denominator.indices), partials);
+}
+
 void launch_few_classes(const CrossEntropyForwardArgs& args, const FewPlan& plan,
                         const Denominator& denominator, Partial* partials, const Finalize& finalize,
                         cudaStream_t stream) {
-  const auto follow = [&](const Operand& operand) {
-    return args.rows.ndim == 0 || (args.rows.ndim == 1 && operand.strides[0] == args.num_classes);
-  };
-  const auto aligned = [](const void* data) {
-    return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0;
-  };
   const bool gradient = args.grad_input.data != nullptr;
-  FewShape shape = {plan.steps, plan.warp_bytes / kStages - kTargetBytes, false, false, false};
-  shape.input_in_vectors = follow(args.input) && aligned(args.input.data);
-  shape.targets_in_copies = args.target.dtype == DType::kInt64 && args.rows.ndim <= 1;
-  shape.gradient_in_vectors = gradient && follow(args.grad_input) &&
-                              args.grad_input_class_stride == 1 && aligned(args.grad_input.data);
+  const auto in_vectors = [&](const Operand& operand, int64_t class_stride) {
+    return class_stride == 1 && is_vector_aligned(operand.data) &&
+           (args.rows.ndim == 0 || (args.rows.ndim == 1 && operand.strides[0] == args.num_classes));
+  };
+  const FewShape shape = {plan.steps, in_vectors(args.input, 1),
+                          gradient && in_vectors(args.grad_input, args.grad_input_class_stride)};
+  const bool usual = shape.input_in_vectors &&
+                     (gradient ? denominator.indices != nullptr && shape.gradient_in_vectors
+                               : targets_are_in_vectors(args)) &&
+                     args.reduction != Reduction::kNone && plan.blocks > 1 &&
+                     (args.weight == nullptr || args.weight_dtype == DType::kFloat32);
   const auto launch = [&](auto kernel) {
     launch_kernel("cross_entropy_forward_few_kernel", kernel,
                   {plan.blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed()},
                   stream, args, shape, denominator, partials, finalize);
   };
-  const auto launch_full = [&](auto full) {
-    constexpr int kFull = decltype(full)::value;
-    gradient ? launch(cross_entropy_forward_few_kernel<kFull, true>)
-             : launch(cross_entropy_forward_few_kernel<kFull, false>);
+  const auto launch_classes = [&](auto classes) {
+    constexpr int kClasses = decltype(classes)::value;
+    gradient ? launch(cross_entropy_forward_few_kernel<kClasses, true>)
+             : launch(cross_entropy_forward_few_kernel<kClasses, false>);
   };
-  switch ((args.num_classes - 1) / kGroup) {
-    case 0:
-      return launch_full(std::integral_constant<int, 0>{});
-    case 1:
-      return launch_full(std::integral_constant<int, 1>{});
-    case 2:
-      return launch_full(std::integral_constant<int, 2>{});
-    default:
-      return launch_full(std::integral_constant<int, kMaxFull>{});
+  if (usual) {
+    visit_class_count<2>(static_cast<int>(args.num_classes), launch_classes);
+  } else {
+    launch_classes(std::integral_constant<int, kAnyClasses>{});
   }
 }
 

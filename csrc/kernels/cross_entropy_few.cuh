@@ -6,16 +6,23 @@
 
 namespace lossops::cuda {
 
-// How tiles of rows, a warp each, are spread over the device.
+// How rows are spread over the device.
 struct FewPlan {
-  int threads = 0;  // of a block; 0: these rows are not for this kernel
-  int steps = 1;    // of a tile: rows that a thread takes one after the other
-  int warp_bytes = 0;
+  int threads = 0;     // of a block; 0: these rows are not for this kernel
+  int steps = 1;       // of a warp, one after the other
+  int warp_bytes = 0;  // of shared memory
   int64_t blocks = 0;
 };
 
 // fp32 logits of contiguous classes, class indices without smoothing.
 FewPlan plan_few_classes(const CrossEntropyForwardArgs& args);
+
+// Memory for class indices in bytes, which a kernel of their own checks; 0 without a gradient.
+int64_t few_index_bytes(const CrossEntropyForwardArgs& args);
+
+// Checks them, and counts the rows for the mean: denominator.count partial sums.
+void launch_few_indices(const CrossEntropyForwardArgs& args, const Denominator& denominator,
+                        double* partials, cudaStream_t stream);
 
 void launch_few_classes(const CrossEntropyForwardArgs& args, const FewPlan& plan,
                         const Denominator& denominator, Partial* partials, const Finalize& finalize,

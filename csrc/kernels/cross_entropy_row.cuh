@@ -23,6 +23,7 @@ namespace lossops::cuda {
 struct Denominator {
   const double* partials = nullptr;
   int count = 0;
+  const int8_t* indices = nullptr;  // checked_index() of every row, where the same kernel left them
 
   // By the kernel before this one.
   __host__ __device__ bool is_computed() const { return partials != nullptr; }
@@ -144,11 +145,19 @@ __device__ __forceinline__ void finish_row(const CrossEntropyForwardArgs& args,
 constexpr int kInvalidRow = -1;
 constexpr int kIgnoredRow = -2;
 
-__device__ __forceinline__ int checked_index(const CrossEntropyArgs& args, int64_t index) {
-  const bool valid = static_cast<uint64_t>(index) < static_cast<uint64_t>(args.num_classes);
+__device__ __forceinline__ int checked_index(const CrossEntropyArgs& args, int64_t index,
+                                             int64_t num_classes) {
+  const bool valid = static_cast<uint64_t>(index) < static_cast<uint64_t>(num_classes);
   const int checked = valid ? static_cast<int>(index) : kInvalidRow;
   return index == args.ignore_index ? kIgnoredRow : checked;
 }
+__device__ __forceinline__ int checked_index(const CrossEntropyArgs& args, int64_t index) {
+  return checked_index(args, index, args.num_classes);
+}
+
+// Instead of the first row's `rest`, where forward left a gradient and no statistics of fp32 rows:
+// a backward pass that needs them computes them again.
+constexpr float kNoRowStats = -2;
 
 // What the row adds to the mean's denominator; for a class index its weight.
 __device__ __forceinline__ float row_weight(const CrossEntropyArgs& args, int index) {

@@ -60,6 +60,8 @@ struct ExactSum {
 
 // What forward leaves of a row with a class index: max and rest, or 0 and -others of a plain row.
 struct IndexRow {
+  static constexpr float kLowest = -87;  // exp() of less is subnormal
+
   float max = -math::infinity<float>();
   float rest = -1;
 
@@ -68,18 +70,17 @@ struct IndexRow {
   // Of a row with a class index: `others` is the sum of `terms` over all other classes, and `max`
   // the largest of their logits. The class index joins them here, with an exact difference: as one
   // of the terms, its distance would be rounded, and with it all of a confident row's rest, or all
-  // others' distances from it.
-  template <bool kExact>
+  // others' distances from it. kMayBeFar: the class index may be far from `max`, or a logit NaN.
+  template <bool kMayBeFar = true, bool kExact>
   static __device__ __forceinline__ IndexRow of(const RowTerms<kExact>& terms, float max,
                                                 float others, float x_at_index) {
-    constexpr float kLowest = -87;  // exp() of less is subnormal
     const bool is_max = x_at_index >= max;
     float difference = x_at_index;
     const float lost = math::lost_by_adding(difference, -max);
     const float distance = -::fabsf(difference);
     const float reference = is_max ? others : terms.unit;
     float scaled;
-    if (distance >= kLowest && reference == reference) {
+    if (!kMayBeFar || (distance >= kLowest && reference == reference)) {
       scaled = math::MultipleOfExp{reference}(distance);
       scaled = ::fmaf(scaled, is_max ? -lost : lost, scaled);
     } else {
@@ -88,7 +89,12 @@ struct IndexRow {
     }
     const float rest = is_max ? scaled : (others - terms.unit) + scaled;
     // As a backward pass reads it: not part of an FMA.
-    return {is_max ? x_at_index : max, __fmul_rn(rest, terms.correction())};
+    return {is_max ? x_at_index : max, kExact ? rest : __fmul_rn(rest, terms.correction())};
+  }
+
+  // Whether of<false>() will do.
+  static __device__ __forceinline__ bool is_near(float max, float others, float x_at_index) {
+    return ::fabsf(x_at_index - max) <= -kLowest && others == others;
   }
 
   // others is 0 of a row of one class.
