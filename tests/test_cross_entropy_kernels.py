@@ -568,6 +568,58 @@ def test_bits_do_not_depend_on_where_rows_lie(dtype: torch.dtype, classes: int) 
         assert same_bits(kept.detach(), lossops.cross_entropy(x, t, reduction=reduction))
 
 
+# Rows beyond those of one block: a kernel for each number of classes takes them where they lie one
+# after the other, and another where they do not.
+@pytest.mark.parametrize("classes", range(2, 16))
+def test_many_rows_of_few_classes(classes: int) -> None:
+    rows = 5003
+    wide = 3 * torch.randn(rows, classes + 3)
+    wide[::7] *= 40
+    wide[5::401, 0] = float("nan")
+    wide[6::401, classes - 1] = float("inf")
+    wide[7::401, :classes] = -float("inf")
+    wide[8::401, 1] = -float("inf")
+    wide = wide.cuda()
+    target = torch.randint(0, classes, (rows,))
+    target[torch.rand(rows) < 0.2] = -100
+    ordinary = target.cuda()
+    target[9::401] = classes
+    target[10::401] = -1
+    target[11::401] = 2**32
+    special = target.cuda()
+    gaps = wide[:, 1 : classes + 1]
+    shifted = torch.empty(rows * classes + 1, device="cuda")[1:].view(rows, classes)
+    weight = torch.rand(classes, device="cuda") + 0.5
+    clean = 3 * torch.randn(rows, classes + 3, device="cuda")
+    for t in (ordinary, special):
+        for options in (
+            {"reduction": "mean"},
+            {"reduction": "sum"},
+            {"reduction": "mean", "weight": weight},
+            {"reduction": "sum", "weight": weight},
+            {"reduction": "mean", "ignore_index": 1},
+        ):
+            for source in (gaps, clean[:, 1 : classes + 1]):
+                whole = run(source.contiguous(), t, **options)
+                for other in (source, shifted.copy_(source)):
+                    part = run(other, t, **options)
+                    assert same_bits(part.value, whole.value), (classes, options)
+                    assert same_bits(part.gradients["input"], whole.gradients["input"]), options
+                no_gradient = lossops.cross_entropy(source.contiguous(), t, **options)
+                assert same_bits(no_gradient, whole.value), (classes, options)
+    x = gaps.contiguous().requires_grad_()
+    scale = torch.tensor(2.0**-3, device="cuda")
+    for t in (ordinary, ordinary.int().long()):
+        for other in (t, torch.stack((t, t), 1)[:, 0]):
+            loss = lossops.cross_entropy(x, other)
+            (kept,) = torch.autograd.grad(loss, x, retain_graph=True)
+            (again,) = torch.autograd.grad(loss, x, retain_graph=True)
+            assert same_bits(again, kept), classes
+            (scaled,) = torch.autograd.grad(lossops.cross_entropy(x, other), x, scale)
+            (twice,) = torch.autograd.grad(loss, x, scale)
+            assert same_bits(scaled, twice), classes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
     """8 in a line are whole vectors, 7 are not: two kernels."""
