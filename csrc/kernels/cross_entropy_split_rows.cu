@@ -17,7 +17,8 @@ namespace {
 
 // Vectors of a piece that a lane has.
 constexpr int kVectors = 16;
-// Of them, in registers. Measured on an H200: 6 and 8 spill, and 8192x131072 takes 6 and 22 % longer.
+// Of them, in registers. Measured on an H200: 6 and 8 spill, and 8192x131072 takes 6 and 22 %
+// longer.
 constexpr int kNear = 4;
 constexpr int kFewestPieces = 8;
 constexpr int kMaxThreads = 512;
@@ -53,7 +54,7 @@ struct SplitShare {
 
   // Vector u, if it is one of the first `wanted`. By name: the compiler would branch around it.
   __device__ __forceinline__ void load(const scalar_t* row, int u, int wanted) {
-    uint32_t(&to)[4] = near[u].words;
+    uint32_t (&to)[4] = near[u].words;
     asm volatile(
         "{\n .reg .pred wanted;\n setp.lt.s32 wanted, %4, %5;\n"
         " @wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%6];\n}"
@@ -148,8 +149,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     if (thread < count) {
       const int64_t row = first_row + thread;
       const int64_t logits = row_offset(args.rows, args.input, row);
-      const int index =
-          checked_index(args, load_class_index(args.target, row_offset(args.rows, args.target, row)));
+      const int index = checked_index(
+          args, load_class_index(args.target, row_offset(args.rows, args.target, row)));
       rows.logits[thread] = logits;
       rows.gradients[thread] = row_offset(args.rows, args.grad_input, row);
       rows.index[thread] = index;
@@ -293,9 +294,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     softmax.ones = rows.states[thread].y;
     softmax.below = rows.states[thread].z;
     finish_indexed_row<kKind>(
-        args, rows.index[thread], rows.weight[thread], softmax, 0.0f, 0.0f,
-        rows.x_at_index[thread], row,
-        args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, row) : 0, partial);
+        args, rows.index[thread], rows.weight[thread], softmax, 0.0f, 0.0f, rows.x_at_index[thread],
+        row, args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, row) : 0,
+        partial);
   }
   if (args.reduction != Reduction::kNone) {
     reduce_warp_to_grid(partial, partials, finalize);
@@ -322,8 +323,8 @@ SplitRowPlan plan_split_rows(const CrossEntropyForwardArgs& args, const StagedPl
   plan.threads = warps * kWarpSize;
   const int64_t resident = int64_t{current_device_limits().multiprocessors} * kMinBlocks *
                            (kMaxBlockWarps / warps) / plan.cluster;
-  const int64_t rows = std::min<int64_t>(plan.cluster > 1 ? kClusterRows : kBlockRows,
-                                         args.rows.numel / resident);
+  const int64_t rows =
+      std::min<int64_t>(plan.cluster > 1 ? kClusterRows : kBlockRows, args.rows.numel / resident);
   plan.rows = static_cast<int>(std::clamp<int64_t>(
       std::max(rows, ceil_div(args.rows.numel * plan.cluster, kMaxWorkers)), 1, kMaxRows));
   const int64_t far_bytes =
@@ -340,11 +341,10 @@ void launch_split_rows(const CrossEntropyForwardArgs& args, const SplitRowPlan& 
   const auto launch = [&](auto kernel) {
     // It asks for the most that any plan needs: another thread may be about to launch it with more.
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
-    launch_kernel("cross_entropy_split_rows_kernel", kernel,
-                  {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster,
-                   denominator.is_computed()},
-                  stream, args, plan.pieces, plan.rows, plan.cluster, denominator, partials,
-                  finalize);
+    launch_kernel(
+        "cross_entropy_split_rows_kernel", kernel,
+        {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_computed()},
+        stream, args, plan.pieces, plan.rows, plan.cluster, denominator, partials, finalize);
   };
   args.input.dtype == DType::kFloat16 ? launch(cross_entropy_split_rows_kernel<half_t>)
                                       : launch(cross_entropy_split_rows_kernel<bfloat16_t>);
