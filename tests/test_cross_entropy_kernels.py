@@ -473,6 +473,7 @@ def test_long_rows_of_a_block(dtype: torch.dtype, classes: int, rows: int) -> No
     """Rows of a block or a cluster, one after the other, some of them without a loss."""
     x, t = problem(rows, classes, dtype)
     t[2::5] = -100
+    t[0] = 7
     x[0] += 50
     kept = x.clone().requires_grad_()
     loss = lossops.cross_entropy(kept, t)
@@ -495,7 +496,7 @@ def test_long_rows_of_a_block(dtype: torch.dtype, classes: int, rows: int) -> No
         assert (leaf.grad[t == -100] == 0).all()
         gradients.append((leaf.grad / factor)[t != classes])
     normal = gradients[0].abs() > 4 * torch.finfo(dtype).tiny
-    assert normal.float().mean() > 0.1
+    assert normal.sum() > 40 * (t >= 0).sum()
     assert same_bits(gradients[0][normal], gradients[1][normal])
 
 

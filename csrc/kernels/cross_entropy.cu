@@ -816,20 +816,27 @@ __global__ void __launch_bounds__(kThreads)
     int64_t offsets[5];
     row_offsets(args.rows, operands, row, offsets);
     const RowTarget<acc_t> target(args, offsets[1]);
-    RowSummary<acc_t> summary = load_summary<kDense>(args, target, row, offsets[0]);
-    if constexpr (!kDense && std::is_same_v<acc_t, float> && Loader::kExact) {
-      const RowStats<float> stats(const_cast<void*>(args.row_stats), args.rows.numel);
-      if (stats.rest[0] == kNoRowStats && target.has_loss()) {
-        const IndexRow reduced = reduce_strided_row<true>(
-            [&](int64_t c) {
+    const auto summary_of_row = [&] {
+      if constexpr (!kDense && std::is_same_v<acc_t, float> && Loader::kExact) {
+        const RowStats<float> stats(const_cast<void*>(args.row_stats), args.rows.numel);
+        if (stats.rest[0] == kNoRowStats) {
+          RowSummary<acc_t> summary{-math::infinity<float>(), -1, 0, 0};
+          if (target.has_loss()) {
+            const auto logit = [&](int64_t c) {
               return Loader::load(args.input, offsets[0] + c * args.input_class_stride);
-            },
-            args.num_classes, target.index, summary.x_at_index);
-        summary.max = reduced.max;
-        summary.rest = reduced.rest;
+            };
+            summary.x_at_index = logit(target.index);
+            const IndexRow reduced =
+                reduce_strided_row<true>(logit, args.num_classes, target.index, summary.x_at_index);
+            summary.max = reduced.max;
+            summary.rest = reduced.rest;
+          }
+          return summary;
+        }
       }
-    }
-    const RowGradient<acc_t, kDense, Loader::kExact> gradient(args, target, summary,
+      return load_summary<kDense>(args, target, row, offsets[0]);
+    };
+    const RowGradient<acc_t, kDense, Loader::kExact> gradient(args, target, summary_of_row(),
                                                               row_scale<acc_t>(args, offsets[2]));
     const bool read = !target.ignored;
     const auto of_class = [&](acc_t x, int64_t c) {

@@ -445,12 +445,25 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
         max = math::max_number(max, -math::infinity<float>());  // of NaN alone there is none
         const RowTerms<true> terms(max);
         if (math::is_nan(others)) {
-          ExactSum sum;
+          // In the same order, which is that of strided rows.
+          const int pairs_end = count / (2 * kGroup) * (2 * kGroup);
+          float first = 0;
+          float last = 0;
+          int k = 0;
 #pragma unroll 1
-          for (int k = 0; k < count; ++k) {
-            sum.add(terms(load_shared(own + 4 * k)));
+          for (; k + kGroup <= count; k += kGroup) {
+            float values[kGroup];
+#pragma unroll
+            for (int i = 0; i < kGroup; ++i) {
+              values[i] = terms(load_shared(own + 4 * (k + i)));
+            }
+            (k < pairs_end ? first : last) += pairwise_sum(values);
           }
-          others = sum.total();
+#pragma unroll 1
+          for (; k < count; ++k) {
+            last += terms(load_shared(own + 4 * k));
+          }
+          others = first + last;
         }
         reduced = IndexRow::of(terms, max, others, x_at_index);
       }

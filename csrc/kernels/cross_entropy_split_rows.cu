@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     }
   }
   const auto sync = [&] {
+    __syncwarp();
     if (cluster > 1) {
       cluster_sync();
     } else {
@@ -311,6 +312,7 @@ SplitRowPlan plan_split_rows(const CrossEntropyForwardArgs& args, const StagedPl
   const int64_t size = element_size(args.input.dtype);
   if (staged.threads == 0 || size != 2 || args.grad_input.data == nullptr || args.dense() ||
       args.num_classes % (kVectorBytes / size) != 0 || staged.pieces < kFewestPieces ||
+      staged.piece_size * size > kVectors * kWarpSize * kVectorBytes ||
       args.grad_input_class_stride != 1 || !rows_are_aligned(args)) {
     return plan;
   }
