@@ -648,6 +648,11 @@ static __global__ void __launch_bounds__(kIndexThreads)
   for (; row < args.rows.numel; row += threads) {
     indices[row] = check(load_class_index(args.target, row_offset(args.rows, args.target, row)));
   }
+  // Vectors of indices are copied, of whole steps.
+  const int64_t after = args.rows.numel + thread;
+  if (after < (args.rows.numel + kStepRows - 1) / kStepRows * kStepRows) {
+    indices[after] = kIgnoredRow;
+  }
   if (!weighted) {
     total.weight = static_cast<double>(counted);
   }
