@@ -265,6 +265,8 @@ for name, call in calls.items():
         print(name, "no error")
     except RuntimeError as error:
         print(name, "allocate" in str(error))
+    except MemoryError:  # not even an error message finds room: torch's first one took what was left
+        print(name, True)
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
 for name, call in calls.items():
     assert torch.equal(call(), expected[name]), name
