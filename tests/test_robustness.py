@@ -265,7 +265,7 @@ for name, call in calls.items():
         print(name, "no error")
     except RuntimeError as error:
         print(name, "allocate" in str(error))
-    except MemoryError:  # not even an error message finds room: torch's first one took what was left
+    except MemoryError:  # the first error took what was left, and the message finds no room
         print(name, True)
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
 for name, call in calls.items():
