@@ -269,13 +269,13 @@ class _Loss:
         loss: Tensor
         if _grad_is_enabled():
             if target.requires_grad or (weight is not None and weight.requires_grad):
-                loss = self.apply(input, target, weight, *options)
+                loss = self.apply(*_alive((input, target, weight)), *options)
                 return loss
             if input.requires_grad:
+                # A tensor that torch.func left behind has a graph of its own.
+                input = _unwrap_if_dead(input)
                 if may_keep and _keeps_gradients:
-                    # A tensor that torch.func left behind has a graph of its own.
-                    input = _unwrap_if_dead(input)
-                    loss = self.apply_keeping(input, target, weight, short)
+                    loss = self.apply_keeping(input, (target, weight, short))
                 else:
                     loss = self.apply(input, target, weight, *options)
                 return loss
@@ -339,27 +339,27 @@ class _Loss:
 
             @staticmethod
             def forward(
-                ctx: Any,
-                input: Tensor,
-                target: Tensor,
-                weight: Tensor | None,
-                options: Sequence[Any],
+                ctx: Any, input: Tensor, others: tuple[Tensor, Tensor | None, tuple[Any, ...]]
             ) -> Tensor:
-                result: Tensor
+                # In a tuple, where autograd does not look for more that requires a gradient.
+                target, weight, options = others
+                operands = (input, target)
                 if options or weight is not None:
-                    result, ctx.kept, *saved = forward_gradient_op(input, target, weight, *options)
-                    ctx.save_for_backward(input, target, *saved, weight)
+                    output = forward_gradient_op(input, target, weight, *options)
+                    ctx.options = options
+                    ctx.to_save = (*operands, *output[2:], weight)
                 else:
-                    result, ctx.kept, *saved = forward_gradient_op(input, target)
-                    ctx.save_for_backward(input, target, *saved)
-                ctx.options = options
+                    output = forward_gradient_op(input, target)
+                    ctx.to_save = operands + output[2:]
+                ctx.kept = output[1]
                 ctx.materialize_grads = False
+                result: Tensor = output[0]
                 return result
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor | None) -> Any:
                 if grad is None:
-                    return None, None, None, None
+                    return None, None
                 # The gradient that forward left is given away once: nothing may change it then.
                 kept, ctx.kept = ctx.kept, None
                 if (
@@ -371,11 +371,11 @@ class _Loss:
                     or forward_ad._current_level >= 0
                 ):
                     arguments = loss.backward_arguments(*ctx.saved_tensors, *ctx.options)
-                    return *loss.gradients(ctx, grad, *arguments), None
+                    return loss.gradients([True, False, False], grad, *arguments)[0], None
                 saved = ctx.saved_tensors  # raises where one has changed
                 if not (grad.is_cpu and _is_one(grad)):
                     backward_kept_op(kept, grad, *saved, *ctx.options)
-                return kept, None, None, None
+                return kept, None
 
         class TransformableFunction(torch.autograd.Function):
             generate_vmap_rule = True
@@ -405,7 +405,8 @@ class _Loss:
         for function in (Function, KeepingFunction, TransformableFunction, GradientFunction):
             function.__name__ = function.__qualname__ = f"lossops_{self.name}"
             function._backward_cls.__name__ = f"lossops_{self.name}Backward"
-        self.apply = Function.apply
+        KeepingFunction._backward_cls.options = ()
+        self.apply = _short_apply(Function)
         self.apply_keeping = _short_apply(KeepingFunction)
         self.transformable_function = TransformableFunction
         self.gradient_function = GradientFunction
@@ -505,14 +506,16 @@ class _Loss:
         nones = (None,) * (len(ctx.needs_input_grad) - 3)
         if grads[0] is None:
             return None, None, None, *nones
-        return *self.gradients(ctx, grads[0], *ctx.saved_tensors, *ctx.arguments), *nones
+        needed = list(ctx.needs_input_grad[:3])
+        return *self.gradients(needed, grads[0], *ctx.saved_tensors, *ctx.arguments), *nones
 
-    def gradients(self, ctx: Any, grad_output: Tensor, *arguments: Any) -> list[Tensor | None]:
+    def gradients(
+        self, needed: list[bool], grad_output: Tensor, *arguments: Any
+    ) -> list[Tensor | None]:
         """Gradients of input, target and weight, None where none is needed.
 
         `arguments` are those of *_backward after grad_output, without output_mask.
         """
-        needed = [bool(needs) for needs in ctx.needs_input_grad[:3]]
         position = self.mask_position - 1
         arguments = (grad_output, *arguments[:position], needed, *arguments[position:])
         is_compiling = _is_compiling()  # compiled autograd
