@@ -134,6 +134,7 @@ def _check_devices(name: str, input: Tensor, *others: Tensor | None) -> None:
 
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+DTYPES = _FLOATING + _INTEGRAL
 _CLASS_INDICES = (torch.int64, torch.int32, torch.uint8)
 
 
@@ -210,7 +211,18 @@ class _Loss:
         self.forward_op = getattr(torch.ops.lossops, f"{name}_forward").default
         self.backward_op = getattr(torch.ops.lossops, f"{name}_backward").default
         self.value_op = _without_autograd(f"{name}_value")
-        self.defaults, self.shortened = self._short_calls()
+        # Of *_value and *_forward: input, target, weight and the options.
+        arguments = getattr(torch.ops.lossops, f"{name}_value").default._schema.arguments
+        self.arguments = {argument.name: argument.default_value for argument in arguments}
+        self.option_names = tuple(self.arguments)[3:]
+        self.defaults = tuple(self.arguments.values())[3:]
+        self.shortened = self._short_calls()
+        self.public_names = tuple(argument.name for argument in self.public_op._schema.arguments)
+        self.float32_position = self.option_names.index("float32_result")
+        # Of *_backward: grad_output, input, target, weight, terms, options and in between the mask.
+        names = [argument.name for argument in self.backward_op._schema.arguments]
+        self.options_position = names.index(self.option_names[0])
+        self.mask_position = names.index("output_mask")
         self.forward_gradient_op = _without_autograd(f"{name}_forward_gradient")
         self.backward_kept_op = _without_autograd(f"{name}_backward_kept")
 
@@ -289,19 +301,22 @@ class _Loss:
         """The same by torch, which has forward-mode derivatives."""
         if not _functorch_is_active():
             self.value_op(*args)  # says what is wrong with the arguments
-        *operands, float32_result = self.reference_arguments(args)
-        operands[:3] = _wide(operands[:3], float32_result)
-        return self.reference(*operands)
+        options = args[3:]
+        operands = _wide(args[:3], options[self.float32_position])
+        return self.reference(*operands, *self.reference_options(options))
 
-    def reference_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Those of the reference, and float32_result, by those of *_forward."""
-        raise NotImplementedError
+    def reference_options(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the reference takes after weight, which *_backward takes too."""
+        return options[: self.float32_position] + options[self.float32_position + 1 :]
 
     def public_call(
         self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
     ) -> Tensor:
         """The public operator, by the arguments of call()."""
-        raise NotImplementedError
+        given = dict(zip(self.option_names, options, strict=True), weight=weight)
+        named = {name: given[name] for name in self.public_names[2:]}
+        loss: Tensor = self.public_op(input, target, **named)
+        return loss
 
     def call_under_functorch(self, *args: Any) -> Tensor:
         if torch.is_grad_enabled():
@@ -341,7 +356,8 @@ class _Loss:
             def forward(
                 ctx: Any, input: Tensor, others: tuple[Tensor, Tensor | None, tuple[Any, ...]]
             ) -> Tensor:
-                # In a tuple, where autograd does not look for more that requires a gradient.
+                # A tuple, in which autograd does not look for more that requires a gradient, and
+                # to_save instead of save_for_backward, which is a Python frame around it.
                 target, weight, options = others
                 operands = (input, target)
                 if options or weight is not None:
@@ -374,7 +390,7 @@ class _Loss:
                     return loss.gradients([True, False, False], grad, *arguments)[0], None
                 saved = ctx.saved_tensors  # raises where one has changed
                 if not (grad.is_cpu and _is_one(grad)):
-                    backward_kept_op(kept, grad, *saved, *ctx.options)
+                    backward_kept_op(kept, grad, *saved, *ctx.options)  # allocates nothing
                 return kept, None
 
         class TransformableFunction(torch.autograd.Function):
@@ -411,17 +427,14 @@ class _Loss:
         self.transformable_function = TransformableFunction
         self.gradient_function = GradientFunction
 
-    def _short_calls(self) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], tuple[Any, ...]]]:
-        """The options' defaults, and for each choice of reduction beside them what to pass."""
-        schema = getattr(torch.ops.lossops, f"{self.name}_value").default._schema
-        arguments = schema.arguments[3:]
-        defaults = tuple(argument.default_value for argument in arguments)
-        shortened: dict[tuple[Any, ...], tuple[Any, ...]] = {defaults: ()}
-        position = [argument.name for argument in arguments].index("reduction")
+    def _short_calls(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+        """What to pass for the options' defaults, and for each choice of reduction beside them."""
+        shortened: dict[tuple[Any, ...], tuple[Any, ...]] = {self.defaults: ()}
+        position = self.option_names.index("reduction")
         for reduction in ("sum", "batchmean"):
-            options = (*defaults[:position], reduction, *defaults[position + 1 :])
+            options = (*self.defaults[:position], reduction, *self.defaults[position + 1 :])
             shortened[options] = options[: position + 1]
-        return defaults, shortened
+        return shortened
 
     def completed(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
         """The options with their defaults in the place of those that were left out."""
@@ -431,9 +444,11 @@ class _Loss:
         """Those of *_backward after grad_output, by those of *_backward_kept after it."""
         raise NotImplementedError
 
-    def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The public operator's arguments as those of *_forward, float32_result excepted."""
-        raise NotImplementedError
+    def forward_args(self, float32_result: bool, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Those of *_forward, by those of the public operator."""
+        given = dict(zip(self.public_names, args, strict=False), **kwargs)
+        given["float32_result"] = float32_result
+        return tuple(given.get(name, default) for name, default in self.arguments.items())
 
     def public_kernel(self, float32_result: bool, *args: Any, **kwargs: Any) -> Tensor:
         arguments = self.forward_args(float32_result, *args, **kwargs)
@@ -487,9 +502,6 @@ class _Loss:
             if wanted and operand is not None
         ]
 
-    # Of output_mask among the arguments of *_backward.
-    mask_position: int
-
     # ----------------------------------------------------------------- autograd
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -499,7 +511,11 @@ class _Loss:
     def save_for_backward(
         self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ) -> None:
-        raise NotImplementedError
+        """The arguments of *_backward, less grad_output and output_mask."""
+        ctx.set_materialize_grads(False)
+        *terms, mean_terms = output[1:]
+        ctx.save_for_backward(*inputs[:3], *terms, mean_terms if mean_terms.numel() > 0 else None)
+        ctx.arguments = self.reference_options(inputs[3:])
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
         """By what save_for_backward left: the arguments of *_backward."""
@@ -568,11 +584,8 @@ class _Loss:
         """The loss by torch, of input, target and weight; args: the last ones of *_backward."""
         # Of half types it is one of autocast where its gradient is float32.
         operands = _wide(operands, grad_output.dtype == torch.float32)
-        return self.reference(*operands, *self.reference_options(args))
-
-    def reference_options(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments of the reference after weight, by the last ones of *_backward."""
-        raise NotImplementedError
+        first, mask = self.options_position - 4, self.mask_position - 4
+        return self.reference(*operands, *args[first:mask], *args[mask + 1 :])
 
     def setup_double_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         grad_output, input, target, weight = inputs[:4]
@@ -651,8 +664,6 @@ class ElementwiseLoss(_Loss):
     the loss and, for a weighted mean, its denominator and its value before rounding.
     """
 
-    mask_position = 6
-
     def __init__(
         self,
         name: str,
@@ -666,21 +677,7 @@ class ElementwiseLoss(_Loss):
         self.takes_integers = takes_integers
         self.expands_first = expands_first
         self.target_first = target_first
-        schema = getattr(torch.ops.lossops, name).default._schema
-        self.has_weight = any(argument.name == "weight" for argument in schema.arguments)
-        common = ("input", "target", "reduction", "weight")
-        self.params = [
-            (argument.name, argument.default_value)
-            for argument in schema.arguments
-            if argument.name not in common
-        ]
         super().__init__(name, reference)
-
-    def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        float32_result, input, target = args
-        params = [kwargs.get(name, default) for name, default in self.params]
-        weight, reduction = kwargs.get("weight"), kwargs.get("reduction", "mean")
-        return (input, target, weight, reduction, float32_result, *params)
 
     def result_dtype(
         self, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str
@@ -698,7 +695,7 @@ class ElementwiseLoss(_Loss):
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, reduction, float32_result = args[:5]
         _check_devices(self.name, input, target, weight)
-        allowed = _FLOATING + _INTEGRAL if self.takes_integers else _FLOATING
+        allowed = DTYPES if self.takes_integers else _FLOATING
         for name, tensor in (("input", input), ("target", target), ("weight", weight)):
             _check_dtype(self.name, name, tensor, allowed)
         with _naming_arguments(self.name, input, target):
@@ -716,38 +713,8 @@ class ElementwiseLoss(_Loss):
     def backward_arguments(
         self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
     ) -> tuple[Any, ...]:
-        reduction, _float32_result, *params = self.completed(options)
-        return (input, target, weight, None, reduction, *params)
-
-    def save_for_backward(
-        self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
-    ) -> None:
-        input, target, weight, reduction = inputs[:4]
-        _loss, mean_terms = output
-        ctx.set_materialize_grads(False)
-        if weight is not None and reduction == "mean":
-            ctx.save_for_backward(input, target, weight, mean_terms)
-        else:
-            ctx.save_for_backward(input, target, weight, None)
-        ctx.arguments = (reduction, *inputs[5:])
-
-    def reference_options(self, args: Sequence[Any]) -> Sequence[Any]:
-        _mean_terms, reduction, _mask, *params = args
-        return (reduction, *params)
-
-    def reference_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
-        input, target, weight, reduction, float32_result, *params = args
-        return (input, target, weight, reduction, *params, float32_result)
-
-    def public_call(
-        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
-    ) -> Tensor:
-        reduction, _float32_result, *params = options
-        named = {name: value for (name, _), value in zip(self.params, params, strict=True)}
-        if self.has_weight:
-            named["weight"] = weight
-        loss: Tensor = self.public_op(input, target, reduction=reduction, **named)
-        return loss
+        rest = self.reference_options(self.completed(options))
+        return (input, target, weight, None, *rest)
 
 
 # Doubles that csrc/bindings.cpp puts before row_stats in what forward_gradient saves.
@@ -790,6 +757,15 @@ def _count_versions(name: str) -> None:
     _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
 
+def _check_transforms(*tensors: Tensor | None) -> None:
+    """Raises where more is wanted of inplace_backward than one gradient."""
+    problem = "cross_entropy: inplace_backward=True "
+    if _has_tangents(*tensors):
+        raise NotImplementedError(problem + "has no forward-mode derivative")
+    if _functorch_is_active() or any(x is not None and _is_batched(x) for x in tensors):
+        raise RuntimeError(problem + "does not work in torch.func, nor with is_grads_batched=True")
+
+
 def _check_overwritable(input: Tensor, **others: Tensor | None) -> None:
     """Raises where a gradient in the place of the logits would destroy something else."""
     problem = "cross_entropy: inplace_backward=True cannot overwrite input, "
@@ -830,8 +806,6 @@ class CrossEntropyLoss(_Loss):
     label_smoothing, float32_result)` returns the loss, {max, sum of exp(x - max) less 1[, sum of
     coefficients]} of every row, and for a mean its denominator and its value before rounding."""
 
-    mask_position = 9
-
     def __init__(self, name: str, reference: Reference) -> None:
         super().__init__(name, reference)
         self.backward_inplace_op = _without_autograd(f"{name}_backward_inplace")
@@ -843,12 +817,7 @@ class CrossEntropyLoss(_Loss):
         self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
     ) -> Tensor:
         """call() with inplace_backward=True."""
-        if _has_tangents(input, target, weight):
-            raise NotImplementedError(
-                "cross_entropy: inplace_backward=True has no forward-mode derivative"
-            )
-        if _functorch_is_active():
-            raise RuntimeError("cross_entropy: inplace_backward=True does not work in torch.func")
+        _check_transforms(input, target, weight)
         if not (torch.is_grad_enabled() and input.requires_grad) or _is_tracing():
             return self.call(input, target, weight, options, False)
         _check_overwritable(input, target=target, weight=weight)
@@ -884,46 +853,23 @@ class CrossEntropyLoss(_Loss):
                     raise RuntimeError(
                         "cross_entropy: inplace_backward=True does not work with create_graph=True"
                     )
-                if _functorch_is_active() or _is_batched(grad):
-                    raise RuntimeError(
-                        "cross_entropy: inplace_backward=True does not work in torch.func, nor "
-                        "with is_grads_batched=True"
-                    )
-                if _has_tangents(grad):
-                    raise NotImplementedError(
-                        "cross_entropy: inplace_backward=True has no forward-mode derivative"
-                    )
+                _check_transforms(grad)
                 input, *others = ctx.saved_tensors
                 _check_storage(input, grad_output=grad)
                 # The other gradients first, while the logits are there.
                 needed = [False, *ctx.needs_input_grad[1:3]]
-                found: Any = iter(())
-                with torch._C._AutoDispatchBelowAutograd():
-                    if any(needed):
-                        arguments = (grad, input, *others, *ctx.arguments, needed)
-                        found = iter(loss.backward_op(*arguments))
-                    ctx.is_overwritten = True
+                rest: list[Tensor | None] = [None, None]
+                if any(needed):
+                    rest = loss.gradients(needed, grad, input, *others, *ctx.arguments)[1:]
+                ctx.is_overwritten = True
+                with torch._C._AutoDispatchBelowAutograd():  # allocates nothing
                     loss.backward_inplace_op(input, grad, *others, *ctx.arguments)
-                rest = [next(found) if needs else None for needs in needed[1:]]
                 return input.detach(), *rest, *(None,) * 4
 
         name = f"lossops_{self.name}_inplace"
         OverwritingFunction.__name__ = OverwritingFunction.__qualname__ = name
         OverwritingFunction._backward_cls.__name__ = f"{name}Backward"
         return OverwritingFunction
-
-    def forward_args(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        float32_result, input, target, *rest = args
-        weight = rest[0] if rest else kwargs.get("weight")
-        return (
-            input,
-            target,
-            weight,
-            kwargs.get("ignore_index", -100),
-            kwargs.get("reduction", "mean"),
-            kwargs.get("label_smoothing", 0.0),
-            float32_result,
-        )
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, _ignore_index, reduction, label_smoothing, float32_result = args
@@ -936,7 +882,7 @@ class CrossEntropyLoss(_Loss):
             _check_dtype(self.name, "weight", weight, _FLOATING)
         else:
             _check_dtype(self.name, "target", target, _FLOATING)
-            _check_dtype(self.name, "weight", weight, _FLOATING + _INTEGRAL)
+            _check_dtype(self.name, "weight", weight, DTYPES)
             dtype = torch.promote_types(dtype, target.dtype)
             if weight is not None:
                 dtype = torch.promote_types(dtype, weight.dtype)
@@ -964,57 +910,23 @@ class CrossEntropyLoss(_Loss):
         weight: Tensor | None = None,
         *options: Any,
     ) -> tuple[Any, ...]:
-        ignore_index, reduction, label_smoothing, _float32_result = self.completed(options)
+        rest = self.reference_options(self.completed(options))
+        _ignore_index, reduction, label_smoothing = rest
         shape, dtype = _row_stats_of(input, target, weight, label_smoothing)
         row_stats = packed[_MEAN_TERMS:].view(dtype)[: shape[0] * shape[1]].view(shape)
         mean_terms = packed[:_MEAN_TERMS] if reduction == "mean" else None
-        return (
-            input,
-            target,
-            weight,
-            row_stats,
-            mean_terms,
-            ignore_index,
-            reduction,
-            label_smoothing,
-        )
+        return (input, target, weight, row_stats, mean_terms, *rest)
 
     def save_for_backward(
         self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ) -> None:
-        input, target, weight, ignore_index, reduction, label_smoothing, _ = inputs
-        _loss, row_stats, mean_terms = output
+        _input, target, weight = inputs[:3]
         if weight is not None and weight.requires_grad and not target.is_floating_point():
             raise RuntimeError(
                 "cross_entropy: weight requires grad, but is not differentiable where target "
                 "holds class indices"
             )
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            input, target, weight, row_stats, mean_terms if reduction == "mean" else None
-        )
-        ctx.arguments = (ignore_index, reduction, label_smoothing)
-
-    def reference_options(self, args: Sequence[Any]) -> Sequence[Any]:
-        _row_stats, _mean_terms, ignore_index, reduction, label_smoothing, _mask = args
-        return (ignore_index, reduction, label_smoothing)
-
-    def reference_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
-        return args
-
-    def public_call(
-        self, input: Tensor, target: Tensor, weight: Tensor | None, options: Sequence[Any]
-    ) -> Tensor:
-        ignore_index, reduction, label_smoothing, _float32_result = options
-        loss: Tensor = self.public_op(
-            input,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
-        return loss
+        super().save_for_backward(ctx, inputs, output)
 
 
 @torch.library.register_fake("lossops::first_invalid_target")
