@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -165,6 +167,46 @@ def test_others_may_patch_too() -> None:
         F.mse_loss = ORIGINALS["mse_loss"]
 
 
+def test_mocks_around_and_across() -> None:
+    """mock.patch puts back what it found: also where a block has ended or begun since."""
+    x, t = torch.ones(3), torch.zeros(3)
+    seen = []
+
+    def other(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(kwargs)
+        return ORIGINALS["mse_loss"](*args, **kwargs)
+
+    mocked = mock.patch.object(F, "mse_loss", other)
+    with mocked:
+        with lossops.patched():
+            F.mse_loss(x, t)
+        assert not seen and F.mse_loss is other
+    assert_unpatched()
+
+    block = lossops.patched()
+    mocked.start()
+    block.__enter__()
+    mocked.stop()  # takes the block's function away
+    F.mse_loss(x, t)
+    block.__exit__(None, None, None)
+    assert_unpatched()
+
+    block = lossops.patched()
+    block.__enter__()
+    mocked.start()
+    block.__exit__(None, None, None)
+    assert F.mse_loss is other
+    mocked.stop()  # puts the function of a block back that has ended
+    ours, theirs = counted("mse_loss")
+    assert F.mse_loss(x, t) == 1
+    assert counted("mse_loss") == (ours, theirs)
+    with lossops.patched():
+        F.mse_loss(x, t)
+        F.mse_loss(x, t, size_average=True)
+    assert counted("mse_loss") == (ours + 1, theirs + 1)
+    assert_unpatched()
+
+
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")
 def test_what_torch_answers() -> None:
     """The same results as without the patch, counted with the reason."""
@@ -181,9 +223,8 @@ def test_what_torch_answers() -> None:
             t,
             label_smoothing=torch.tensor(0.25),  # type: ignore[arg-type]
         ),
-        "RuntimeError: cross_entropy: input": lambda: F.cross_entropy(
-            t[:0, None], x[:0, :1], reduction="sum"
-        ),
+        "input is torch.int64": lambda: F.cross_entropy(t[:0, None], x[:0, :1], reduction="sum"),
+        "weight is torch.complex64": lambda: F.cross_entropy(x, x, x[0].to(torch.complex64)),
         "input is a Marked": lambda: F.cross_entropy(x.as_subclass(Marked), t),
         "input is on meta": lambda: F.cross_entropy(x.to("meta"), t.to("meta")),
         "torch.func": lambda: torch.func.hessian(lambda a: F.cross_entropy(a, t))(x),
@@ -197,6 +238,17 @@ def test_what_torch_answers() -> None:
         assert found.is_meta or torch.equal(found, expected), reason
         (new,) = new_reasons("cross_entropy", before)
         assert reason in new, new
+
+
+def test_what_is_refused_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise RuntimeError("not that\none")
+
+    monkeypatch.setitem(patching._LOSSES, "mse_loss", refuse)
+    before = lossops.patch_report()
+    with lossops.patched():
+        assert F.mse_loss(torch.ones(3), torch.zeros(3)) == 1
+    assert new_reasons("mse_loss", before) == {"RuntimeError: not that"}
 
 
 def test_reasons_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,21 +426,25 @@ def test_model_that_nobody_edited(device: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_compiled_code_falls_back_too() -> None:
+COMPILED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "torch.func": lambda x, t: torch.func.grad(lambda a: F.cross_entropy(a, t))(x),
+    "smoothing": lambda x, t: F.cross_entropy(x, t, label_smoothing=-0.1),  # torch takes it for 0
+    "uint16": lambda x, t: F.mse_loss(x, x.to(torch.uint16)),
+    "complex-weight": lambda x, t: F.cross_entropy(x, x, x[0].to(torch.complex64)),
+    "complex-elements": lambda x, t: F.mse_loss(x, x + 1, weight=x.to(torch.complex64)),
+    "integers": lambda x, t: F.cross_entropy(t[:0, None], x[:0, :1], reduction="sum"),
+    "numpy": lambda x, t: F.cross_entropy(x, t, ignore_index=numpy.int64(1)),  # ours takes it
+}
+
+
+@pytest.mark.parametrize("function", COMPILED.values(), ids=COMPILED)
+def test_compiled_code_falls_back_too(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     """What eager code leaves to torch, compiled code does."""
-    x, t = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
-
-    def gradient(x: Tensor) -> Tensor:
-        return torch.func.grad(lambda a: F.cross_entropy(a, t))(x)
-
-    def smoothed(x: Tensor) -> Tensor:
-        return F.cross_entropy(x, t, label_smoothing=-0.1)  # torch takes it for 0
-
-    for function in (gradient, smoothed):
-        expected = function(x)
-        torch.compiler.reset()
-        with lossops.patched():
-            torch.testing.assert_close(torch.compile(function, backend="eager")(x), expected)
+    x, t = torch.rand(4, 3), torch.tensor([0, 1, 2, 0])
+    expected = function(x, t)
+    torch.compiler.reset()
+    with lossops.patched():
+        torch.testing.assert_close(torch.compile(function, backend="eager")(x, t), expected)
 
 
 @per_loss

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import functional
+from . import functional, ops
 
 __all__ = ["patch", "patch_report", "patched", "unpatch"]
 
@@ -45,9 +45,7 @@ _is_patched = False
 _scopes = 0  # of patched() that are open
 _calls: Counter[str] = Counter()
 _fallbacks: dict[str, Counter[str]] = {name: Counter() for name in _LOSSES}
-# What was in torch.nn.functional, and what is there now, by name.
-_originals: dict[str, Callable[..., Tensor]] = {}
-_routes: dict[str, Callable[..., Tensor]] = {}
+_routes: dict[str, Callable[..., Tensor]] = {}  # what is in torch.nn.functional now, by name
 
 _is_mode_enabled = torch._C._is_torch_function_mode_enabled
 _functorch_is_active = torch._C._are_functorch_transforms_active
@@ -118,19 +116,24 @@ def _install() -> None:
     for name in _LOSSES:
         current = getattr(F, name)
         if current is not _routes.get(name):
-            _originals[name] = current
-            _routes[name] = _route(name, current)
+            _routes[name] = _route(name, _unrouted(current))
             setattr(F, name, _routes[name])
 
 
 def _remove_if_unused() -> None:
     if _is_patched or _scopes > 0:
         return
-    for name, route in _routes.items():
+    for name in _LOSSES:
         # What somebody else has put there since, stays; it may call the route, which calls torch.
-        if getattr(F, name) is route:
-            setattr(F, name, _originals[name])
+        setattr(F, name, _unrouted(getattr(F, name)))
     _routes.clear()
+
+
+def _unrouted(function: Any) -> Any:
+    """What a route took the place of: of an old one too, which somebody has put back."""
+    while getattr(function, "__code__", None) is _ROUTE_CODE:
+        function = function.__wrapped__
+    return function
 
 
 def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -147,7 +150,8 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not (_is_patched or _scopes > 0) or not as_given:
             return original(*args, **kwargs)
         if _is_compiling():
-            reason = _why_not(deprecated, arguments)
+            # What is refused beyond this is an error when the code is traced, or when it runs.
+            reason = _why_not(name, deprecated, arguments)
             return loss(**arguments) if reason is None else original(*args, **kwargs)
         values = tuple(arguments.values())
         if has_torch_function(values):
@@ -158,7 +162,7 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             key, value = next(item for item in arguments.items() if has_torch_function(item[1:]))
             _count_fallback(name, f"{key} is a {type(value).__name__}")
             return result
-        reason = _why_not(deprecated, arguments)
+        reason = _why_not(name, deprecated, arguments)
         if reason is None:
             try:
                 result = loss(**arguments)
@@ -178,13 +182,17 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return routed
 
 
+# That of every route.
+_ROUTE_CODE: Any = _route("mse_loss", F.mse_loss).__code__
+
+
 def _count_fallback(name: str, reason: str) -> None:
     with _lock:
         counts = _fallbacks[name]
         counts[reason if reason in counts or len(counts) < _MOST_REASONS else _OTHERS] += 1
 
 
-def _why_not(deprecated: list[str], arguments: dict[str, Any]) -> str | None:
+def _why_not(name: str, deprecated: list[str], arguments: dict[str, Any]) -> str | None:
     """Why lossops does not take the call, where that is known before it is made."""
     if deprecated:
         return f"{' and '.join(deprecated)}, which torch has deprecated"
@@ -193,10 +201,16 @@ def _why_not(deprecated: list[str], arguments: dict[str, Any]) -> str | None:
     smoothing = arguments.get("label_smoothing", 0.0)
     if not (isinstance(smoothing, numbers.Real) and 0 <= float(smoothing) <= 1):
         return "label_smoothing is no number from 0 to 1"
-    for name, value in arguments.items():
+    for key, value in arguments.items():
         if isinstance(value, Tensor):
             if type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-                return f"{name} is a {type(value).__name__}"
+                return f"{key} is a {type(value).__name__}"
             if value.device.type not in ("cpu", "cuda"):
-                return f"{name} is on {value.device.type}"
+                return f"{key} is on {value.device.type}"
+            if value.dtype not in ops.DTYPES:
+                return f"{key} is {value.dtype}"
+    if name == "cross_entropy":
+        logits = arguments.get("input")
+        if isinstance(logits, Tensor) and not logits.is_floating_point():
+            return f"input is {logits.dtype}"
     return None
