@@ -320,16 +320,37 @@ def wheel_command() -> Any:
     return AnyPythonWheel
 
 
+def long_description() -> str:
+    """README.md as PyPI shows it, where links and images need whole addresses.
+
+    They lead to this version's files in the Repository of [project.urls], once there is one.
+    """
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    repository = re.search(r'^Repository = "(.+)"$', project, re.MULTILINE)
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "src/lossops/_version.py").read_text())
+    if repository is None or version is None:
+        return readme
+    image, link = (f"{repository[1]}/{kind}/v{version[1]}/" for kind in ("raw", "blob"))
+    relative = r"(?![a-z]+:|#)(?=[^)\s]+\))"
+    readme = re.sub(rf"(!\[[^]]*\]\(){relative}", rf"\g<1>{image}", readme)
+    return re.sub(rf"(\]\(){relative}", rf"\g<1>{link}", readme)
+
+
 def main() -> None:
     from setuptools import setup
 
-    commands = {"bdist_wheel": wheel_command()}
+    options: dict[str, Any] = {
+        "long_description": long_description(),
+        "long_description_content_type": "text/markdown",
+        "ext_modules": [plain_extension()],
+        "cmdclass": {"bdist_wheel": wheel_command()},
+    }
     compiling = {"build", "build_ext", "bdist_wheel", "install", "develop", "editable_wheel"}
-    if compiling.isdisjoint(sys.argv):
-        setup(ext_modules=[plain_extension()], cmdclass=commands)
-    else:
-        extension = torch_extension()
-        setup(ext_modules=[extension], cmdclass={**commands, "build_ext": build_command()})
+    if not compiling.isdisjoint(sys.argv):
+        options["ext_modules"] = [torch_extension()]
+        options["cmdclass"]["build_ext"] = build_command()
+    setup(**options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What has to hold before a release is uploaded, in three parts, each an exit code of 0 or 1.
 
     python tests/release_checks.py tag v0.1.0      # the version, in CHANGELOG.md and CITATION.cff
-    python tests/release_checks.py files dist/*    # one wheel a platform and the sdist, and no more
+    python tests/release_checks.py files dist/*    # one wheel a platform and the sdist, no more,
+                                                   # and no link to nowhere on PyPI
     python tests/release_checks.py archs           # the machine code of the installed library
 
 The last one needs `cuobjdump`, on PATH or from the package nvidia-cuda-cuobjdump.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import email
 import json
 import re
 import shutil
@@ -59,14 +61,41 @@ def faults_of_tag(tag: str, root: Path = ROOT) -> list[str]:
     return faults
 
 
+# Targets of links and images: inline, by reference, and in HTML.
+LINK = re.compile(
+    r"\]\(\s*<?([^)\s>]*)|^ {0,3}\[[^]]+\]:\s*<?([^\s>]+)|\b(?:href|src)\s*=\s*[\"']([^\"']*)",
+    re.MULTILINE,
+)
+
+
+def faults_of_description(name: str, metadata: str) -> list[str]:
+    """What PyPI would show of METADATA or PKG-INFO and lead nowhere: all that is not an address."""
+    message = email.message_from_string(metadata)
+    faults = []
+    if message["Description-Content-Type"] != "text/markdown":
+        faults.append(f"{name} has no description in Markdown")
+    urls = [line.partition(",")[0] for line in message.get_all("Project-URL") or []]
+    if "Repository" not in urls:
+        faults.append(f"{name} names no Repository: [project.urls] in pyproject.toml")
+    text = re.sub(r"^(```|~~~).*?^\1", "", message.get_payload(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(`+)[^`]+\1", "", text)
+    targets = ["".join(groups) for groups in LINK.findall(text)]
+    return faults + [
+        f"{name} has a link to {target or 'nothing'}"
+        for target in targets
+        if not re.match(r"https?://|mailto:", target)
+    ]
+
+
 def faults_of_wheel(path: Path) -> list[str]:
     faults = []
     if path.stat().st_size >= LARGEST_WHEEL:
         faults.append(f"{path.name} has {path.stat().st_size:,} bytes")
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
-        [metadata] = [name for name in names if name.endswith(".dist-info/WHEEL")]
-        tags = re.findall(r"^Tag: (\S+)", wheel.read(metadata).decode(), re.MULTILINE)
+        [folder] = {name.partition("/")[0] for name in names if name.endswith(".dist-info/WHEEL")}
+        tags = re.findall(r"^Tag: (\S+)", wheel.read(f"{folder}/WHEEL").decode(), re.MULTILINE)
+        faults += faults_of_description(path.name, wheel.read(f"{folder}/METADATA").decode())
     if {path.stem.split("-", 2)[2]} != set(tags):
         faults.append(f"{path.name} has the tags {', '.join(tags)} inside")
     faults += [
@@ -92,6 +121,9 @@ def faults_of_files(paths: list[Path], root: Path = ROOT) -> list[str]:
         elif path.name == sdist:
             with tarfile.open(path) as archive:
                 packed = {name.partition("/")[2] for name in archive.getnames()}
+                about = archive.extractfile(f"{path.name.removesuffix('.tar.gz')}/PKG-INFO")
+                assert about is not None
+                faults += faults_of_description(sdist, about.read().decode())
             needed = ["setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.cpp", "tests"]
             faults += [f"{sdist} lacks {name}" for name in needed if name not in packed]
             faults += [f"{sdist} has {name}" for name in sorted(packed) if name.endswith(".so")]

@@ -6,6 +6,7 @@ import ast
 import email
 import importlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -349,12 +350,92 @@ def test_release_needs_its_version_in_the_citation(tmp_path: Path) -> None:
     ]
 
 
-def make_wheel(folder: Path, name: str, size: int = 100, *, tag: str = "", more: str = "") -> Path:
+def metadata_with(description: str, *, repository: bool = True) -> str:
+    url = "Project-URL: Repository, https://example.org/lossops\n" if repository else ""
+    return f"Name: lossops\n{url}Description-Content-Type: text/markdown\n\n{description}\n"
+
+
+@pytest.mark.parametrize(
+    ("description", "target"),
+    [
+        ("[a page](docs/faq.md)", "docs/faq.md"),
+        ("[a folder](<docs/>) and [PyPI](https://pypi.org)", "docs/"),
+        ("[an anchor](#use)", "#use"),
+        ("![a picture](docs/h200.png)", "docs/h200.png"),
+        ("[![a picture](h200.png)](https://pypi.org)", "h200.png"),
+        ("see [faq]\n\n[faq]: docs/faq.md\n", "docs/faq.md"),
+        ('<p>\n<img width="50" src="docs/h200.png">\n</p>', "docs/h200.png"),
+        ("[code `x`](docs/faq.md)", "docs/faq.md"),
+    ],
+)
+def test_release_has_no_relative_links(description: str, target: str) -> None:
+    assert release_checks.faults_of_description("it", metadata_with(description)) == [
+        f"it has a link to {target}"
+    ]
+
+
+def test_release_may_have_links_and_code() -> None:
+    text = "[a](https://pypi.org/x.md) <a@example.org> `[b](c)`\n\n```python\nx[0](y)\n```\n"
+    assert release_checks.faults_of_description("it", metadata_with(text)) == []
+    [fault] = release_checks.faults_of_description("it", metadata_with(text, repository=False))
+    assert "names no Repository" in fault
+    assert release_checks.faults_of_description("it", "Name: lossops\n\n")[0].endswith("Markdown")
+
+
+@pytest.mark.parametrize("has_address", [False, True])
+def test_readme_on_pypi(has_address: bool, tmp_path: Path) -> None:
+    """Relative links of the README lead into the repository, of which the address is known."""
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("setup.py", "README.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(source_file(name), tmp_path)
+    shutil.copytree(ROOT / "src/lossops", tmp_path / "src/lossops", ignore=lambda *_: ["_C.so"])
+    project = tmp_path / "pyproject.toml"
+    text = re.sub(r"^\[project\.urls\]\n(.+\n)*", "", project.read_text(), flags=re.MULTILINE)
+    address = "https://example.org/lossops"
+    urls = f'[project.urls]\nRepository = "{address}"\n' if has_address else ""
+    project.write_text(f"{text}\n{urls}")
+    command = [sys.executable, "setup.py", "--quiet", "egg_info"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    metadata = (tmp_path / "src/lossops.egg-info/PKG-INFO").read_text()
+    faults = release_checks.faults_of_description("it", metadata)
+    if has_address:
+        assert faults == []
+        assert f"({address}/blob/v{lossops.__version__}/docs/performance.md)" in metadata
+        assert f"]({address}/raw/v{lossops.__version__}/docs/benchmarks/h200.png)" in metadata
+    else:
+        assert "it names no Repository: [project.urls] in pyproject.toml" in faults
+        assert "it has a link to docs/performance.md" in faults
+
+
+def make_sdist(folder: Path, description: str = "Losses.") -> Path:
+    path = folder / "lossops-1.2.3.tar.gz"
+    files = dict.fromkeys(
+        ("setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.cpp", "tests"), b""
+    )
+    files["PKG-INFO"] = metadata_with(description).encode()
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"lossops-1.2.3/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def make_wheel(
+    folder: Path,
+    name: str,
+    size: int = 100,
+    *,
+    tag: str = "",
+    more: str = "",
+    description: str = "Losses.",
+) -> Path:
     path = folder / name
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr("lossops/_C.so", os.urandom(size))
         tag = tag or path.stem.split("-", 2)[2]
         wheel.writestr("lossops-1.2.3.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+        wheel.writestr("lossops-1.2.3.dist-info/METADATA", metadata_with(description))
         if more:
             wheel.writestr(more, b"")
     return path
@@ -365,10 +446,7 @@ def test_release_is_one_wheel_a_platform_and_the_sdist(tmp_path: Path) -> None:
     names = [
         f"lossops-1.2.3-py3-none-manylinux_2_28_{machine}.whl" for machine in ("x86_64", "aarch64")
     ]
-    sdist = tmp_path / "lossops-1.2.3.tar.gz"
-    with tarfile.open(sdist, "w:gz") as archive:
-        for name in ("setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.cpp", "tests"):
-            archive.addfile(tarfile.TarInfo(f"lossops-1.2.3/{name}"))
+    sdist = make_sdist(tmp_path)
 
     def faults(*paths: Path) -> list[str]:
         return release_checks.faults_of_files(list(paths), tree)
@@ -379,6 +457,11 @@ def test_release_is_one_wheel_a_platform_and_the_sdist(tmp_path: Path) -> None:
     assert faults(wheels[0], sdist) == [f"{names[1]} is missing"]
     more = make_wheel(tmp_path, "lossops-1.2.3-cp311-cp311-manylinux_2_28_x86_64.whl")
     assert faults(*wheels, sdist, more) == [f"{more.name} is too many"]
+    make_sdist(tmp_path, "[Losses](docs/index.md).")
+    assert faults(*wheels, sdist) == ["lossops-1.2.3.tar.gz has a link to docs/index.md"]
+    make_sdist(tmp_path)
+    make_wheel(tmp_path, names[0], description="![Losses](docs/x.png)")
+    assert faults(*wheels, sdist) == [f"{names[0]} has a link to docs/x.png"]
     make_wheel(tmp_path, names[0], 10_000_000)
     assert re.search(r"x86_64.whl has 10,\d{3},\d{3} bytes", faults(*wheels, sdist)[0])
     make_wheel(tmp_path, names[0], tag="py3-none-linux_x86_64")
