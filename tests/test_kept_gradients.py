@@ -10,6 +10,7 @@ import torch
 from losses import LOSSES, VARIANT_IDS, VARIANTS, Loss, Sample, Variant
 from numerics import DTYPES, layouts_of, same_bits
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import lossops
 from lossops import ops
@@ -88,12 +89,14 @@ def test_ignored_rows_and_weights(device: str) -> None:
                 assert same_bits(kept, gradient_of_input(loss, sample, kept=False))
 
 
+@pytest.mark.parametrize("through", ["function", "op"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-def test_given_away_once(loss: Loss, device: str) -> None:
+def test_given_away_once(loss: Loss, through: str, device: str) -> None:
     """What a caller does to a gradient does not reach the next one."""
     sample = loss.variants[0].sample((6, 9), device=device, reduction="sum")
     x = sample.tensors["input"].detach().clone().requires_grad_()
-    value = sample.with_tensors(input=x).call(loss.function)
+    value = sample.with_tensors(input=x).call(getattr(loss, through))
+    assert value.grad_fn is not None and value.grad_fn.kept is not None
     (first,) = torch.autograd.grad(value, x, retain_graph=True)
     expected = first.clone()
     first.fill_(77)
@@ -114,6 +117,25 @@ def test_changed_input_is_an_error(loss: Loss, device: str) -> None:
         y.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
+
+
+@per_variant
+def test_operator_keeps_what_the_function_does(loss: Loss, variant: Variant, device: str) -> None:
+    """Outside of what records operators; and nothing for an input that is broadcast."""
+    for reduction in loss.reductions:
+        sample = variant.sample((6, 9), device=device, reduction=reduction)
+        x = sample.tensors["input"].detach().requires_grad_()
+        sample = sample.with_tensors(input=x)
+        kept = getattr(sample.call(loss.op).grad_fn, "kept", None)
+        assert (kept is not None) == keeps(loss, sample), sample.name
+        with FlopCounterMode(display=False):
+            recorded = sample.call(loss.op)
+        assert getattr(recorded.grad_fn, "kept", None) is None
+        assert same_bits(recorded, sample.call(loss.op))
+    if loss.elementwise:
+        x = torch.rand(1, 9, device=device, requires_grad=True)
+        value = loss.op(x, torch.rand(6, 9, device=device))
+        assert getattr(value.grad_fn, "kept", None) is None
 
 
 def test_accumulates_and_scales(device: str) -> None:

@@ -219,8 +219,7 @@ def kl_div(
     try:
         is_autocast = _is_any_autocast_enabled() and _is_autocast(input)
         options = (reduction, is_autocast, log_target, log_input)
-        may_keep = reduction != "none" and input.shape == target.shape
-        return _kl_div(input, target, None, options, may_keep)
+        return _kl_div(input, target, None, options)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise _as_torch_raises(
             error,
@@ -304,7 +303,7 @@ def cross_entropy(
         options = (ignore_index, reduction, label_smoothing, is_autocast)
         if inplace_backward:
             return _cross_entropy_loss.call_overwriting(input, target, weight, options)
-        return _cross_entropy(input, target, weight, options, reduction != "none")
+        return _cross_entropy(input, target, weight, options)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise _as_torch_raises(
             error,

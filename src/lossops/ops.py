@@ -4,8 +4,9 @@ csrc/bindings.cpp defines the schemas and the CPU and CUDA kernels. Here each op
 fake kernel (for `torch.compile` and `torch.export`), its autograd formula and its behaviour
 under autocast, once for all elementwise losses and once for cross entropy.
 
-A public operator such as `lossops::mse_loss` returns the loss. Where gradients are wanted it goes
-through `lossops::mse_loss_forward`, which also returns what the backward pass needs.
+A public operator such as `lossops::mse_loss` returns the loss. Where it is recorded or transformed
+it goes through `lossops::mse_loss_forward`, which also returns what the backward pass needs; else
+it takes the way of the Python functions, `_Loss.call`.
 """
 
 from __future__ import annotations
@@ -212,13 +213,12 @@ class _Loss:
         self.backward_op = getattr(torch.ops.lossops, f"{name}_backward").default
         self.value_op = _without_autograd(f"{name}_value")
         # Of *_value and *_forward: input, target, weight and the options.
-        arguments = getattr(torch.ops.lossops, f"{name}_value").default._schema.arguments
-        self.arguments = {argument.name: argument.default_value for argument in arguments}
-        self.option_names = tuple(self.arguments)[3:]
-        self.defaults = tuple(self.arguments.values())[3:]
-        self.shortened = self._short_calls()
-        self.public_names = tuple(argument.name for argument in self.public_op._schema.arguments)
+        schema = getattr(torch.ops.lossops, f"{name}_value").default._schema
+        self.arguments = [(argument.name, argument.default_value) for argument in schema.arguments]
+        self.option_names, self.defaults = zip(*self.arguments[3:], strict=True)
+        self.public_names = [argument.name for argument in self.public_op._schema.arguments][2:]
         self.float32_position = self.option_names.index("float32_result")
+        self.shortened = self._short_calls()
         # Of *_backward: grad_output, input, target, weight, terms, options and in between the mask.
         names = [argument.name for argument in self.backward_op._schema.arguments]
         self.options_position = names.index(self.option_names[0])
@@ -255,17 +255,19 @@ class _Loss:
         target: Tensor,
         weight: Tensor | None,
         options: tuple[Any, ...],
-        may_keep: bool,
+        may_keep: bool | None = None,
     ) -> Tensor:
         """The loss, by the arguments of the *_forward operator.
 
-        The same as the operator with its autograd formula, without the two Python frames that
-        torch.library puts around it. Small losses take as long as the lines here.
+        The same as the operator with its autograd formula, without the Python that torch.library
+        puts around it. Small losses take as long as the lines here.
 
-        may_keep: forward can compute the gradient of input too, and does where input alone
-        requires one. One pass then reads the inputs and writes the gradient. It is the gradient
-        for a grad_output of 1; backward looks, on the device, whether that is what it got, and
-        computes the gradient again where it is not.
+        Where input alone requires a gradient, forward computes it too, if it can: one pass then
+        reads the inputs and writes the gradient. It is the gradient for a grad_output of 1;
+        backward looks, on the device, whether that is what it got, and computes the gradient again
+        where it is not.
+
+        may_keep: what `may_keep()` says, where the caller knows: looking at shapes takes time.
         """
         if forward_ad._current_level >= 0 and _has_tangents(input, target, weight):
             return self.call_of_torch(input, target, weight, *options)
@@ -286,6 +288,8 @@ class _Loss:
             if input.requires_grad:
                 # A tensor that torch.func left behind has a graph of its own.
                 input = _unwrap_if_dead(input)
+                if may_keep is None:
+                    may_keep = self.may_keep(input, target, weight, options)
                 if may_keep and _keeps_gradients:
                     loss = self.apply_keeping(input, (target, weight, short))
                 else:
@@ -296,6 +300,12 @@ class _Loss:
         else:
             loss = self.value_op(input, target)
         return loss
+
+    def may_keep(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
+    ) -> bool:
+        """Whether forward can compute the gradient of input."""
+        raise NotImplementedError
 
     def call_of_torch(self, *args: Any) -> Tensor:
         """The same by torch, which has forward-mode derivatives."""
@@ -314,7 +324,7 @@ class _Loss:
     ) -> Tensor:
         """The public operator, by the arguments of call()."""
         given = dict(zip(self.option_names, options, strict=True), weight=weight)
-        named = {name: given[name] for name in self.public_names[2:]}
+        named = {name: given[name] for name in self.public_names}
         loss: Tensor = self.public_op(input, target, **named)
         return loss
 
@@ -445,20 +455,26 @@ class _Loss:
         raise NotImplementedError
 
     def forward_args(self, float32_result: bool, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Those of *_forward, by those of the public operator."""
-        given = dict(zip(self.public_names, args, strict=False), **kwargs)
-        given["float32_result"] = float32_result
-        return tuple(given.get(name, default) for name, default in self.arguments.items())
+        """Those of *_forward, by those of the public operator, whose first ones are the same."""
+        kwargs["float32_result"] = float32_result
+        named = self.arguments[len(args) :]
+        return *args, *[kwargs.get(name, default) for name, default in named]
 
     def public_kernel(self, float32_result: bool, *args: Any, **kwargs: Any) -> Tensor:
         arguments = self.forward_args(float32_result, *args, **kwargs)
-        for name, tensor in zip(("input", "target"), arguments, strict=False):
+        input, target, weight, *options = arguments
+        for name, tensor in (("input", input), ("target", target)):
             if tensor is None:  # a schema's Tensor may be one
                 raise TypeError(f"{self.name}: {name} must be a Tensor, but is None")
-        if _has_tangents(*arguments[:3]):
+        if _has_tangents(input, target, weight):
             return self.call_of_torch(*arguments)
         try:
-            loss: Tensor = self.forward_op(*arguments)[0]
+            loss: Tensor
+            if _functorch_is_active() or _is_tracing() or _dispatch_modes() > 0:
+                # What is recorded, or transformed, has its formula from register_autograd.
+                loss = self.forward_op(*arguments)[0]
+            else:
+                loss = self.call(input, target, weight, tuple(options))
         except RuntimeError as error:
             raise as_memory_error(error) from None
         return loss
@@ -679,6 +695,12 @@ class ElementwiseLoss(_Loss):
         self.target_first = target_first
         super().__init__(name, reference)
 
+    def may_keep(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
+    ) -> bool:
+        reduction = options[0]
+        return reduction != "none" and weight is None and input.shape == target.shape
+
     def result_dtype(
         self, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str
     ) -> torch.dtype:
@@ -813,13 +835,19 @@ class CrossEntropyLoss(_Loss):
         _count_versions(f"{name}_backward_inplace")
         self.apply_overwriting = self._make_overwriting_function().apply
 
+    def may_keep(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
+    ) -> bool:
+        reduction = options[1]
+        return reduction != "none"
+
     def call_overwriting(
         self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
     ) -> Tensor:
         """call() with inplace_backward=True."""
         _check_transforms(input, target, weight)
         if not (torch.is_grad_enabled() and input.requires_grad) or _is_tracing():
-            return self.call(input, target, weight, options, False)
+            return self.call(input, target, weight, options)
         _check_overwritable(input, target=target, weight=weight)
         loss: Tensor = self.apply_overwriting(input, target, weight, *options)
         return loss
