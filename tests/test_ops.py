@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -183,6 +184,42 @@ def test_memory_of_a_step(loss: Loss, variant: Variant) -> None:
             expected = sum(g.nbytes for g in gradients)
             step = torch.cuda.max_memory_allocated() - before
             assert step < expected + size / 4, f"{sample.name} {layout}: a step allocates {step}"
+
+
+ANY_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.uint16, torch.complex64),
+)
+
+
+@pytest.mark.parametrize("second", ["target", "weight"])
+@per_loss
+def test_fake_kernels_take_the_dtypes_of_real_ones(loss: Loss, second: str) -> None:
+    """What ops.py says of dtypes beside the traits and checks in C++."""
+
+    def result(dtypes: tuple[torch.dtype, torch.dtype], device: str, *, indices: bool) -> Any:
+        tensors = {"input": torch.ones(4, 3), "target": torch.ones(4, 3)}
+        if indices:
+            tensors["target"] = torch.ones(4, dtype=torch.int64)
+        if second == "weight":
+            tensors["weight"] = torch.ones((4, 3) if loss.elementwise else (3,))
+        for name, dtype in zip(("input", second), dtypes, strict=True):
+            tensors[name] = tensors[name].to(dtype)
+        try:
+            return loss.op(**{name: tensor.to(device) for name, tensor in tensors.items()}).dtype
+        except RuntimeError:
+            return None
+
+    if second == "weight" and loss.name == "kl_div":
+        pytest.skip("kl_div has no weight")
+    for indices in (False,) if loss.elementwise else (False, True):
+        for dtypes in itertools.product(ANY_DTYPES, repeat=2):
+            real = result(dtypes, "cpu", indices=indices)
+            fake = result(dtypes, "meta", indices=indices)
+            # Class indices of a wrong shape, and weights of another dtype, show when code runs.
+            is_late = not loss.elementwise and indices == (second == "weight") and real is None
+            assert fake == real or is_late, (indices, *dtypes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.uint16], ids=str)

@@ -720,6 +720,8 @@ class ElementwiseLoss(_Loss):
         allowed = DTYPES if self.takes_integers else _FLOATING
         for name, tensor in (("input", input), ("target", target), ("weight", weight)):
             _check_dtype(self.name, name, tensor, allowed)
+        if not (input.is_floating_point() or target.is_floating_point()):
+            _check_dtype(self.name, "input or target", input, _FLOATING)
         with _naming_arguments(self.name, input, target):
             dtype = _widened(self.result_dtype(input, target, weight, reduction), float32_result)
             if reduction == "none":
