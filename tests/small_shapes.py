@@ -42,15 +42,19 @@ def main() -> None:
                 target[1] = classes + 5  # out of range
                 for reduction in ("mean", "none"):
                     step(lossops.cross_entropy, normal(rows, classes), target, reduction=reduction)
-        for classes in (20000, 50257, 131073):
+        # Several blocks, and clusters, of several rows each; whole vectors and not.
+        for classes in (6001, 8192, 20000, 32768, 50257, 65536, 131072, 131073, 262144):
+            target = indices(classes, 7)
+            target[0] = -100
+            target[1] = classes + 5
             for smoothing in (0.0, 0.1):
-                x, target = normal(3, classes), indices(classes, 3)
-                step(lossops.cross_entropy, x, target, label_smoothing=smoothing)
+                step(lossops.cross_entropy, normal(7, classes), target, label_smoothing=smoothing)
         for shape in ((2, 21, 8, 16), (2, 7, 5, 3), (1028, 21, 4)):
             target = indices(shape[1], shape[0], *shape[2:])
             for reduction in ("mean", "none"):
                 step(lossops.cross_entropy, normal(*shape), target, reduction=reduction)
-        step(lossops.cross_entropy, normal(4, 3000), normal(4, 3000).abs())
+        for classes in (100, 1024, 3000, 3001, 32768):
+            step(lossops.cross_entropy, normal(5, classes), normal(5, classes).abs())
         step(lossops.cross_entropy, normal(4, 3000), indices(3000, 4), normal(3000).abs())
         for loss in (lossops.mse_loss, lossops.kl_div):
             for reduction in ("mean", "sum", "none"):
