@@ -626,6 +626,7 @@ template <typename scalar_t, bool kDense>
 __global__ void __launch_bounds__(kMaxRowThreads)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyBackwardArgs args, int team) {
   using acc_t = acc_type_t<scalar_t>;
+  wait_for_previous_kernel();
   if (kept_is_right(args)) {
     return;
   }
@@ -806,6 +807,7 @@ template <typename Loader, bool kDense>
 __global__ void __launch_bounds__(kThreads)
     cross_entropy_backward_strided_kernel(const __grid_constant__ CrossEntropyBackwardArgs args) {
   using acc_t = typename Loader::acc_t;
+  wait_for_previous_kernel();
   if (kept_is_right(args)) {
     return;
   }
@@ -1391,19 +1393,18 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
       visit_floating(args.input.dtype, [&](auto type) {
         const int team = team_size(args);
         const int64_t max_blocks = args.kept ? most_blocks_of_kept(block_size(team)) : kMaxGrid;
-        cross_entropy_backward_kernel<typename decltype(type)::type, kDense>
-            <<<static_cast<unsigned>(row_blocks(args, team, max_blocks)), block_size(team), 0,
-               stream>>>(args, team);
-        check_launch("cross_entropy_backward_kernel");
+        launch_kernel("cross_entropy_backward_kernel",
+                      cross_entropy_backward_kernel<typename decltype(type)::type, kDense>,
+                      {row_blocks(args, team, max_blocks), block_size(team), 0, 1, true}, stream,
+                      args, team);
       });
       return;
     }
     const int64_t max_blocks = args.kept ? most_blocks_of_kept(kThreads) : kMaxGrid;
     visit_loader(args, [&](auto loader) {
-      cross_entropy_backward_strided_kernel<decltype(loader), kDense>
-          <<<static_cast<unsigned>(std::min(strided_blocks(args), max_blocks)), kThreads, 0,
-             stream>>>(args);
-      check_launch("cross_entropy_backward_strided_kernel");
+      launch_kernel("cross_entropy_backward_strided_kernel",
+                    cross_entropy_backward_strided_kernel<decltype(loader), kDense>,
+                    {std::min(strided_blocks(args), max_blocks), kThreads, 0, 1, true}, stream, args);
     });
   });
 }

@@ -163,6 +163,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto* const target = static_cast<const scalar_t*>(args.target.data);
   const auto* const weight = static_cast<const scalar_t*>(args.weight.data);
   const auto* const grad_output = static_cast<const scalar_t*>(args.grad_output.data);
+  wait_for_previous_kernel();
   if (kept_is_right(args)) {
     return;
   }
@@ -280,6 +281,7 @@ __global__ void __launch_bounds__(kThreads)
                                       &args.grad_output, &args.grad_input, &args.grad_target,
                                       &args.grad_weight};
   const bool is_half = is_half_type(args.input.dtype);
+  wait_for_previous_kernel();
   if (kept_is_right(args)) {
     return;
   }
@@ -468,21 +470,16 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
       visit_floating(args.input.dtype, [&](auto type) {
         using scalar_t = typename decltype(type)::type;
         const int64_t blocks = std::min(ceil_div(args.space.numel, kTile<scalar_t>), max_blocks);
-        elementwise_backward_kernel<scalar_t, Term>
-            <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, term);
-        check_launch("elementwise_backward_kernel");
+        launch_kernel("elementwise_backward_kernel", elementwise_backward_kernel<scalar_t, Term>,
+                      {blocks, kThreads, 0, 1, true}, stream, args, term);
       });
       return;
     }
-    const auto blocks =
-        static_cast<unsigned>(std::min(strided_blocks(args.space.numel), max_blocks));
-    if (args.acc_double) {
-      elementwise_backward_strided_kernel<double, Term>
-          <<<blocks, kThreads, 0, stream>>>(args, term);
-    } else {
-      elementwise_backward_strided_kernel<float, Term><<<blocks, kThreads, 0, stream>>>(args, term);
-    }
-    check_launch("elementwise_backward_strided_kernel");
+    const int64_t blocks = std::min(strided_blocks(args.space.numel), max_blocks);
+    launch_kernel("elementwise_backward_strided_kernel",
+                  args.acc_double ? elementwise_backward_strided_kernel<double, Term>
+                                  : elementwise_backward_strided_kernel<float, Term>,
+                  {blocks, kThreads, 0, 1, true}, stream, args, term);
   });
 }
 
