@@ -916,6 +916,7 @@ static __global__ void __launch_bounds__(kDenominatorThreads)
   const Operand* const operands[1] = {&args.target};
   const int64_t threads = int64_t{gridDim.x} * kDenominatorThreads;
   int64_t row = int64_t{blockIdx.x} * kDenominatorThreads + threadIdx.x;
+  wait_for_previous_kernel();
   let_next_kernel_start();
   Partial total;
   if (targets_in_line) {
@@ -1345,7 +1346,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, doubl
         launch_few_indices(args, denominator, sums, stream);
       } else {
         launch_kernel("cross_entropy_denominator_kernel", cross_entropy_denominator_kernel,
-                      {denominator.count, kDenominatorThreads}, stream, args,
+                      {denominator.count, kDenominatorThreads, 0, 1, true}, stream, args,
                       targets_are_in_line(args), sums);
       }
     }
@@ -1404,7 +1405,8 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
     visit_loader(args, [&](auto loader) {
       launch_kernel("cross_entropy_backward_strided_kernel",
                     cross_entropy_backward_strided_kernel<decltype(loader), kDense>,
-                    {std::min(strided_blocks(args), max_blocks), kThreads, 0, 1, true}, stream, args);
+                    {std::min(strided_blocks(args), max_blocks), kThreads, 0, 1, true}, stream,
+                    args);
     });
   });
 }
