@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -151,6 +152,74 @@ def test_side_stream(loss: Loss, variant: Variant) -> None:
     torch.cuda.current_stream().wait_stream(stream)
     assert_same_result(result, expected, sample.name)
     assert_same_result(op, expected, f"{sample.name}, op")
+
+
+class Late(NamedTuple):
+    """A step before which, or in the middle of which, something is written."""
+
+    before: Callable[[], None]
+    loss: Loss
+    sample: Sample
+    between: Callable[[], None]
+    grad_output: Tensor
+
+    def __call__(self) -> Result:
+        leaves = self.sample.leaves()
+        self.before()
+        value = leaves.call(self.loss.function)
+        self.between()
+        if not leaves.differentiable:
+            return Result(value.detach(), {})
+        wanted = [leaves.tensors[name] for name in leaves.differentiable]
+        gradients = torch.autograd.grad(value, wanted, self.grad_output)
+        named = zip(leaves.differentiable, gradients, strict=True)
+        return Result(value.detach(), dict(named))
+
+
+@per_variant
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_waits_for_what_is_ahead(loss: Loss, variant: Variant, captured: bool) -> None:
+    """Kernels that start before the one ahead has ended do not read what it has yet to write."""
+
+    def at_end(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Room at the end of some 64 MB, and what empties them and copies the tensor there late."""
+        count = tensor.numel()
+        large = torch.zeros(2**24 + count, dtype=tensor.dtype, device="cuda")
+        source = large.clone()
+        source[-count:] = tensor.flatten()
+        other, stream = torch.zeros_like(large), torch.cuda.Stream()
+
+        def write() -> None:
+            large.zero_()
+            # Two streams that meet: the next kernel comes after both.
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                other.copy_(large)
+            torch.cuda.current_stream().wait_stream(stream)
+            large.copy_(source)
+
+        return large[-count:].view(tensor.shape), write
+
+    for shape in ((32, 1000), (3, 5), (2000, 1001), (2, 40_000), (2, 21, 32, 32)):
+        sample = variant.sample(shape, device="cuda", reduction=loss.reductions[-1])
+        grad_output = torch.full_like(sample.call(loss.function), 0.5)
+        expected = evaluate(loss.function, sample, grad_output)
+        for name, tensor in (*sample.tensors.items(), ("grad_output", grad_output)):
+            late, write = at_end(tensor)
+            if name == "grad_output":
+                run = Late(lambda: None, loss, sample, write, late)
+            else:
+                late_sample = sample.with_tensors(**{name: late})
+                run = Late(write, loss, late_sample, lambda: None, grad_output)
+            result = run()
+            if captured:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    result = run()
+                for _ in range(3):
+                    graph.replay()
+            torch.cuda.synchronize()
+            assert_same_result(result, expected, f"{sample.name}, {name} late")
 
 
 def settled_memory() -> int:
