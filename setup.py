@@ -40,6 +40,7 @@ CUDA_SOURCES = [
     "csrc/kernels/cross_entropy_staged.cu",
     "csrc/kernels/cross_entropy_tile.cu",
     "csrc/kernels/driver.cu",
+    "csrc/kernels/grid_reduce.cu",
 ]
 
 # The architectures of a released wheel, and the only place that names them. Those which the

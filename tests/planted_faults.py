@@ -769,9 +769,9 @@ FAULTS = [
     ),
     Fault(
         "cuda: what the fold of partials has in flight, added up but for one",
-        "csrc/kernels/grid_reduce.cuh",
-        "for (int u = 0; u < kGridReduceUnroll; ++u) {\n      total.combine(loaded[u]);",
-        "for (int u = 1; u < kGridReduceUnroll; ++u) {\n      total.combine(loaded[u]);",
+        "csrc/kernels/grid_reduce.cu",
+        "for (int u = 0; u < kUnroll; ++u) {\n      total.combine(loaded[u]);",
+        "for (int u = 1; u < kUnroll; ++u) {\n      total.combine(loaded[u]);",
         "test_offsets.py test_values.py",
     ),
     Fault(

@@ -5,8 +5,6 @@
 #include <cstdint>
 
 #include "kernels/block_reduce.cuh"
-#include "kernels/cluster.cuh"
-#include "kernels/device.cuh"
 #include "kernels/launch.cuh"
 #include "scalar_types.h"
 
@@ -54,60 +52,6 @@ struct Finalize {
   }
 };
 
-constexpr int kGridReduceThreads = 1024;
-// Partials that a thread has in flight: all else waits for them.
-constexpr int kGridReduceUnroll = 8;
-// A multiprocessor reads 64 bytes a cycle: more partials than these are folded by a cluster.
-constexpr int64_t kMaxPartialsOfBlock = 16384;
-constexpr int kGridReduceCluster = 8;
-constexpr int kGridReduceClusterThreads = 512;
-
-// The sum over the blocks of a cluster, in the first one.
-__device__ __forceinline__ Partial cluster_reduce(const Partial& partial) {
-  __shared__ alignas(alignof(Partial)) unsigned char storage[kGridReduceCluster * sizeof(Partial)];
-  auto* const partials = reinterpret_cast<Partial*>(storage);
-  if (threadIdx.x == 0) {
-    *at_rank(partials + cluster_rank(), 0) = partial;
-  }
-  cluster_sync();
-  Partial total;
-#pragma unroll
-  for (int block = 0; block < kGridReduceCluster; ++block) {
-    total.combine(partials[block]);
-  }
-  return total;
-}
-
-// A grid of one block, or of one cluster.
-static __global__ void __launch_bounds__(kGridReduceThreads)
-    grid_reduce_kernel(const Partial* partials, int64_t count, Finalize finalize) {
-  wait_for_previous_kernel();
-  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
-  Partial total;
-  int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  for (; i + (kGridReduceUnroll - 1) * threads < count; i += kGridReduceUnroll * threads) {
-    Partial loaded[kGridReduceUnroll];
-#pragma unroll
-    for (int u = 0; u < kGridReduceUnroll; ++u) {
-      loaded[u] = partials[i + u * threads];
-    }
-#pragma unroll
-    for (int u = 0; u < kGridReduceUnroll; ++u) {
-      total.combine(loaded[u]);
-    }
-  }
-  for (; i < count; i += threads) {
-    total.combine(partials[i]);
-  }
-  total = block_reduce(total);
-  if (gridDim.x > 1) {
-    total = cluster_reduce(total);
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    finalize(total);
-  }
-}
-
 // What the first thread of a block does with its partial in the first stage, whose kernel calls
 // let_next_kernel_start() before. A grid of one block finishes at once.
 __device__ __forceinline__ void leave_to_grid(const Partial& partial, Partial* partials,
@@ -133,20 +77,8 @@ __device__ __forceinline__ void reduce_warp_to_grid(const Partial& partial, Part
   leave_to_grid(warp_reduce(partial), partials, finalize);
 }
 
-// Second stage, where the first had more than one block.
-inline void launch_grid_reduce(const Partial* partials, int64_t blocks, const Finalize& finalize,
-                               cudaStream_t stream) {
-  if (blocks > 1) {
-    LaunchShape shape;
-    shape.threads = kGridReduceThreads;
-    if (blocks > kMaxPartialsOfBlock && current_device_limits().hopper) {
-      shape.blocks = shape.cluster = kGridReduceCluster;
-      shape.threads = kGridReduceClusterThreads;
-    }
-    shape.overlap = true;
-    launch_kernel("grid_reduce_kernel", grid_reduce_kernel, shape, stream, partials, blocks,
-                  finalize);
-  }
-}
+// Second stage, where there is more than one partial.
+void launch_grid_reduce(const Partial* partials, int64_t count, const Finalize& finalize,
+                        cudaStream_t stream);
 
 }  // namespace lossops::cuda
