@@ -78,11 +78,17 @@ struct SplitShare {
   }
 };
 
+// The place of the lowest bit; -1: there is none.
+__device__ __forceinline__ int lowest_bit(uint32_t bits) {
+  return __ffs(static_cast<int>(bits)) - 1;
+}
+
 // What the threads of a block know of its rows.
 struct SplitRows {
   int64_t logits[kMaxRows];  // offsets
   int64_t gradients[kMaxRows];
   int index[kMaxRows];  // checked_index()
+  int next[kMaxRows];   // that has a loss; -1: none
   float weight[kMaxRows];
   float x_at_index[kMaxRows];
   float4 states[kMaxRows];  // max, ones, below
@@ -91,7 +97,8 @@ struct SplitRows {
 };
 
 // Each warp of a block, or of a cluster of blocks, has a piece of the row. As the gradient of a
-// vector is stored, the next row's takes its place.
+// vector is stored, the next row's takes its place. Rows without a loss are written first, while
+// the first of the others is on its way.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     cross_entropy_split_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -132,15 +139,25 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     arrived.expect(bytes);
     arrived.copy(far, row + begin + kNearSize, bytes);
   };
-  {
-    const scalar_t* const row = input + row_offset(args.rows, args.input, first_row);
+  if (lane == 0) {
+    arrived.init();
+  }
+  // By each warp, to read nothing of a row that has no loss, and to wait for no other warp.
+  int own_index = kIgnoredRow;
+  if (lane < count) {
+    const int64_t target = row_offset(args.rows, args.target, first_row + lane);
+    own_index = checked_index(args, load_class_index(args.target, target));
+  }
+  const uint32_t with_loss = __ballot_sync(kAllLanes, own_index >= 0);
+  int n = lowest_bit(with_loss);
+  if (n >= 0) {
+    const scalar_t* const logits = input + row_offset(args.rows, args.input, first_row + n);
     if (lane == 0) {
-      arrived.init();
-      start_far(row);
+      start_far(logits);
     }
 #pragma unroll
     for (int u = 0; u < kNear; ++u) {
-      share.load(row + first, u, share.count);
+      share.load(logits + first, u, share.count);
     }
   }
   let_next_kernel_start();
@@ -149,13 +166,12 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     if (thread < count) {
       const int64_t row = first_row + thread;
       const int64_t logits = row_offset(args.rows, args.input, row);
-      const int index = checked_index(
-          args, load_class_index(args.target, row_offset(args.rows, args.target, row)));
       rows.logits[thread] = logits;
       rows.gradients[thread] = row_offset(args.rows, args.grad_input, row);
-      rows.index[thread] = index;
-      rows.weight[thread] = row_weight(args, index);
-      rows.x_at_index[thread] = index >= 0 ? to_acc<float>(input[logits + index]) : 0.0f;
+      rows.index[thread] = own_index;
+      rows.next[thread] = lowest_bit(with_loss & ~1u << thread);
+      rows.weight[thread] = row_weight(args, own_index);
+      rows.x_at_index[thread] = own_index >= 0 ? to_acc<float>(input[logits + own_index]) : 0.0f;
       rows.states[thread] = {-math::infinity<float>(), 0, 0, 0};
     }
     unit.wait(args, denominator);
@@ -173,39 +189,33 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   };
   sync();  // all blocks run before one stores to another
   const float scale = rows.scale;
-  uint32_t parity = 0;
 #pragma unroll 1
-  for (int n = 0; n < count; ++n) {
-    const int index = rows.index[n];
-    const bool loads = n + 1 < count && rows.index[n + 1] >= 0;
-    const scalar_t* const next = input + rows.logits[loads ? n + 1 : n];
-    const int wanted = loads ? share.count : 0;
-    scalar_t* const gradient = grad_input + rows.gradients[n] + first;
-    if (n == 0 || index >= 0) {
-      arrived.wait(parity);
-      parity ^= 1;
-    }
-    if (index < 0) {
-      const auto value = from_acc<scalar_t>(gradient_without_loss(index));
-      Vector<scalar_t> vector;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        vector.set(i, value);
-      }
-#pragma unroll 1
-      for (int u = 0; u < share.count; ++u) {
-        store_vector(gradient + u * Share::kStride, 0, vector);
-      }
-      __syncwarp();
-      if (lane == 0 && loads) {
-        start_far(next);
-      }
-#pragma unroll
-      for (int u = 0; u < kNear; ++u) {
-        share.load(next + first, u, wanted);
-      }
+  for (int i = 0; i < count; ++i) {
+    const int index = rows.index[i];
+    if (index >= 0) {
       continue;
     }
+    const auto value = from_acc<scalar_t>(gradient_without_loss(index));
+    Vector<scalar_t> vector;
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) {
+      vector.set(k, value);
+    }
+    scalar_t* const gradient = grad_input + rows.gradients[i] + first;
+#pragma unroll 1
+    for (int u = 0; u < share.count; ++u) {
+      store_vector(gradient + u * Share::kStride, 0, vector);
+    }
+  }
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (; n >= 0; n = rows.next[n]) {
+    const bool loads = rows.next[n] >= 0;
+    const scalar_t* const next = input + rows.logits[loads ? rows.next[n] : n];
+    const int wanted = loads ? share.count : 0;
+    scalar_t* const gradient = grad_input + rows.gradients[n] + first;
+    arrived.wait(parity);
+    parity ^= 1;
     uint32_t maxima = lowest_word<scalar_t>();
 #pragma unroll
     for (int u = kNear; u < kVectors; ++u) {
@@ -273,6 +283,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       share.store(gradient, u, gradient_of(share.near[u]));
       share.load(next + first, u, wanted);
     }
+    const int index = rows.index[n];
     const int at = index - begin;
     if (at >= 0 && at < size && at / kSize % kWarpSize == lane) {
       // By the lane that wrote it before.
