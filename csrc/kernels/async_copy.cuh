@@ -93,9 +93,23 @@ struct CopyBarrier {
 #endif
   }
 
-  // parity: of how many copies completed before this one.
+  // parity: of how many copies completed before this one. kCluster: they come from other blocks.
+  template <bool kCluster = false>
   __device__ __forceinline__ void wait(uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) {
+      asm volatile(
+          "{\n"
+          ".reg .pred done;\n"
+          "again:\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+          "@!done bra again;\n"
+          "}\n"
+          :
+          : "r"(shared_address(&state)), "r"(parity)
+          : "memory");
+      return;
+    }
     asm volatile(
         "{\n"
         ".reg .pred done;\n"

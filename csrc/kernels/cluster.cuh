@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "kernels/async_copy.cuh"
+
 namespace lossops::cuda {
 
 __device__ __forceinline__ int cluster_rank() {
@@ -20,6 +22,24 @@ __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Stores `value` to *shared, which is of the block of that rank, and counts 4 bytes as arrived at
+// its *barrier. Neither waits for what was stored before, as a release does.
+__device__ __forceinline__ void store_at_rank(uint32_t* shared, uint32_t value,
+                                              CopyBarrier* barrier, int rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, counter;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 counter, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [counter];\n"
+      "}\n"
+      :
+      : "r"(shared_address(shared)), "r"(value), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
 #endif
 }
 

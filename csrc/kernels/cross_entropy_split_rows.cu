@@ -94,6 +94,7 @@ struct SplitRows {
   float4 states[kMaxRows];  // max, ones, below
   float scale;
   CopyBarrier arrived[kMaxBlockWarps];
+  CopyBarrier met[kMaxRows];  // the states of a row's pieces, in a cluster
 };
 
 // Each warp of a block, or of a cluster of blocks, has a piece of the row. As the gradient of a
@@ -173,21 +174,20 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       rows.weight[thread] = row_weight(args, own_index);
       rows.x_at_index[thread] = own_index >= 0 ? to_acc<float>(input[logits + own_index]) : 0.0f;
       rows.states[thread] = {-math::infinity<float>(), 0, 0, 0};
+      rows.met[thread].init();
+      rows.met[thread].expect(kStateWords<kKind> * sizeof(uint32_t) * pieces.count);
     }
     unit.wait(args, denominator);
     if (thread == 0) {
       rows.scale = unit.get();
     }
   }
-  const auto sync = [&] {
-    __syncwarp();
-    if (cluster > 1) {
-      cluster_sync();
-    } else {
-      __syncthreads();
-    }
-  };
-  sync();  // all blocks run before one stores to another
+  __syncwarp();
+  if (cluster > 1) {
+    cluster_sync();  // all blocks run before one stores to another
+  } else {
+    __syncthreads();
+  }
   const float scale = rows.scale;
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
@@ -250,11 +250,18 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     };
     const PieceState own = reduce_below<scalar_t, kKind>(warp_max(max), max, add_terms);
     uint32_t* const row_states = states + n * kStateWords<kKind> * pieces.count;
-    // To each block by a lane.
-    if (lane < cluster) {
-      own.template publish<kKind>(at_rank(row_states, lane) + piece, pieces.count);
+    if (cluster > 1) {
+      // To each block by a lane.
+      if (lane < cluster) {
+        own.template send<kKind>(row_states + piece, pieces.count, &rows.met[n], lane);
+      }
+      rows.met[n].template wait<true>(0);
+    } else {
+      if (lane == 0) {
+        own.template publish<kKind>(row_states + piece, pieces.count);
+      }
+      __syncthreads();
     }
-    sync();
     const PieceState state = combine_pieces<kKind>(row_states, pieces, num_classes, lane);
     const float weight = rows.weight[n];
     const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, weight);

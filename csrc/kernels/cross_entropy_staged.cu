@@ -31,7 +31,7 @@ constexpr int kMaxClusterShare = 72 << 10;
 // Warps of a block that leaves no gradient.
 constexpr int kMaxForwardWarps = 8;
 // What a block has of shared memory beside its pieces and their states, at most.
-constexpr int kStaticSharedBytes = 2240;
+constexpr int kStaticSharedBytes = 2256;
 constexpr int kProbabilitySharedBytes = 128;
 // Pieces of a block and their states, at most.
 constexpr int kMaxSharedBytes = 110 << 10;
@@ -293,6 +293,7 @@ struct StagedBlock {
   float q_sums[2][kKind == RowKind::kProbability ? kBatch : 1];  // likewise
   double sums[2][kBatch];                                        // of losses and weights
   CopyBarrier arrived[kMaxBlockWarps];
+  CopyBarrier met[2];  // in a cluster: the states of the pieces of every other row
 };
 
 // Rows of a block: prepared and finished in batches, a row a lane.
@@ -522,6 +523,15 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   if (lane == 0) {
     stage.arrived.init();
   }
+  const auto expect_states = [&](CopyBarrier& met) {
+    met.expect(kStateWords<kKind> * sizeof(uint32_t) * pieces.count);
+  };
+  if (kCluster && threadIdx.x == 0) {
+    for (CopyBarrier& met : block.met) {
+      met.init();
+      expect_states(met);
+    }
+  }
   if (warp == warps - 1) {
     batches.prepare(0);
   }
@@ -542,7 +552,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   if constexpr (kCluster) {
     cluster_sync();  // all blocks run before one stores to another
   }
+  int kept = 0;  // rows with a loss
   for (int n = 0; n < batches.count; ++n) {
+    if (kCluster && n % kBatch == 0) {
+      __syncthreads();
+    }
     const StagedRow<kKind> row = batches.row(n);
     // All warps are past the batch before, and its last rows are finished.
     if (n % kBatch == 1 && warp == warps - 1) {
@@ -552,13 +566,17 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     if (row.index >= 0) {
       state = stage.reduce(whole, smoothing);
       if (kCluster || warps > 1) {
-        uint32_t* const row_states = states + n % 2 * kStateWords<kKind> * pieces.count;
+        uint32_t* const row_states = states + kept % 2 * kStateWords<kKind> * pieces.count;
         if constexpr (kCluster) {
-          // To each block by a lane.
+          // To each block by a lane. No block gets two rows ahead of another.
+          CopyBarrier& met = block.met[kept % 2];
           if (lane < cluster) {
-            state.template publish<kKind>(at_rank(row_states, lane) + piece, pieces.count);
+            state.template send<kKind>(row_states + piece, pieces.count, &met, lane);
           }
-          cluster_sync();
+          met.template wait<true>(kept / 2 % 2);
+          if (threadIdx.x == 0) {
+            expect_states(met);
+          }
         } else {
           if (lane == 0) {
             state.template publish<kKind>(row_states + piece, pieces.count);
@@ -566,12 +584,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
           __syncthreads();
         }
         state = combine_pieces<kKind>(row_states, pieces, num_classes, lane);
+        ++kept;
       } else {
         __syncwarp();
       }
-    } else if constexpr (kCluster) {
-      cluster_sync();  // as other rows do: no block gets two rows ahead of another
-    } else {
+    } else if constexpr (!kCluster) {
       __syncthreads();
     }
     auto* const gradient = static_cast<scalar_t*>(row.gradient) + begin;
@@ -623,9 +640,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       }
     }
   }
-  if constexpr (kCluster) {
-    cluster_sync();  // no block ends while another may store to it
-  }
+  __syncthreads();
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid(batches.sums(), partials, finalize);
   }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/cluster.cuh"
 #include "kernels/row_terms.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/warp_reduce.cuh"
@@ -43,6 +44,16 @@ struct PieceState : OnlineSoftmax<float> {
 #pragma unroll
     for (int i = 0; i < kStateWords<kKind>; ++i) {
       words[i * pieces] = __float_as_uint(values[i]);
+    }
+  }
+  // To another block of the cluster, whose barrier waits for the states of all pieces.
+  template <RowKind kKind>
+  __device__ __forceinline__ void send(uint32_t* words, int pieces, CopyBarrier* barrier,
+                                       int rank) const {
+    const float values[] = {max, ones, below, distance, q_sum};
+#pragma unroll
+    for (int i = 0; i < kStateWords<kKind>; ++i) {
+      store_at_rank(words + i * pieces, __float_as_uint(values[i]), barrier, rank);
     }
   }
 };
