@@ -51,23 +51,11 @@ struct Share {
     return u < kSure || (u * kWarpSize + lane) * kSize < count;
   }
   __device__ __forceinline__ void load(const Piece<scalar_t>& piece, int u, int lane) {
-    uint32_t (&words)[4] = vectors[u].words;
     if (u >= kSure) {
-#pragma unroll
-      for (uint32_t& word : words) {
-        word = lowest_word<scalar_t>();
-      }
+      set_lowest(vectors[u]);
     }
-    // By name, for a predicate instead of a branch.
-    asm volatile(
-        "{\n"
-        ".reg .pred wanted;\n"
-        "setp.ne.b32 wanted, %5, 0;\n"
-        "@wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-        "}\n"
-        : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
-        : "l"(piece.first + (u * kWarpSize + lane) * kSize),
-          "r"(static_cast<int>(piece.wanted && has(u, piece.count, lane))));
+    load_vector_if(piece.wanted && has(u, piece.count, lane), vectors[u],
+                   piece.first + (u * kWarpSize + lane) * kSize);
   }
   __device__ __forceinline__ void load(const Piece<scalar_t>& piece, int lane) {
 #pragma unroll
@@ -115,7 +103,7 @@ struct LongRows {
   int index[kMaxRows];  // checked_index()
   float weight[kMaxRows];
   float x_at_index[kMaxRows];
-  float4 states[kMaxRows];
+  KeptState states[kMaxRows];
   uint32_t with_loss;  // a bit a row
 };
 
@@ -143,11 +131,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     if (thread < count) {
       const int64_t row = first_row + thread;
       const Operand* const operands[] = {&args.target, &args.input, &args.output};
-      int64_t offsets[] = {row * args.target.strides[0], row * args.input.strides[0],
-                           row * args.output.strides[0]};
-      if (args.rows.ndim > 1) {
-        row_offsets(args.rows, operands, row, offsets);
-      }
+      int64_t offsets[3];
+      plain_row_offsets(args.rows, operands, row, offsets);
       index = checked_index(args, load_class_index(args.target, offsets[0]));
       rows.index[thread] = index;
       rows.logits[thread] = offsets[1];
@@ -206,7 +191,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
                                     num_classes, lane);
     }
     if (lane == 0) {
-      rows.states[n] = make_float4(state.max, state.ones, state.below, state.distance);
+      rows.states[n] = KeptState::of(state);
     }
   }
   __syncthreads();
@@ -215,14 +200,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   Partial partial;
   if (thread < count) {
-    const float4 state = rows.states[thread];
-    OnlineSoftmax<float> softmax;
-    softmax.max = state.x;
-    softmax.ones = state.y;
-    softmax.below = state.z;
-    finish_indexed_row<kKind>(args, rows.index[thread], rows.weight[thread], softmax, state.w, 0.0f,
-                              rows.x_at_index[thread], first_row + thread, rows.outputs[thread],
-                              partial);
+    finish_kept_row<kKind>(args, rows.index[thread], rows.weight[thread], rows.states[thread], 0.0f,
+                           rows.x_at_index[thread], first_row + thread, rows.outputs[thread],
+                           partial);
   }
   if (args.reduction != Reduction::kNone) {
     reduce_warp_to_grid(partial, partials, finalize);

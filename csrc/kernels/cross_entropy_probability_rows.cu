@@ -50,7 +50,7 @@ struct Rows {
   int64_t probabilities[kMaxRows];
   int64_t gradients[kMaxRows];
   int64_t losses[kMaxRows];
-  float4 states[kMaxRows];  // PieceState's max, ones, below, distance
+  KeptState states[kMaxRows];
   float q_sums[kMaxRows];
   CopyBarrier arrived[kMaxRowWarps];
 };
@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   for (int n = warp; n < count; n += pieces.count) {
     const PieceState state = combine_pieces<kKind, true>(states_of(n), pieces, num_classes, lane);
     if (lane == 0) {
-      rows.states[n] = make_float4(state.max, state.ones, state.below, state.distance);
+      rows.states[n] = KeptState::of(state);
       rows.q_sums[n] = state.q_sum;
     }
   }
@@ -381,13 +381,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   Partial partial;
   if (lane < count) {
-    const float4 state = rows.states[lane];
-    OnlineSoftmax<float> softmax;
-    softmax.max = state.x;
-    softmax.ones = state.y;
-    softmax.below = state.z;
-    finish_indexed_row<kKind>(args, 0, 1.0f, softmax, state.w, rows.q_sums[lane], 0.0f,
-                              first_row + lane, rows.losses[lane], partial);
+    finish_kept_row<kKind>(args, 0, 1.0f, rows.states[lane], rows.q_sums[lane], 0.0f,
+                           first_row + lane, rows.losses[lane], partial);
   }
   if (args.reduction != Reduction::kNone) {
     reduce_warp_to_grid(partial, partials, finalize);

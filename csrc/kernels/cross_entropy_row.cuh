@@ -41,7 +41,21 @@ __device__ __forceinline__ void row_offsets(const IterationSpace& rows,
   strided_offsets<kRolled>(rows, operands, row, offsets);
 }
 
-// The same of one operand, without the divisions of several dimensions where there is one.
+// The same without the divisions of several dimensions where there is one.
+template <int N>
+__device__ __forceinline__ void plain_row_offsets(const IterationSpace& rows,
+                                                  const Operand* const (&operands)[N], int64_t row,
+                                                  int64_t (&offsets)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    offsets[i] = row * operands[i]->strides[0];
+  }
+  if (rows.ndim > 1) {
+    row_offsets(rows, operands, row, offsets);
+  }
+}
+
+// Of one operand, likewise.
 template <bool kRolled = true>
 __device__ __forceinline__ int64_t row_offset(const IterationSpace& rows, const Operand& operand,
                                               int64_t row) {

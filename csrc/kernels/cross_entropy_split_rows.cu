@@ -24,6 +24,7 @@ constexpr int kFewestPieces = 8;
 constexpr int kMaxThreads = 512;
 constexpr int kMaxBlockWarps = kMaxThreads / kWarpSize;
 constexpr int kMinBlocks = 2;  // of a multiprocessor
+constexpr int kResidentWarps = kMinBlocks * kMaxBlockWarps;
 // Rows that a block, or a cluster, takes one after the other. Measured on an H200, bf16: of 32768
 // classes, 4 rows take 4 % longer than 2; of 131072, 8 rows 1 % longer than 4.
 constexpr int kBlockRows = 2;
@@ -45,32 +46,17 @@ struct SplitShare {
       : count(count_), far(far_) {
 #pragma unroll
     for (Vector<scalar_t>& vector : near) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        vector.set_word(i, lowest_word<scalar_t>());
-      }
+      set_lowest(vector);
     }
   }
 
-  // Vector u, if it is one of the first `wanted`. By name: the compiler would branch around it.
+  // Vector u, if it is one of the first `wanted`.
   __device__ __forceinline__ void load(const scalar_t* row, int u, int wanted) {
-    uint32_t (&to)[4] = near[u].words;
-    asm volatile(
-        "{\n .reg .pred wanted;\n setp.lt.s32 wanted, %4, %5;\n"
-        " @wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%6];\n}"
-        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
-        : "r"(u), "r"(wanted), "l"(row + u * kStride)
-        : "memory");
+    load_vector_if(u < wanted, near[u], row + u * kStride);
   }
   __device__ __forceinline__ void store(scalar_t* row, int u,
                                         const Vector<scalar_t>& vector) const {
-    asm volatile(
-        "{\n .reg .pred wanted;\n setp.lt.s32 wanted, %4, %5;\n"
-        " @wanted st.global.v4.b32 [%6], {%0, %1, %2, %3};\n}"
-        :
-        : "r"(vector.word(0)), "r"(vector.word(1)), "r"(vector.word(2)), "r"(vector.word(3)),
-          "r"(u), "r"(count), "l"(row + u * kStride)
-        : "memory");
+    store_vector_if(u < count, row + u * kStride, vector);
   }
 
   __device__ __forceinline__ Vector<scalar_t> get_far(int u) const {
@@ -91,7 +77,7 @@ struct SplitRows {
   int next[kMaxRows];   // that has a loss; -1: none
   float weight[kMaxRows];
   float x_at_index[kMaxRows];
-  float4 states[kMaxRows];  // max, ones, below
+  KeptState states[kMaxRows];
   float scale;
   CopyBarrier arrived[kMaxBlockWarps];
   CopyBarrier met[kMaxRows];  // the states of a row's pieces, in a cluster
@@ -145,14 +131,16 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   }
   // By each warp, to read nothing of a row that has no loss, and to wait for no other warp.
   int own_index = kIgnoredRow;
+  int64_t offsets[3] = {};
   if (lane < count) {
-    const int64_t target = row_offset(args.rows, args.target, first_row + lane);
-    own_index = checked_index(args, load_class_index(args.target, target));
+    const Operand* const operands[] = {&args.target, &args.input, &args.grad_input};
+    plain_row_offsets(args.rows, operands, first_row + lane, offsets);
+    own_index = checked_index(args, load_class_index(args.target, offsets[0]));
   }
   const uint32_t with_loss = __ballot_sync(kAllLanes, own_index >= 0);
   int n = lowest_bit(with_loss);
   if (n >= 0) {
-    const scalar_t* const logits = input + row_offset(args.rows, args.input, first_row + n);
+    const scalar_t* const logits = input + __shfl_sync(kAllLanes, offsets[1], n);
     if (lane == 0) {
       start_far(logits);
     }
@@ -165,15 +153,14 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   UnitScale<float> unit(args, denominator);
   if (thread < kWarpSize) {
     if (thread < count) {
-      const int64_t row = first_row + thread;
-      const int64_t logits = row_offset(args.rows, args.input, row);
-      rows.logits[thread] = logits;
-      rows.gradients[thread] = row_offset(args.rows, args.grad_input, row);
+      rows.logits[thread] = offsets[1];
+      rows.gradients[thread] = offsets[2];
       rows.index[thread] = own_index;
       rows.next[thread] = lowest_bit(with_loss & ~1u << thread);
       rows.weight[thread] = row_weight(args, own_index);
-      rows.x_at_index[thread] = own_index >= 0 ? to_acc<float>(input[logits + own_index]) : 0.0f;
-      rows.states[thread] = {-math::infinity<float>(), 0, 0, 0};
+      rows.x_at_index[thread] =
+          own_index >= 0 ? to_acc<float>(input[offsets[1] + own_index]) : 0.0f;
+      rows.states[thread] = KeptState::of({});
       rows.met[thread].init();
       rows.met[thread].expect(kStateWords<kKind> * sizeof(uint32_t) * pieces.count);
     }
@@ -298,7 +285,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
           from_acc<scalar_t>(softmax.gradient_at_index(rows.x_at_index[n]));
     }
     if (thread == 0) {
-      rows.states[n] = {state.max, state.ones, state.below, 0};
+      rows.states[n] = KeptState::of(state);
     }
   }
   if (warp > 0) {
@@ -308,14 +295,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   Partial partial;
   if (rank == 0 && thread < count) {
     const int64_t row = first_row + thread;
-    OnlineSoftmax<float> softmax;
-    softmax.max = rows.states[thread].x;
-    softmax.ones = rows.states[thread].y;
-    softmax.below = rows.states[thread].z;
-    finish_indexed_row<kKind>(
-        args, rows.index[thread], rows.weight[thread], softmax, 0.0f, 0.0f, rows.x_at_index[thread],
-        row, args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, row) : 0,
-        partial);
+    finish_kept_row<kKind>(
+        args, rows.index[thread], rows.weight[thread], rows.states[thread], 0.0f,
+        rows.x_at_index[thread], row,
+        args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, row) : 0, partial);
   }
   if (args.reduction != Reduction::kNone) {
     reduce_warp_to_grid(partial, partials, finalize);
@@ -341,8 +324,8 @@ SplitRowPlan plan_split_rows(const CrossEntropyForwardArgs& args, const StagedPl
   }
   const int warps = staged.pieces / plan.cluster;
   plan.threads = warps * kWarpSize;
-  const int64_t resident = int64_t{current_device_limits().multiprocessors} * kMinBlocks *
-                           (kMaxBlockWarps / warps) / plan.cluster;
+  const int64_t resident =
+      int64_t{current_device_limits().multiprocessors} * (kResidentWarps / warps) / plan.cluster;
   const int64_t rows =
       std::min<int64_t>(plan.cluster > 1 ? kClusterRows : kBlockRows, args.rows.numel / resident);
   plan.rows = static_cast<int>(std::clamp<int64_t>(

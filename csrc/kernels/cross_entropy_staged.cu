@@ -289,7 +289,7 @@ __device__ __forceinline__ Smoothing smoothing_of(const CrossEntropyArgs& args) 
 template <RowKind kKind>
 struct StagedBlock {
   StagedRow<kKind> rows[2][kBatch];
-  float4 states[2][kBatch];  // of rows whose pieces are put together
+  KeptState states[2][kBatch];  // of rows whose pieces are put together
   float q_sums[2][kKind == RowKind::kProbability ? kBatch : 1];  // likewise
   double sums[2][kBatch];                                        // of losses and weights
   CopyBarrier arrived[kMaxBlockWarps];
@@ -329,8 +329,7 @@ struct RowBatches {
   // By a warp with the state of a row in each of its lanes.
   __device__ __forceinline__ void keep(int n, const PieceState& state) {
     if (lane == 0) {
-      block.states[n / kBatch % 2][n % kBatch] =
-          make_float4(state.max, state.ones, state.below, state.distance);
+      block.states[n / kBatch % 2][n % kBatch] = KeptState::of(state);
       if constexpr (kKind == RowKind::kProbability) {
         block.q_sums[n / kBatch % 2][n % kBatch] = state.q_sum;
       }
@@ -342,23 +341,18 @@ struct RowBatches {
     const int n = batch * kBatch + lane;
     if (lane < kBatch && n < count) {
       const StagedRow<kKind>& row = this->row(n);
-      const float4 state = block.states[batch % 2][lane];
-      OnlineSoftmax<float> softmax;
-      softmax.max = state.x;
-      softmax.ones = state.y;
-      softmax.below = state.z;
       float x_at_index = 0;
       if (kKind != RowKind::kProbability && row.index >= 0) {
         x_at_index = to_acc<float>(static_cast<const scalar_t*>(row.logits)[row.index]);
       }
       Partial partial;
-      finish_indexed_row<kKind>(
-          args, row.index, row.weight, softmax, state.w,
-          kKind == RowKind::kProbability ? block.q_sums[batch % 2][lane] : 0.0f, x_at_index,
-          number(n),
-          args.reduction == Reduction::kNone ? row_offset<false>(args.rows, args.output, number(n))
-                                             : 0,
-          partial);
+      finish_kept_row<kKind>(args, row.index, row.weight, block.states[batch % 2][lane],
+                             kKind == RowKind::kProbability ? block.q_sums[batch % 2][lane] : 0.0f,
+                             x_at_index, number(n),
+                             args.reduction == Reduction::kNone
+                                 ? row_offset<false>(args.rows, args.output, number(n))
+                                 : 0,
+                             partial);
       block.sums[0][lane] += partial.sum;
       block.sums[1][lane] += partial.weight;
     }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cluster.cuh"
+#include "kernels/cross_entropy_row.cuh"
 #include "kernels/row_terms.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/warp_reduce.cuh"
@@ -57,6 +58,32 @@ struct PieceState : OnlineSoftmax<float> {
     }
   }
 };
+
+// The state of a row that waits in shared memory for its loss; q_sum apart, where there is one.
+struct alignas(16) KeptState {
+  float max;
+  float ones;
+  float below;
+  float distance;
+
+  static __device__ __forceinline__ KeptState of(const PieceState& state) {
+    return {state.max, state.ones, state.below, state.distance};
+  }
+};
+
+// finish_indexed_row() of it.
+template <RowKind kKind>
+__device__ __forceinline__ void finish_kept_row(const CrossEntropyForwardArgs& args, int index,
+                                                float weight, const KeptState& kept, float q_sum,
+                                                float x_at_index, int64_t row,
+                                                int64_t output_offset, Partial& partial) {
+  OnlineSoftmax<float> softmax;
+  softmax.max = kept.max;
+  softmax.ones = kept.ones;
+  softmax.below = kept.below;
+  finish_indexed_row<kKind>(args, index, weight, softmax, kept.distance, q_sum, x_at_index, row,
+                            output_offset, partial);
+}
 
 // The state of a piece whose maximum is known. add_terms(sum, terms) adds this lane's terms;
 // own_max: the largest of their logits, or more.

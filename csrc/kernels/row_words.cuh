@@ -38,6 +38,14 @@ __device__ __forceinline__ uint32_t lowest_word() {
   return sizeof(scalar_t) == 4 ? 0xff800000u : kHalf ? 0xfc00fc00u : 0xff80ff80u;
 }
 
+template <typename scalar_t>
+__device__ __forceinline__ void set_lowest(Vector<scalar_t>& vector) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    vector.set_word(i, lowest_word<scalar_t>());
+  }
+}
+
 // Element by element the larger; of a NaN and a number, the number.
 template <typename scalar_t>
 __device__ __forceinline__ uint32_t max_of_words(uint32_t a, uint32_t b) {

@@ -59,6 +59,41 @@ __device__ __forceinline__ void store_vector(scalar_t* pointer, int64_t index,
   reinterpret_cast<Vector<scalar_t>*>(pointer)[index] = vector;
 }
 
+// The same where `wanted`; else the vector stays as it is. By name, for a predicate where the
+// compiler would branch.
+template <typename scalar_t>
+__device__ __forceinline__ void load_vector_if(bool wanted, Vector<scalar_t>& vector,
+                                               const scalar_t* pointer) {
+  uint32_t words[] = {vector.word(0), vector.word(1), vector.word(2), vector.word(3)};
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %5, 0;\n"
+      "@wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+      : "l"(pointer), "r"(static_cast<int>(wanted))
+      : "memory");
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    vector.set_word(i, words[i]);
+  }
+}
+template <typename scalar_t>
+__device__ __forceinline__ void store_vector_if(bool wanted, scalar_t* pointer,
+                                                const Vector<scalar_t>& vector) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %5, 0;\n"
+      "@wanted st.global.v4.b32 [%4], {%0, %1, %2, %3};\n"
+      "}\n"
+      :
+      : "r"(vector.word(0)), "r"(vector.word(1)), "r"(vector.word(2)), "r"(vector.word(3)),
+        "l"(pointer), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
 // How many bytes at once an address allows: 16, 8, 4, or the size of an element.
 template <typename scalar_t>
 __device__ __forceinline__ int access_width(const scalar_t* pointer) {
