@@ -466,7 +466,16 @@ def test_float_rows_of_a_block(classes: int, rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("classes", "rows"),
-    [(28680, 9), (32768, 1200), (65544, 600), (100000, 3), (131072, 540), (262144, 270)],
+    [
+        (28680, 9),
+        (32768, 1200),
+        (50257, 700),
+        (65544, 600),
+        (100000, 3),
+        (131072, 540),
+        (151937, 450),
+        (262144, 270),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
 def test_long_rows_of_a_block(dtype: torch.dtype, classes: int, rows: int) -> None:
@@ -527,7 +536,8 @@ def test_gradients_of_equal_logits(classes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "classes", [2, 7, 10, 12, 15, 21, 88, 200, 1000, 1001, 1008, 3000, 4097, 32768, 50257, 131072]
+    "classes",
+    [2, 7, 10, 12, 15, 21, 88, 200, 1000, 1001, 1008, 3000, 4097, 32768, 50257, 131072, 151937],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_bits_do_not_depend_on_where_rows_lie(dtype: torch.dtype, classes: int) -> None:
@@ -653,7 +663,7 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
         ((64, 4096), torch.float32, "float_rows_kernel"),
         ((64, 4100), torch.float32, "forward_register_kernel"),
         ((64, 4097), torch.float32, "staged_kernel"),
-        ((64, 50257), HALF, "staged_kernel"),
+        ((64, 6001), HALF, "staged_kernel"),
         ((2, 21, 8, 8), torch.float32, "forward_column_kernel"),
         ((2, 21, 8, 8), torch.float16, "forward_column_kernel"),
     ],
@@ -679,7 +689,7 @@ def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> Non
 
 
 @pytest.mark.skipif(HOPPER_IS_OFF, reason="the kernels of older devices")
-@pytest.mark.parametrize("classes", [6144, 32768, 128256, 262144])
+@pytest.mark.parametrize("classes", [6144, 32768, 50257, 128256, 151937, 262144])
 def test_kernels_of_long_rows(classes: int) -> None:
     if not has_hopper():
         pytest.skip("needs Hopper")
@@ -687,7 +697,8 @@ def test_kernels_of_long_rows(classes: int) -> None:
         x = torch.randn(5, classes, device="cuda").to(dtype)
         t = torch.randint(0, classes, (5,), device="cuda")
         leaf = x.clone().requires_grad_()
-        with_gradient = "staged_kernel" if classes == 6144 else "split_rows_kernel"
+        is_split = classes > 6144 and classes % 8 == 0
+        with_gradient = "split_rows_kernel" if is_split else "staged_kernel"
         for logits, kernel in ((x, "long_rows_kernel"), (leaf, with_gradient)):
             names = kernels_of(lambda logits=logits, t=t: lossops.cross_entropy(logits, t))
             assert any(kernel in name for name in names), names

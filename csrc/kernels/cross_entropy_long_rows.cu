@@ -6,6 +6,7 @@
 #include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/phased_pieces.cuh"
 #include "kernels/row_pieces.cuh"
 #include "kernels/vectorized.cuh"
 #include "kernels/warp_reduce.cuh"
@@ -26,73 +27,147 @@ constexpr int64_t pieces_of_warp(bool smooth) { return smooth ? 8 : 4; }
 // each.
 constexpr int kMaxRows = kWarpSize;
 
-// A piece of a row, or nothing.
-template <typename scalar_t>
-struct Piece {
-  const scalar_t* first;
-  int count;  // elements
-  bool wanted;
-};
-
 // Of the pieces that this kernel is for. What a lane has of the least needs no question whether it
 // is there.
 constexpr int kMinPieceBytes = 6 << 10;
 constexpr int kMaxPieceBytes = 8 << 10;
 
-// A lane's share of a piece: vectors `lane`, `lane + 32`, ...; -inf where there is none.
-template <typename scalar_t>
+// A lane's share of a piece: vectors `lane`, `lane + 32`, ...; -inf where there is none. Rows with
+// smoothing are whole vectors at aligned addresses.
+template <typename scalar_t, RowKind kKind>
 struct Share {
+  static constexpr bool kPhased = kIsPhased<scalar_t, kKind>;
+  using Piece = PhasedPiece<scalar_t, kPhased>;
   static constexpr int kSize = kVectorSize<scalar_t>;
   static constexpr int kVectors = kMaxPieceBytes / kVectorBytes / kWarpSize;
   static constexpr int kSure = kMinPieceBytes / kVectorBytes / kWarpSize;
+  // Vectors that are searched for the piece's maximum if the largest of them is that.
+  static constexpr int kGroup = kPhased ? 4 : kVectors;
+  static constexpr int kGroups = kVectors / kGroup;
   Vector<scalar_t> vectors[kVectors];
 
-  static __device__ __forceinline__ bool has(int u, int count, int lane) {
-    return u < kSure || (u * kWarpSize + lane) * kSize < count;
-  }
-  __device__ __forceinline__ void load(const Piece<scalar_t>& piece, int u, int lane) {
+  // What a lane may load of a piece.
+  struct Source {
+    const scalar_t* first;  // its first vector
+    int vectors;            // of the piece
+    bool wanted;
+    bool first_wanted;
+
+    __device__ __forceinline__ Source(const Piece& piece, bool wanted_, int lane)
+        : first(unfolded(piece.vectors + lane * kSize)),
+          vectors(unfolded(wanted_ ? piece.readable() : 0)),
+          wanted(wanted_),
+          first_wanted(wanted_ && !(piece.is_first && lane == 0)) {}
+  };
+  __device__ __forceinline__ void load(const Source& source, int u, int lane) {
     if (u >= kSure) {
       set_lowest(vectors[u]);
     }
-    load_vector_if(piece.wanted && has(u, piece.count, lane), vectors[u],
-                   piece.first + (u * kWarpSize + lane) * kSize);
+    const bool wanted = u == 0      ? source.first_wanted
+                        : u < kSure ? source.wanted
+                                    : u * kWarpSize + lane < source.vectors;
+    load_vector_if(wanted, vectors[u], source.first + u * kWarpSize * kSize);
   }
-  __device__ __forceinline__ void load(const Piece<scalar_t>& piece, int lane) {
+  __device__ __forceinline__ void load(const Piece& piece, bool wanted, int lane) {
+    const Source source(piece, wanted, lane);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      load(piece, u, lane);
+      set_lowest(vectors[u]);
+      load(source, u, lane);
     }
   }
 
-  __device__ __forceinline__ float max() const {
-    uint32_t maxima = lowest_word<scalar_t>();
-#pragma unroll
-    for (const Vector<scalar_t>& vector : vectors) {
-      maxima = max_of_vector(vector, maxima);
+  // Puts -inf in the place of what is not of the piece, and reads what load() may not.
+  __device__ __forceinline__ void trim(const Piece& piece, int lane) {
+    if (piece.phase > 0) {
+      if (piece.is_first && lane == 0) {
+        vectors[0] = load_part(piece.vectors, piece.phase, kSize);
+      }
+      keep_from(vectors[0], lane == 0 ? piece.phase : 0);
     }
-    return max_of_elements<scalar_t>(maxima);
+    const int last = piece.whole_end();
+    const bool is_tail = lane == last % kWarpSize && piece.tail() > 0;
+    Vector<scalar_t> kept;
+    Vector<scalar_t> others;
+    parts_before(is_tail ? piece.tail() : kSize, kept, others);
+    if (piece.is_last && is_tail) {
+      kept = {};
+      others = load_part(piece.vectors + last * kSize, 0, piece.tail());
+    }
+#pragma unroll
+    for (int u = kSure; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t word = vectors[u].word(i);
+        vectors[u].set_word(i,
+                            u == last / kWarpSize ? (word & kept.word(i)) | others.word(i) : word);
+      }
+    }
   }
 
-  // As add_vectors(). Loads `next`.
-  template <RowKind kKind, typename Terms>
-  __device__ __forceinline__ void add(TermSum& sum, const Terms& terms, int count,
-                                      const Piece<scalar_t>& next, int lane) {
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      float x[kSize];
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        x[i] = to_acc<float>(vectors[u].get(i));
-      }
-      const float distance = sum.distance;
-      add_logits<kKind>(sum, terms, x, x, {});
-      if (!has(u, count, lane)) {
-        sum.distance = distance;
-      }
-      load(next, u, lane);
-      // Else the compiler would move all loads behind the sums.
-      __syncwarp();
+  // The state of the piece. Loads `next`.
+  __device__ __forceinline__ PieceState reduce(const Piece& piece, const Piece& next, bool wanted,
+                                               int lane) {
+    if constexpr (kPhased) {
+      trim(piece, lane);
     }
+    uint32_t maxima[kGroups];
+    uint32_t largest = lowest_word<scalar_t>();
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      maxima[g] = lowest_word<scalar_t>();
+#pragma unroll
+      for (int u = 0; u < kGroup; ++u) {
+        maxima[g] = max_of_vector(vectors[g * kGroup + u], maxima[g]);
+      }
+      largest = max_of_words<scalar_t>(maxima[g], largest);
+    }
+    const float own_max = max_of_elements<scalar_t>(largest);
+    const float max = warp_max(own_max);
+    int ones = 0;
+    if constexpr (kPhased) {
+      const PieceMaximum<scalar_t> maximum(max, own_max);
+      uint32_t counts = 0;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (maximum.is_in(maxima[g])) {
+#pragma unroll
+          for (int u = 0; u < kGroup; ++u) {
+            counts += maximum.take_from(vectors[g * kGroup + u]);
+          }
+        }
+      }
+      ones = sum_of_halves(counts);
+    }
+    const Source source(next, wanted, lane);
+    return reduce_below<scalar_t, kKind>(max, own_max, [&](TermSum& sum, const auto& terms) {
+      [[maybe_unused]] PhasedSum<scalar_t> phased;
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        if constexpr (kPhased) {
+          phased.add(terms, vectors[u]);
+        } else {
+          // As add_vectors().
+          float x[kSize];
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            x[i] = to_acc<float>(vectors[u].get(i));
+          }
+          const float distance = sum.distance;
+          add_logits<kKind>(sum, terms, x, x, {});
+          if (u >= kSure && u * kWarpSize + lane >= piece.last()) {
+            sum.distance = distance;
+          }
+        }
+        load(source, u, lane);
+        // Else the compiler would move all loads behind the sums.
+        __syncwarp();
+      }
+      if constexpr (kPhased) {
+        sum.ones = ones;
+        sum.below = phased.total(piece.phase, lane);
+      }
+    });
   }
 };
 
@@ -112,8 +187,8 @@ struct LongRows {
 template <typename scalar_t, RowKind kKind>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     cross_entropy_long_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                   Pieces pieces, int rows_of_block, Partial* partials,
-                                   Finalize finalize) {
+                                   Pieces pieces, int rows_of_block, int64_t elements,
+                                   Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
   extern __shared__ uint32_t states[];  // [rows_of_block][kStateWords<kKind>][pieces.count]
   __shared__ LongRows rows;
@@ -145,15 +220,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   let_next_kernel_start();
   __syncthreads();
-  const auto piece_of = [&](int n, int piece, bool wanted) -> Piece<scalar_t> {
+  const auto piece_of = [&](int n, int piece) {
     const int begin = piece * pieces.size;
-    return {input + rows.logits[n] + begin, min(pieces.size, num_classes - begin), wanted};
+    return typename Share<scalar_t, kKind>::Piece(input, elements, rows.logits[n] + begin,
+                                                  min(pieces.size, num_classes - begin));
   };
   const auto row_of = [](uint32_t left) { return max(__ffs(static_cast<int>(left)) - 1, 0); };
   uint32_t left = rows.with_loss;
-  Share<scalar_t> share;
-  Piece<scalar_t> own = piece_of(row_of(left), warp, left != 0);
-  share.load(own, lane);
+  Share<scalar_t, kKind> share;
+  auto own = piece_of(row_of(left), warp);
+  share.load(own, left != 0, lane);
   if (thread < count) {
     const int index = rows.index[thread];
     const scalar_t x_at_index = index >= 0 ? input[rows.logits[thread] + index] : scalar_t{};
@@ -169,12 +245,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       next_piece -= pieces.count;
       next_left &= left - 1;
     }
-    const Piece<scalar_t> next = piece_of(row_of(next_left), next_piece, next_left != 0);
-    const float max = share.max();
-    const PieceState state =
-        reduce_below<scalar_t, kKind>(warp_max(max), max, [&](TermSum& sum, const auto& terms) {
-          share.template add<kKind>(sum, terms, own.count, next, lane);
-        });
+    const auto next = piece_of(row_of(next_left), next_piece);
+    const PieceState state = share.reduce(own, next, next_left != 0, lane);
     if (lane == 0) {
       state.template publish<kKind>(
           states + row_of(left) * kStateWords<kKind> * pieces.count + piece, pieces.count);
@@ -216,12 +288,18 @@ LongRowPlan plan_long_rows(const CrossEntropyForwardArgs& args, const StagedPlan
   LongRowPlan plan;
   const int64_t size = element_size(args.input.dtype);
   if (staged.threads == 0 || size != 2 || args.grad_input.data != nullptr ||
-      args.target_is_probability || args.num_classes % (kVectorBytes / size) != 0 ||
-      !rows_are_aligned(args, args.input)) {
+      args.target_is_probability) {
+    return plan;
+  }
+  const bool whole =
+      args.num_classes % kVectorSize<half_t> == 0 && rows_are_aligned(args, args.input);
+  if (args.dense() && !whole) {
     return plan;
   }
   const int64_t last_piece = args.num_classes - int64_t{staged.pieces - 1} * staged.piece_size;
-  if (last_piece * size < kMinPieceBytes || staged.piece_size * size > kMaxPieceBytes) {
+  // A piece that is not aligned has elements of one more vector.
+  const int64_t most = kMaxPieceBytes - (whole ? 0 : kVectorBytes);
+  if (last_piece * size < kMinPieceBytes || staged.piece_size * size > most) {
     return plan;
   }
   const int64_t resident = int64_t{current_device_limits().multiprocessors} * kResidentWarps;
@@ -246,7 +324,8 @@ void launch_long_rows(const CrossEntropyForwardArgs& args, const LongRowPlan& pl
     launch_kernel(
         "cross_entropy_long_rows_kernel", kernel,
         {plan.blocks, plan.threads, int64_t{4} * plan.rows * kMaxStateWords * staged.pieces},
-        stream, args, Pieces{staged.pieces, staged.piece_size}, plan.rows, partials, finalize);
+        stream, args, Pieces{staged.pieces, staged.piece_size}, plan.rows, elements_of(args),
+        partials, finalize);
   };
   const auto launch_type = [&](auto type) {
     using scalar_t = typename decltype(type)::type;

@@ -14,8 +14,8 @@ struct LongRowPlan {
   int64_t blocks = 0;
 };
 
-// fp16 and bf16 logits of contiguous classes in whole vectors, class indices, no gradient. staged:
-// how staged rows would be cut.
+// fp16 and bf16 logits of contiguous classes, class indices, no gradient; with smoothing in whole
+// vectors. staged: how staged rows would be cut.
 LongRowPlan plan_long_rows(const CrossEntropyForwardArgs& args, const StagedPlan& staged);
 
 void launch_long_rows(const CrossEntropyForwardArgs& args, const LongRowPlan& plan,

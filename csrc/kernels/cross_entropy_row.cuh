@@ -607,6 +607,15 @@ inline bool gradient_lies_as_input(const CrossEntropyForwardArgs& args) {
          lies_as_input(args, args.grad_input, args.grad_input_class_stride);
 }
 
+// From the first of the logits to the last, of contiguous classes.
+inline int64_t elements_of(const CrossEntropyArgs& args) {
+  int64_t elements = args.num_classes;
+  for (int dim = 0; dim < args.rows.ndim; ++dim) {
+    elements += (args.rows.sizes[dim] - 1) * args.input.strides[dim];
+  }
+  return elements;
+}
+
 // Whether vectors can access all rows.
 inline bool rows_are_aligned(const CrossEntropyArgs& args, const Operand& operand) {
   bool aligned = is_vector_aligned(operand.data);

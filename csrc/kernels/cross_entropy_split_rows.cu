@@ -8,6 +8,7 @@
 #include "kernels/cluster.cuh"
 #include "kernels/device.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/phased_pieces.cuh"
 #include "kernels/row_pieces.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
@@ -215,14 +216,16 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       maxima = max_of_vector(share.near[u], maxima);
     }
     const float max = max_of_elements<scalar_t>(maxima);
+    const float piece_max = warp_max(max);
+    const PieceMaximum<scalar_t> maximum(piece_max, max);
     const auto add_terms = [&](TermSum& sum, const auto& terms) {
-      const auto add = [&](const Vector<scalar_t>& vector) {
-        float x[kSize];
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          x[i] = to_acc<float>(vector.get(i));
+      PhasedSum<scalar_t> phased;
+      uint32_t ones = 0;
+      const auto add = [&](Vector<scalar_t> vector) {
+        if (maximum.is_in(max_of_vector(vector, lowest_word<scalar_t>()))) {
+          ones += maximum.take_from(vector);
         }
-        add_logits<kKind>(sum, terms, x, x, Smoothing{});
+        phased.add(terms, vector);
       };
 #pragma unroll
       for (int u = 0; u < kNear; ++u) {
@@ -234,8 +237,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
           add(share.get_far(u));
         }
       }
+      sum.ones = sum_of_halves(ones);
+      sum.below = phased.total(0, lane);
     };
-    const PieceState own = reduce_below<scalar_t, kKind>(warp_max(max), max, add_terms);
+    const PieceState own = reduce_below<scalar_t, kKind>(piece_max, max, add_terms);
     uint32_t* const row_states = states + n * kStateWords<kKind> * pieces.count;
     if (cluster > 1) {
       // To each block by a lane.

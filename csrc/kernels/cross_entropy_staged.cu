@@ -9,6 +9,7 @@
 #include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/phased_pieces.cuh"
 #include "kernels/row_pieces.cuh"
 #include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
@@ -73,14 +74,17 @@ struct Granules {
   int phase;  // elements of the first granule that are before the piece
   int count;  // elements of the piece
 
+  // Of all that have an element of the piece.
+  __device__ __forceinline__ int end() const { return (phase + count + kSize - 1) / kSize; }
   __device__ __forceinline__ int whole_begin() const { return phase > 0 ? 1 : 0; }
   __device__ __forceinline__ int whole_end() const { return (phase + count) / kSize; }
 
-  // For each of this lane's whole granules: body(g, load(g)), several loads at a time.
+  // For each of this lane's granules in [begin, end): body(g, load(g)), several loads at a time.
+  // begin: 0 or 1.
   template <typename Load, typename Body>
-  __device__ __forceinline__ void for_each_whole(int lane, Load&& load, Body&& body) const {
-    const int end = whole_end();
-    int g = lane >= whole_begin() ? lane : lane + kWarpSize;
+  static __device__ __forceinline__ void for_each(int begin, int end, int lane, Load&& load,
+                                                  Body&& body) {
+    int g = lane >= begin ? lane : lane + kWarpSize;
     for (; g + (kGranuleUnroll - 1) * kWarpSize < end; g += kGranuleUnroll * kWarpSize) {
       Vector<scalar_t> vectors[kGranuleUnroll];
 #pragma unroll
@@ -97,13 +101,19 @@ struct Granules {
     }
   }
 
-  // This lane's element of a granule that is not whole; -1: it has none.
-  __device__ __forceinline__ int edge(int lane) const {
+  // This lane's element of a granule that is not whole, of the piece or beside it; -1: it has none.
+  __device__ __forceinline__ int beside(int lane) const {
     const bool head = lane < kSize;
     const int e = head ? lane : whole_end() * kSize + lane - kSize;
     const bool is_edge =
-        head ? whole_begin() > 0 && e >= phase : lane < 2 * kSize && whole_end() >= whole_begin();
-    return is_edge && e < phase + count ? e : -1;
+        head ? whole_begin() > 0
+             : lane < 2 * kSize && whole_end() >= whole_begin() && whole_end() < end();
+    return is_edge ? e : -1;
+  }
+  // The same of the piece.
+  __device__ __forceinline__ int edge(int lane) const {
+    const int e = beside(lane);
+    return e >= phase && e < phase + count ? e : -1;
   }
 
   // Whether element e is in a whole granule of this lane.
@@ -188,29 +198,50 @@ struct PieceStage {
   __device__ __forceinline__ PieceState reduce(bool whole, const Smoothing& smoothing) {
     arrived.wait(parity);
     parity ^= 1;
-    uint32_t maxima = lowest_word<scalar_t>();
-    granules.for_each_whole(
-        lane, [&](int g) { return load(g); },
-        [&](int, const Vector<scalar_t>& x) { maxima = max_of_vector(x, maxima); });
-    float max = max_of_elements<scalar_t>(maxima);
-    if (edge >= 0) {
-      elements[edge] = x_at_edge;
-      max = math::max_number(to_acc<float>(x_at_edge), max);
+    const int beside = granules.beside(lane);
+    if (beside >= 0) {
+      elements[beside] = edge >= 0 ? x_at_edge : from_acc<scalar_t>(-math::infinity<float>());
       if constexpr (kProbability) {
-        probabilities[edge] = p_at_edge;
+        probabilities[beside] = p_at_edge;
       }
     }
     __syncwarp();
+    uint32_t maxima = lowest_word<scalar_t>();
+    granules.for_each(
+        0, granules.end(), lane, [&](int g) { return load(g); },
+        [&](int, const Vector<scalar_t>& x) { maxima = max_of_vector(x, maxima); });
+    const float max = max_of_elements<scalar_t>(maxima);
+    const float piece_max = warp_max(max);
     const StagedElements row = {reinterpret_cast<const uint32_t*>(elements),
                                 reinterpret_cast<const uint32_t*>(probabilities), granules.phase,
                                 granules.count, smoothing};
     // Elsewhere a lane adds up others than it compared.
     const bool adds_own = whole && granules.phase == 0;
-    const float piece_max = warp_max(max);
-    return reduce_below<scalar_t, kKind>(piece_max, adds_own ? max : piece_max,
-                                         [&](TermSum& sum, const auto& terms) {
-                                           add_terms<scalar_t, kKind>(sum, terms, row, whole, lane);
-                                         });
+    return reduce_below<scalar_t, kKind>(
+        piece_max, adds_own ? max : piece_max, [&](TermSum& sum, const auto& terms) {
+          if constexpr (kIsPhased<scalar_t, kKind>) {
+            add_phased(sum, terms, PieceMaximum<scalar_t>(piece_max, max));
+          } else {
+            add_terms<scalar_t, kKind>(sum, terms, row, whole, lane);
+          }
+        });
+  }
+
+  template <typename Terms>
+  __device__ __forceinline__ void add_phased(TermSum& sum, const Terms& terms,
+                                             const PieceMaximum<scalar_t>& maximum) const {
+    PhasedSum<scalar_t> phased;
+    uint32_t ones = 0;
+#pragma unroll 2
+    for (int g = lane; g < granules.end(); g += kWarpSize) {
+      Vector<scalar_t> x = load(g);
+      if (maximum.is_in(max_of_vector(x, lowest_word<scalar_t>()))) {
+        ones += maximum.take_from(x);
+      }
+      phased.add(terms, x);
+    }
+    sum.ones = sum_of_halves(ones);
+    sum.below = phased.total(granules.phase, lane);
   }
 
   // Where the piece's probabilities lie as its logits do: their first granule, to be copied as it
@@ -257,7 +288,8 @@ struct PieceStage {
       replace(values, probabilities_of);
       store_vector(gradient, g, pack<scalar_t>(values));
     };
-    granules.for_each_whole(lane, [&](int g) { return load(g); }, write);
+    granules.for_each(
+        granules.whole_begin(), granules.whole_end(), lane, [&](int g) { return load(g); }, write);
     if (edge >= 0) {
       float values[1] = {to_acc<float>(x_at_edge)};
       const float probabilities_of[1] = {to_acc<float>(p_at_edge)};
@@ -708,7 +740,10 @@ StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
   // split are for blocks of 10 warps then, three of a multiprocessor: 0.88, with 14 warps 0.85.
   const bool may_split = size == 2 && !probability && args.num_classes % kVectorSize<half_t> == 0;
   plan.cluster += plan.cluster == 5 ? (may_split ? 3 : 1) : 0;
-  const int warps = std::min(per(streams * bytes, int64_t{kPieceBytes} * plan.cluster),
+  // A half type's piece that is not aligned has elements of one more vector.
+  const bool odd_halves = size == 2 && args.num_classes % kVectorSize<half_t> != 0;
+  const int64_t piece_bytes = kPieceBytes - (odd_halves ? kVectorBytes : 0);
+  const int warps = std::min(per(streams * bytes, piece_bytes * plan.cluster),
                              plan.cluster > 1 ? kMaxPieces / plan.cluster : kMaxBlockWarps);
   // An odd number of pieces leaves warps without work in the last turn of a forward pass.
   const bool odd = plan.cluster == 1 && warps > kMaxForwardWarps && warps % 2 != 0;

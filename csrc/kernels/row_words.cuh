@@ -1,8 +1,9 @@
 // A row of logits in shared memory, wherever it starts there, and the sum of its exponentials.
 //
 // Rows are copied in granules of 16 bytes, as they lie in global memory: a row that is not aligned
-// starts within a granule. Sums are taken over 32-bit words that count from the row's first
-// element, so that their order, and with it every bit, is the same wherever the row lies.
+// starts within a granule. Sums are taken over vectors or 32-bit words that count from the row's
+// first element, or as phased_pieces.cuh says, so that their order, and with it every bit, is the
+// same wherever the row lies.
 #pragma once
 
 #include <cstdint>
@@ -89,6 +90,22 @@ __device__ __forceinline__ uint32_t max_of_vector(const Vector<scalar_t>& vector
       max);
 }
 
+// All bits of each element of half types that is the same number in both words.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t equal_elements(uint32_t a, uint32_t b) {
+#if LOSSOPS_HOPPER_CODE
+  uint32_t equal;
+  if constexpr (std::is_same_v<scalar_t, half_t>) {
+    asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(equal) : "r"(a), "r"(b));
+  } else {
+    asm("set.eq.u32.bf16x2 %0, %1, %2;" : "=r"(equal) : "r"(a), "r"(b));
+  }
+  return equal;
+#else
+  return 0;  // for kernels that are empty
+#endif
+}
+
 // Word k of a row whose first element lies in words[0]: in its upper half if kOdd.
 template <bool kOdd>
 __device__ __forceinline__ uint32_t row_word(const uint32_t* words, int k) {
@@ -171,6 +188,10 @@ enum class RowKind : int8_t {
   kSmooth,       // label smoothing, no class weights: the logits' distances from the maximum
   kProbability,  // probability targets, no class weights: coefficients, and their distances
 };
+
+// Whether rows are summed as PhasedSum does, and not as add_terms() does.
+template <typename scalar_t, RowKind kKind>
+constexpr bool kIsPhased = sizeof(scalar_t) == 2 && kKind == RowKind::kIndex;
 
 // Probability targets: how a probability becomes a coefficient.
 struct Smoothing {

@@ -60,7 +60,8 @@ __device__ __forceinline__ void store_vector(scalar_t* pointer, int64_t index,
 }
 
 // The same where `wanted`; else the vector stays as it is. By name, for a predicate where the
-// compiler would branch.
+// compiler would branch. The vector must have a value: for one that has none the compiler may take
+// what another load brings, and wait for that.
 template <typename scalar_t>
 __device__ __forceinline__ void load_vector_if(bool wanted, Vector<scalar_t>& vector,
                                                const scalar_t* pointer) {
@@ -92,6 +93,18 @@ __device__ __forceinline__ void store_vector_if(bool wanted, scalar_t* pointer,
       : "r"(vector.word(0)), "r"(vector.word(1)), "r"(vector.word(2)), "r"(vector.word(3)),
         "l"(pointer), "r"(static_cast<int>(wanted))
       : "memory");
+}
+
+// A value of which the compiler does not know how it came to be: it would compute it anew for each
+// of several uses, or an address for each of several accesses at constant distances.
+template <typename T>
+__device__ __forceinline__ T* unfolded(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+__device__ __forceinline__ int unfolded(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
 }
 
 // How many bytes at once an address allows: 16, 8, 4, or the size of an element.
