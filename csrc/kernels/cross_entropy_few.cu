@@ -685,7 +685,7 @@ FewPlan plan_few_classes(const CrossEntropyForwardArgs& args) {
   FewPlan plan;
   const DeviceLimits limits = current_device_limits();
   // Rows of 16 words meet in two banks of shared memory.
-  if (!limits.hopper || args.dense() || args.input.dtype != DType::kFloat32 ||
+  if (!limits.hopper || args.dense() || args.acc_double || args.input.dtype != DType::kFloat32 ||
       args.input_class_stride != 1 || args.num_classes < 2 || args.num_classes > kMaxClasses) {
     return plan;
   }
