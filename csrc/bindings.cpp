@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <sstream>
@@ -342,12 +343,12 @@ cuda::Context current_stream(const Tensor& tensor) {
       cpu::launch_##name(__VA_ARGS__, cpu_context());                                 \
     }                                                                                 \
   } while (false)
-#define LOSSOPS_SCRATCH(like, name, args) \
-  ((like).is_cuda() ? cuda::name##_scratch(args) : cpu::name##_scratch(args))
+#define LOSSOPS_ASK(like, name, args) ((like).is_cuda() ? cuda::name(args) : cpu::name(args))
 #else
 #define LOSSOPS_LAUNCH(like, name, ...) cpu::launch_##name(__VA_ARGS__, cpu_context())
-#define LOSSOPS_SCRATCH(like, name, args) cpu::name##_scratch(args)
+#define LOSSOPS_ASK(like, name, args) cpu::name(args)
 #endif
+#define LOSSOPS_SCRATCH(like, name, args) LOSSOPS_ASK(like, name##_scratch, args)
 
 // Memory for one call, of torch's allocator, which may hand it out again as soon as the
 // stream is past the launch. An allocation takes longer than a small loss on the CPU.
@@ -971,8 +972,9 @@ ScalarType acc_dtype(const CrossEntropyArgs& args) {
   throw std::out_of_range(message.str());
 }
 
-// Where forward leaves what backward needs, one after the other in one float64 tensor:
-// mean_terms (2,), row_stats (2 or 3, rows) of acc_t, and scratch where that is small.
+// Where forward leaves what backward needs beside a gradient, one after the other in one float64
+// tensor: mean_terms (2,), row_stats (2 or 3, rows) of acc_t, and scratch where that is small.
+// Without row_stats, where the launcher needs none, it is shorter than with them.
 struct SavedLayout {
   static constexpr int64_t kMeanTerms = 2;
   static constexpr int64_t kSmallScratch = 2048;
@@ -986,8 +988,13 @@ struct SavedLayout {
     stats_doubles = args.acc_double ? numbers : (numbers + 1) / 2;
   }
 
-  // Even: what follows is aligned to 16 bytes.
+  // With row_stats. Even: what follows is aligned to 16 bytes.
   int64_t doubles() const { return (kMeanTerms + stats_doubles + 1) / 2 * 2; }
+
+  // Most scratch that may follow.
+  int64_t max_scratch(bool has_stats) const {
+    return has_stats ? kSmallScratch : std::min(kSmallScratch, stats_doubles - 1);
+  }
 };
 
 struct CrossEntropyResult {
@@ -1039,13 +1046,15 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
     args.row_stats = result.row_stats->mutable_data_ptr();
     args.mean_terms = mean ? static_cast<double*>(result.mean_terms->mutable_data_ptr()) : nullptr;
   } else if (extra == Extra::kGradient) {
-    const bool carved = scratch_doubles <= SavedLayout::kSmallScratch;
+    const bool has_stats = LOSSOPS_ASK(input, cross_entropy_needs_row_stats, args);
+    const int64_t doubles = has_stats ? layout.doubles() : SavedLayout::kMeanTerms;
+    const bool carved = scratch_doubles <= layout.max_scratch(has_stats);
     result.saved =
-        empty_vector(layout.doubles() + (carved ? scratch_doubles : 0), ScalarType::Double, input);
+        empty_vector(doubles + (carved ? scratch_doubles : 0), ScalarType::Double, input);
     auto* const memory = static_cast<double*>(result.saved->mutable_data_ptr());
     args.mean_terms = mean ? memory : nullptr;
-    args.row_stats = memory + SavedLayout::kMeanTerms;
-    scratch_data = memory + layout.doubles();
+    args.row_stats = has_stats ? memory + SavedLayout::kMeanTerms : nullptr;
+    scratch_data = memory + doubles;
     scratch_doubles = carved ? 0 : scratch_doubles;
   } else {
     scratch_doubles += SavedLayout::kMeanTerms;
@@ -1118,16 +1127,16 @@ ForwardTerms check_forward_terms(const CrossEntropyProblem& problem, const Cross
 ForwardTerms check_saved(const CrossEntropyProblem& problem, const CrossEntropyArgs& args,
                          const Tensor& tensor) {
   const View saved(tensor);
-  const int64_t needed = SavedLayout(args, problem.rows.numel()).doubles();
   LOSSOPS_CHECK(kCrossEntropy,
-                saved.sizes.size == 1 && saved.sizes[0] >= needed &&
+                saved.sizes.size == 1 && saved.sizes[0] >= SavedLayout::kMeanTerms &&
                     saved.dtype == ScalarType::Double && tensor.is_contiguous(),
-                "saved must be the float64 tensor of ", needed,
+                "saved must be the float64 tensor of ", SavedLayout::kMeanTerms,
                 " or more elements that forward returned, but is ", saved.sizes, " ",
                 name_of(saved.dtype));
   check_device(kCrossEntropy, "saved", saved, problem.input);
   const auto* const data = static_cast<const double*>(tensor.const_data_ptr());
-  return {data + SavedLayout::kMeanTerms, data};
+  const bool has_stats = saved.sizes[0] >= SavedLayout(args, problem.rows.numel()).doubles();
+  return {has_stats ? data + SavedLayout::kMeanTerms : nullptr, data};
 }
 
 // GetTerms: ForwardTerms of a problem and its arguments. overwritten: memory for grad_input.
@@ -1194,6 +1203,15 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
     builder.add(args.grad_output, grad_output.strides);
   }
   problem.finish(builder, args);
+  OptionalTensor row_stats;
+  if (is_kept && args.row_stats == nullptr &&
+      LOSSOPS_ASK(input, cross_entropy_needs_row_stats, forward_of(args))) {
+    // Hooks of saved tensors have changed the layout of input.
+    row_stats = cross_entropy_forward_pass(input, target, weight, ignore_index, reduction,
+                                           label_smoothing, true, Extra::kBackwardTerms)
+                    .row_stats;
+    args.row_stats = row_stats->const_data_ptr();
+  }
   LOSSOPS_LAUNCH_WITH_SCRATCH(input, cross_entropy_backward, args);
   return results;
 }

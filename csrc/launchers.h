@@ -105,7 +105,8 @@ struct CrossEntropyArgs {
 
 struct CrossEntropyForwardArgs : CrossEntropyArgs {
   Operand output;  // none: strides over rows; else one element
-  // Out, (2 or 3, rows) of acc_t: max, sum, Q; null: no backward pass will come.
+  // Out, (2 or 3, rows) of acc_t: max, sum, Q; null: no backward pass will come, or it will need
+  // none, as cross_entropy_needs_row_stats() says.
   void* row_stats = nullptr;
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; mean only
   // The gradient for a grad_output of 1; null: not wanted. Reductions only.
@@ -119,7 +120,7 @@ struct CrossEntropyBackwardArgs : CrossEntropyArgs {
   Operand grad_output;  // none: strides over rows; else strides 0; null: 1
   // grad_input holds the gradient for a grad_output of 1: nothing to do where it is 1.
   bool kept = false;
-  const void* row_stats = nullptr;
+  const void* row_stats = nullptr;     // null: kept, and cross_entropy_needs_row_stats() does not
   const double* mean_terms = nullptr;  // (2,), from forward; mean only
   // Strides over rows; null: not wanted. May be the input itself, with the input's strides, where
   // no other gradient is wanted: what a row needs of its logits must be read before it is written.
@@ -130,6 +131,15 @@ struct CrossEntropyBackwardArgs : CrossEntropyArgs {
   // (C,) contiguous, weight_dtype; probabilities only; null: not wanted
   void* grad_weight = nullptr;
 };
+
+// What forward was asked for that left the gradient which a backward pass has kept.
+inline CrossEntropyForwardArgs forward_of(const CrossEntropyBackwardArgs& args) {
+  CrossEntropyForwardArgs forward;
+  static_cast<CrossEntropyArgs&>(forward) = args;
+  forward.grad_input = args.grad_input;
+  forward.grad_input_class_stride = args.grad_input_class_stride;
+  return forward;
+}
 
 // --------------------------------------------------------------- the backends
 
@@ -144,6 +154,9 @@ struct CrossEntropyBackwardArgs : CrossEntropyArgs {
   int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args);                    \
   void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,        \
                                     Context);                                                    \
+  /* Whether a gradient that forward leaves takes row_stats: on its way, or to compute it again. \
+   */                                                                                            \
+  bool cross_entropy_needs_row_stats(const CrossEntropyForwardArgs& args);                       \
   int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args);                  \
   void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double* scratch,      \
                                      Context);                                                   \

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,6 +162,133 @@ def test_loss_scaling_in_half_precision(device: str) -> None:
     assert (x.grad[:, 1:].double() / exact - 1).abs().max().item() < 2**-10
 
 
+FEW_CLASSES = (
+    ((4099, 10), "fp32"),
+    ((300, 10), "fp32"),
+    ((1, 10), "fp32"),
+    ((2051, 100), "fp32"),
+    ((2051, 10), "half"),
+    ((1030, 33), "half"),
+    ((2, 21, 32, 36), "fp32"),
+    ((2, 21, 32, 36), "half"),
+    ((3, 5, 7, 11), "half"),
+    ((3, 100, 8, 8), "fp32"),
+)
+
+
+@pytest.mark.parametrize(("shape", "kind"), FEW_CLASSES, ids=str)
+def test_computed_again(shape: tuple[int, ...], kind: str, device: str) -> None:
+    """Few classes: kernels that leave a gradient and no statistics of its rows."""
+    (loss,) = [x for x in LOSSES if not x.elementwise]
+    for dtype in (torch.float32,) if kind == "fp32" else (torch.float16, torch.bfloat16):
+        for scale in (1, 20):
+            x = (scale * torch.randn(shape, device=device)).to(dtype)
+            x[0] += 50
+            t = torch.randint(shape[1], (shape[0], *shape[2:]), device=device)
+            t[::3] = -100
+            weights = (None, torch.rand(shape[1], device=device).to(dtype))
+            for weight, reduction in itertools.product(weights, ("mean", "sum")):
+                tensors = {"input": x, "target": t}
+                if weight is not None:
+                    tensors["weight"] = weight
+                sample = Sample("few", tensors, {"reduction": reduction}, ("input",))
+                for grad_output in (1.0, 0.5, -3.0, 1024.0, 2.0**-40, 0.0, math.inf):
+                    kept = gradient_of_input(loss, sample, grad_output)
+                    computed = gradient_of_input(loss, sample, grad_output, kept=False)
+                    what = f"{dtype} times {scale}, {reduction}, grad_output {grad_output}"
+                    assert same_bits(kept, computed), what
+                leaf = x.detach().requires_grad_()
+                lossops.keep_gradients(True)
+                value = sample.with_tensors(input=leaf).call(loss.function)
+                once = torch.autograd.grad(value, leaf, retain_graph=True)[0].clone()
+                again = torch.autograd.grad(value, leaf, retain_graph=True)[0]
+                assert same_bits(once, again), "retain_graph"
+
+
+@pytest.mark.parametrize("shape", [(300, 10), (300, 100), (2, 6, 8, 8)], ids=str)
+def test_wider_class_weights(shape: tuple[int, ...], device: str) -> None:
+    """Autocast lets float64 weights meet float32 logits, whose rows are then float64's."""
+    x = torch.randn(shape, device=device, requires_grad=True)
+    t = torch.randint(shape[1], (shape[0], *shape[2:]), device=device)
+    weight = torch.rand(shape[1], device=device, dtype=torch.float64)
+    y = x.detach().double().requires_grad_()
+    torch.nn.functional.cross_entropy(y, t, weight).backward()
+    assert y.grad is not None
+    for kept in (True, False):
+        lossops.keep_gradients(kept)
+        with torch.autocast(device):
+            value = lossops.cross_entropy(x, t, weight)
+        (gradient,) = torch.autograd.grad(value, x, torch.full_like(value, 0.5))
+        torch.testing.assert_close(gradient.double(), y.grad / 2, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "offset"])
+def test_hooks_that_change_the_layout(layout: str, device: str) -> None:
+    """What a saved-tensor hook hands out need not lie as what it took."""
+
+    def unpack(x: Tensor) -> Tensor:
+        if not x.is_floating_point() or x.dim() < 2:
+            return x
+        if layout == "contiguous":
+            return x.contiguous()
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+    for shape in ((4, 600, 10), (2, 8, 16, 20)):
+        x = torch.randn(shape, device=device)
+        x = x.transpose(1, -1) if layout == "contiguous" else x
+        t = torch.randint(x.shape[1], (x.shape[0], *x.shape[2:]), device=device)
+        expected = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        (0.5 * lossops.cross_entropy(expected, t)).backward()
+        leaf = x.detach().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            value = 0.5 * lossops.cross_entropy(leaf, t)
+        value.backward()
+        assert leaf.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-6, atol=0)
+
+
+def saved_bytes(call: Any) -> int:
+    """What a loss leaves for its backward pass, beside its operands and its gradient."""
+    sizes: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            sizes.append(x.nbytes)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        call()
+    (size,) = sizes
+    return size
+
+
+def test_saved_sizes() -> None:
+    """On the CPU: two numbers of a mean, two or three of each row, and scratch memory."""
+    for shape, smoothing, numbers in (((3000, 10), 0.0, 2), ((3000, 10), 0.1, 3)):
+        x = torch.randn(shape, requires_grad=True)
+        t = torch.randint(shape[1], shape[:1])
+        size = saved_bytes(
+            lambda x=x, t=t, smoothing=smoothing: lossops.cross_entropy(
+                x, t, label_smoothing=smoothing
+            )
+        )
+        least = 16 + 4 * numbers * shape[0]
+        assert least <= size <= least + 8 * 2049, size
+
+
+def beyond_inputs(x: Tensor, call: Any) -> int:
+    """Peak memory of a step of call(x), without what was there before and the gradient."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call(x).backward()
+    torch.cuda.synchronize()
+    beyond = torch.cuda.max_memory_allocated() - before - x.nbytes
+    x.grad = None
+    return beyond
+
+
 @pytest.mark.cuda
 def test_memory_of_a_step() -> None:
     """One gradient, and at most 16 MiB, beyond the inputs."""
@@ -168,13 +297,36 @@ def test_memory_of_a_step() -> None:
         t: Any = torch.randn(shape, device="cuda")
         if name == "cross_entropy":
             t = torch.randint(shape[1], shape[:1], device="cuda")
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        getattr(lossops, name)(x, t).backward()
-        torch.cuda.synchronize()
-        beyond = torch.cuda.max_memory_allocated() - before
-        assert beyond <= x.numel() * 4 + 2**24, f"{name}: {beyond / 2**20:.0f} MiB"
+        beyond = beyond_inputs(x, lambda x, t=t, name=name: getattr(lossops, name)(x, t))
+        assert beyond <= 2**24, f"{name}: {beyond / 2**20:.0f} MiB"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10),
+    reason="elsewhere statistics of rows are kept",
+)
+def test_memory_of_few_classes() -> None:
+    """Of millions of rows, which have no statistics beside a gradient."""
+    half, single = torch.float16, torch.float32
+    for shape, dtype, bytes_of_row in (
+        ((2**22, 10), single, 1),  # a class index
+        ((2**22, 10), half, 0),
+        ((2**21, 100), half, 0),
+        ((16, 21, 512, 512), single, 0),
+        ((16, 21, 512, 512), half, 0),
+    ):
+        x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+        t = torch.randint(shape[1], (shape[0], *shape[2:]), device="cuda")
+        for reduction, grad_output in itertools.product(("mean", "sum"), (1, 0.5)):
+            beyond = beyond_inputs(
+                x,
+                lambda x, t=t, reduction=reduction, grad_output=grad_output: (
+                    lossops.cross_entropy(x, t, reduction=reduction) * grad_output
+                ),
+            )
+            # Partial sums of blocks, and numbers of which the allocator takes 512 bytes each.
+            assert beyond <= bytes_of_row * t.numel() + 2**19, f"{shape} {dtype}: {beyond} bytes"
 
 
 def test_switch() -> None:

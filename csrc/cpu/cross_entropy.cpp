@@ -1072,6 +1072,8 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
   }
 }
 
+bool cross_entropy_needs_row_stats(const CrossEntropyForwardArgs& /*args*/) { return true; }
+
 int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args) {
   return args.grad_weight == nullptr ? 0 : WeightPlan(args).splits * args.num_classes;
 }

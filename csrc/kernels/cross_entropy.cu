@@ -818,28 +818,9 @@ __global__ void __launch_bounds__(kThreads)
     int64_t offsets[5];
     row_offsets(args.rows, operands, row, offsets);
     const RowTarget<acc_t> target(args, offsets[1]);
-    const auto summary_of_row = [&] {
-      if constexpr (!kDense && std::is_same_v<acc_t, float> && Loader::kExact) {
-        const RowStats<float> stats(const_cast<void*>(args.row_stats), args.rows.numel);
-        if (stats.rest[0] == kNoRowStats) {
-          RowSummary<acc_t> summary{-math::infinity<float>(), -1, 0, 0};
-          if (target.has_loss()) {
-            const auto logit = [&](int64_t c) {
-              return Loader::load(args.input, offsets[0] + c * args.input_class_stride);
-            };
-            summary.x_at_index = logit(target.index);
-            const IndexRow reduced =
-                reduce_strided_row<true>(logit, args.num_classes, target.index, summary.x_at_index);
-            summary.max = reduced.max;
-            summary.rest = reduced.rest;
-          }
-          return summary;
-        }
-      }
-      return load_summary<kDense>(args, target, row, offsets[0]);
-    };
-    const RowGradient<acc_t, kDense, Loader::kExact> gradient(args, target, summary_of_row(),
-                                                              row_scale<acc_t>(args, offsets[2]));
+    const RowGradient<acc_t, kDense, Loader::kExact> gradient(
+        args, target, load_summary<kDense>(args, target, row, offsets[0]),
+        row_scale<acc_t>(args, offsets[2]));
     const bool read = !target.ignored;
     const auto of_class = [&](acc_t x, int64_t c) {
       if (args.grad_input.data != nullptr) {
@@ -1214,15 +1195,25 @@ struct ReadOncePlan {
     }
   }
 
-  // Says how many blocks there are.
+  // Whether it can compute args.grad_input again, for another grad_output, and so leaves a gradient
+  // without row_stats. Of short rows these would be a part of what a step writes.
+  bool computes_again(const CrossEntropyForwardArgs& args) const {
+    const bool can =
+        kernel == Kernel::kColumns || kernel == Kernel::kFew || kernel == Kernel::kTiles;
+    return can && args.grad_input.data != nullptr && takes_gradient(args);
+  }
+
+  // Says how many blocks there are. grad_output: where the gradient is computed again, and nothing
+  // else is left.
   int64_t launch(const CrossEntropyForwardArgs& args, const Denominator& denominator,
-                 Partial* partials, const Finalize& finalize, cudaStream_t stream) const {
+                 Partial* partials, const Finalize& finalize, cudaStream_t stream,
+                 const GradOutput& grad_output = {}) const {
     switch (kernel) {
       case Kernel::kColumns:
-        launch_columns(args, columns, denominator, partials, finalize, stream);
+        launch_columns(args, columns, denominator, grad_output, partials, finalize, stream);
         break;
       case Kernel::kFew:
-        launch_few_classes(args, few, denominator, partials, finalize, stream);
+        launch_few_classes(args, few, denominator, grad_output, partials, finalize, stream);
         break;
       case Kernel::kFloatRows:
         launch_float_rows(args, float_rows, denominator, partials, finalize, stream);
@@ -1234,7 +1225,7 @@ struct ReadOncePlan {
         launch_probability_rows(args, probability_rows, partials, finalize, stream);
         break;
       case Kernel::kTiles:
-        launch_tiles(args, tiles, denominator, partials, finalize, stream);
+        launch_tiles(args, tiles, denominator, grad_output, partials, finalize, stream);
         break;
       case Kernel::kLongRows:
         launch_long_rows(args, long_rows, staged, partials, finalize, stream);
@@ -1276,6 +1267,25 @@ int64_t denominator_doubles(const ForwardPlan& plan) {
   const int64_t count = denominator_blocks(plan.args);
   const int64_t indices = count > 0 ? plan.read_once.index_bytes(plan.args) : 0;
   return (count + 1) / 2 * 2 + indices / int64_t{sizeof(double)};
+}
+
+// Of a gradient that forward left: false if its kernel cannot compute it again. Nothing is launched
+// to overlap: grad_output may come from the kernel before.
+bool launch_again(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
+  CrossEntropyForwardArgs forward = forward_of(args);
+  const ReadOncePlan plan(forward);
+  if (!plan.computes_again(forward)) {
+    return false;
+  }
+  Denominator denominator;
+  if (args.reduction == Reduction::kMean) {
+    denominator.partials = args.mean_terms;  // the sum of one
+    denominator.count = 1;
+    forward.mean_terms = const_cast<double*>(args.mean_terms);  // written as it is
+  }
+  plan.launch(forward, denominator, nullptr, Finalize(), stream,
+              {args.grad_output.data, args.grad_output.dtype});
+  return true;
 }
 
 // The kernels that read rows as they compute.
@@ -1365,6 +1375,10 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, doubl
   }
 }
 
+bool cross_entropy_needs_row_stats(const CrossEntropyForwardArgs& args) {
+  return !ReadOncePlan(args).computes_again(args);
+}
+
 int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args) {
   return args.grad_weight == nullptr
              ? 0
@@ -1386,6 +1400,9 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
   }
   const bool elementwise = args.grad_input.data != nullptr || args.grad_target.data != nullptr;
   if (!elementwise || args.rows.numel == 0 || args.num_classes == 0) {
+    return;
+  }
+  if (args.kept && launch_again(args, stream)) {
     return;
   }
   visit_dense(args.dense(), [&](auto dense) {

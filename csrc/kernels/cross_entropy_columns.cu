@@ -133,7 +133,12 @@ template <typename scalar_t, bool kGradient>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                         const ColumnShape shape, Denominator denominator,
-                                        Partial* partials, Finalize finalize) {
+                                        GradOutput grad_output, Partial* partials,
+                                        Finalize finalize) {
+  float given = 1;
+  if (kGradient && grad_output.is_one(given)) {
+    return;
+  }
   constexpr bool kExact = kExactExponentials<scalar_t>;
   using Group = RowGroup<scalar_t>;
   constexpr int kRows = Group::kRows;
@@ -192,7 +197,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     }
   };
   let_next_kernel_start();
-  std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator);
+  std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator, given);
   start();
   unit.wait(args, denominator);
   const float scale = unit.get();
@@ -505,7 +510,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
   if (args.weight == nullptr) {
     partial.weight = static_cast<double>(counted);
   }
-  if (args.reduction != Reduction::kNone) {
+  if (args.reduction != Reduction::kNone && !grad_output.exists()) {
     reduce_to_grid(partial, partials, finalize);
   }
 }
@@ -547,8 +552,8 @@ ColumnPlan plan_columns(const CrossEntropyForwardArgs& args) {
 }
 
 void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
-                    const Denominator& denominator, Partial* partials, const Finalize& finalize,
-                    cudaStream_t stream) {
+                    const Denominator& denominator, const GradOutput& grad_output,
+                    Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   const int64_t group = group_rows(element_size(args.input.dtype));
   const bool targets_in_line = args.target.dtype == DType::kInt64 && args.target.strides[0] == 1;
   ColumnShape shape = {args.rows.numel / group, targets_in_line, false, {}};
@@ -557,13 +562,16 @@ void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
     shape.first_dimension = Divisor(static_cast<uint32_t>(args.rows.sizes[0] / group));
   }
   const int64_t shared = plan.threads * args.num_classes * plan.class_bytes;
+  const bool again = grad_output.exists();
+  const int64_t blocks =
+      again ? std::min(plan.blocks, most_blocks_of_kept(kMaxThreads)) : plan.blocks;
   visit_floating(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     if constexpr (sizeof(scalar_t) <= 4) {
       const auto launch = [&](auto kernel) {
         launch_kernel("cross_entropy_forward_column_kernel", kernel,
-                      {plan.blocks, plan.threads, shared, 1, denominator.is_computed()}, stream,
-                      args, shape, denominator, partials, finalize);
+                      {blocks, plan.threads, shared, 1, denominator.is_computed() && !again},
+                      stream, args, shape, denominator, grad_output, partials, finalize);
       };
       args.grad_input.data != nullptr
           ? launch(cross_entropy_forward_column_kernel<scalar_t, true>)

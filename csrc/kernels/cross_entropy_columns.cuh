@@ -35,7 +35,7 @@ bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand, int64
 ColumnPlan plan_columns(const CrossEntropyForwardArgs& args);
 
 void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
-                    const Denominator& denominator, Partial* partials, const Finalize& finalize,
-                    cudaStream_t stream);
+                    const Denominator& denominator, const GradOutput& grad_output,
+                    Partial* partials, const Finalize& finalize, cudaStream_t stream);
 
 }  // namespace lossops::cuda

@@ -216,9 +216,13 @@ template <int kClasses, bool kGradient>
 __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
     cross_entropy_forward_few_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                      const FewShape shape, Denominator denominator,
-                                     Partial* partials, Finalize finalize) {
+                                     GradOutput grad_output, Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
   constexpr bool kAny = kClasses == kAnyClasses;
+  float given = 1;
+  if (kGradient && kAny && grad_output.is_one(given)) {
+    return;
+  }
   constexpr int kMost = (kAny ? kMaxClasses : kClasses) - 1;
   // Classes beside the class index that are added at a time; what is left is added one by one.
   constexpr int kGroup = 4;
@@ -237,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
   // Less one of the two stages, the other.
   const uint32_t both_stages = 2 * stage + stage_bytes(num_classes);
   let_next_kernel_start();
-  std::conditional_t<kGradient && kAny, UnitScale<float>, NoScale> unit(args, denominator);
+  std::conditional_t<kGradient && kAny, UnitScale<float>, NoScale> unit(args, denominator, given);
   const int64_t first_row = (int64_t{blockIdx.x} * kWarps + warp) * shape.steps * kStepRows;
   // Rows of this warp.
   const int rows = static_cast<int>(
@@ -316,10 +320,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
   const RowStats<float> stats(args.row_stats, args.rows.numel);
   float* max_of_row = stats.max + first_row + lane;
   float* rest_of_row = stats.rest + first_row + lane;
-  // Beside a gradient no others: they would be a tenth of what is written and read.
-  if (kGradient && leaves_stats && blockIdx.x == 0 && threadIdx.x == 0) {
-    stats.rest[0] = kNoRowStats;
-  }
   auto* const grad_input = static_cast<float*>(args.grad_input.data);
   auto* gradients = reinterpret_cast<uint4*>(grad_input + first_row * num_classes) + lane;
   float scale = 1;
@@ -348,10 +348,10 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
           if constexpr (kAny) {
             if (args.reduction == Reduction::kMean) {
               unit.wait(args, denominator);
-              computed = unit.get();
             } else {
               wait_for_previous_kernel();
             }
+            computed = unit.get();
           } else {
             computed = computed_scale(args, denominator);
           }
@@ -567,7 +567,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
     partial.weight = static_cast<double>(steps * kThreadRows - ignored);
   }
   if constexpr (kAny) {
-    if (args.reduction != Reduction::kNone) {
+    if (args.reduction != Reduction::kNone && !grad_output.exists()) {
       leave_to_grid(block_total(partial), partials, finalize);
     }
   } else {
@@ -715,24 +715,32 @@ void launch_few_indices(const CrossEntropyForwardArgs& args, const Denominator& 
 }
 
 void launch_few_classes(const CrossEntropyForwardArgs& args, const FewPlan& plan,
-                        const Denominator& denominator, Partial* partials, const Finalize& finalize,
-                        cudaStream_t stream) {
+                        const Denominator& denominator, const GradOutput& grad_output,
+                        Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   const bool gradient = args.grad_input.data != nullptr;
   const auto in_vectors = [&](const Operand& operand, int64_t class_stride) {
     return class_stride == 1 && is_vector_aligned(operand.data) &&
            (args.rows.ndim == 0 || (args.rows.ndim == 1 && operand.strides[0] == args.num_classes));
   };
-  const FewShape shape = {plan.steps, in_vectors(args.input, 1),
+  const bool again = grad_output.exists();
+  int64_t blocks = plan.blocks;
+  int steps = plan.steps;
+  if (again && blocks > most_blocks_of_kept(kThreads)) {
+    steps = static_cast<int>(ceil_div(blocks * steps, most_blocks_of_kept(kThreads)));
+    blocks = ceil_div(blocks * plan.steps, int64_t{steps});
+  }
+  const FewShape shape = {steps, in_vectors(args.input, 1),
                           gradient && in_vectors(args.grad_input, args.grad_input_class_stride)};
   const bool usual = shape.input_in_vectors &&
                      (gradient ? denominator.indices != nullptr && shape.gradient_in_vectors
                                : targets_are_in_vectors(args)) &&
-                     args.reduction != Reduction::kNone && plan.blocks > 1 &&
+                     args.reduction != Reduction::kNone && blocks > 1 &&
                      (args.weight == nullptr || args.weight_dtype == DType::kFloat32);
   const auto launch = [&](auto kernel) {
-    launch_kernel("cross_entropy_forward_few_kernel", kernel,
-                  {plan.blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed()},
-                  stream, args, shape, denominator, partials, finalize);
+    launch_kernel(
+        "cross_entropy_forward_few_kernel", kernel,
+        {blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed() && !again},
+        stream, args, shape, denominator, grad_output, partials, finalize);
   };
   const auto launch_classes = [&](auto classes) {
     constexpr int kClasses = decltype(classes)::value;

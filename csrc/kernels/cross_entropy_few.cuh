@@ -25,7 +25,7 @@ void launch_few_indices(const CrossEntropyForwardArgs& args, const Denominator& 
                         double* partials, cudaStream_t stream);
 
 void launch_few_classes(const CrossEntropyForwardArgs& args, const FewPlan& plan,
-                        const Denominator& denominator, Partial* partials, const Finalize& finalize,
-                        cudaStream_t stream);
+                        const Denominator& denominator, const GradOutput& grad_output,
+                        Partial* partials, const Finalize& finalize, cudaStream_t stream);
 
 }  // namespace lossops::cuda

@@ -29,6 +29,26 @@ struct Denominator {
   __host__ __device__ bool is_computed() const { return partials != nullptr; }
 };
 
+// The grad_output of a backward pass that computes a gradient again, by the kernel that left one
+// for a grad_output of 1. In forward there is none.
+struct GradOutput {
+  const void* data = nullptr;  // one element
+  DType dtype = DType::kFloat32;
+
+  __host__ __device__ bool exists() const { return data != nullptr; }
+
+  // Whether it is 1, and forward's gradient the one that is wanted. value: becomes what there is.
+  __device__ __forceinline__ bool is_one(float& value) const {
+    if (!exists()) {
+      return false;
+    }
+    visit_floating(dtype, [&](auto type) {
+      value = to_acc<float>(*static_cast<const typename decltype(type)::type*>(data));
+    });
+    return value == 1;
+  }
+};
+
 // A row's offsets into input, target and output (or gradient). kRolled: strided_offsets()'.
 template <bool kRolled = true, int N>
 __device__ __forceinline__ void row_offsets(const IterationSpace& rows,
@@ -168,10 +188,6 @@ __device__ __forceinline__ int checked_index(const CrossEntropyArgs& args, int64
 __device__ __forceinline__ int checked_index(const CrossEntropyArgs& args, int64_t index) {
   return checked_index(args, index, args.num_classes);
 }
-
-// Instead of the first row's `rest`, where forward left a gradient and no statistics of fp32 rows:
-// a backward pass that needs them computes them again.
-constexpr float kNoRowStats = -2;
 
 // What the row adds to the mean's denominator; for a class index its weight.
 __device__ __forceinline__ float row_weight(const CrossEntropyArgs& args, int index) {
@@ -469,15 +485,16 @@ __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBack
   return summary;
 }
 
-// 1, divided by what the mean divides by; of sums 1. All threads of a block must construct it;
-// those of the warps that use it must wait(), when their first loads are on the way: it may take
-// long. What they load was there before the kernel that is waited for began: that one is not
-// launched to overlap.
+// grad_output, divided by what the mean divides by; of sums grad_output itself: row_scale(). All
+// threads of a block must construct it; those of the warps that use it must wait(), when their
+// first loads are on the way: it may take long. What they load was there before the kernel that is
+// waited for began: that one is not launched to overlap.
 template <typename acc_t>
 class UnitScale {
  public:
   __device__ __forceinline__ UnitScale(const CrossEntropyForwardArgs& args,
-                                       const Denominator& denominator) {
+                                       const Denominator& denominator, acc_t grad_output = 1)
+      : grad_output_(grad_output) {
     if (args.reduction != Reduction::kMean || denominator.is_computed()) {
       return;
     }
@@ -522,10 +539,11 @@ class UnitScale {
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       args.mean_terms[0] = total;
     }
-    scale_ = acc_t(1) / static_cast<acc_t>(total);
+    scale_ = grad_output_ / static_cast<acc_t>(total);
   }
 
-  acc_t scale_ = 1;
+  acc_t grad_output_;
+  acc_t scale_ = grad_output_;
 };
 
 // The same of probability targets, of which each row counts 1.
@@ -551,7 +569,8 @@ class UnitScaleOfRows {
 
 // Of kernels without gradients.
 struct NoScale {
-  __device__ __forceinline__ NoScale(const CrossEntropyForwardArgs&, const Denominator&) {}
+  __device__ __forceinline__ NoScale(const CrossEntropyForwardArgs&, const Denominator&,
+                                     float = 1) {}
   __device__ __forceinline__ void wait(const CrossEntropyForwardArgs&, const Denominator&) {}
   __device__ __forceinline__ float get() const { return 1; }
 };

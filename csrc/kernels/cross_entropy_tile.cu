@@ -100,8 +100,13 @@ template <typename scalar_t, int kTeam, bool kGradient, Rows kRows>
 __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     cross_entropy_forward_tile_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                       const TileShape shape, Denominator denominator,
-                                      Partial* partials, Finalize finalize) {
+                                      GradOutput grad_output, Partial* partials,
+                                      Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
+  float given = 1;
+  if (kGradient && grad_output.is_one(given)) {
+    return;
+  }
   constexpr int kSize = kVectorSize<scalar_t>;
   constexpr int kPerWord = kWordElements<scalar_t>;
   constexpr bool kGaps = kRows == Rows::kWithGaps;
@@ -130,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     arrived.init();
   }
   let_next_kernel_start();
-  std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator);
+  std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator, given);
   __syncthreads();
   // From one tile of a warp to its next.
   const int64_t row_stride = int64_t{gridDim.x} * kWarps * tile_rows;
@@ -423,7 +428,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     first_row += row_stride;
     start();
   }
-  if (args.reduction != Reduction::kNone) {
+  if (args.reduction != Reduction::kNone && !grad_output.exists()) {
     reduce_to_grid(partial, partials, finalize);
   }
 #endif
@@ -499,8 +504,10 @@ TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
 }
 
 void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
-                  const Denominator& denominator, Partial* partials, const Finalize& finalize,
-                  cudaStream_t stream) {
+                  const Denominator& denominator, const GradOutput& grad_output, Partial* partials,
+                  const Finalize& finalize, cudaStream_t stream) {
+  const bool again = grad_output.exists();
+  const int64_t blocks = again ? std::min(plan.blocks, most_blocks_of_kept(kThreads)) : plan.blocks;
   visit_floating(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     if constexpr (sizeof(scalar_t) <= 4) {
@@ -513,8 +520,8 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
       const auto launch = [&](auto kernel) {
         launch_kernel(
             "cross_entropy_forward_tile_kernel", kernel,
-            {plan.blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed()}, stream,
-            args, shape, denominator, partials, finalize);
+            {blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed() && !again},
+            stream, args, shape, denominator, grad_output, partials, finalize);
       };
       const auto launch_rows = [&](auto team, auto rows) {
         constexpr int kTeam = decltype(team)::value;

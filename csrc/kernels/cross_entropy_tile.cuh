@@ -21,7 +21,7 @@ struct TilePlan {
 TilePlan plan_tiles(const CrossEntropyForwardArgs& args);
 
 void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
-                  const Denominator& denominator, Partial* partials, const Finalize& finalize,
-                  cudaStream_t stream);
+                  const Denominator& denominator, const GradOutput& grad_output, Partial* partials,
+                  const Finalize& finalize, cudaStream_t stream);
 
 }  // namespace lossops::cuda

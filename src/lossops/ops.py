@@ -927,7 +927,7 @@ class CrossEntropyLoss(_Loss):
         self, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
     ) -> tuple[Tensor, ...]:
         loss, row_stats, _ = self.fake_forward(input, target, weight, *self.completed(options))
-        # Without the scratch memory that may come after it.
+        # Without the scratch memory that may come after it. Some kernels leave row_stats out.
         doubles = _MEAN_TERMS + (row_stats.numel() * row_stats.element_size() + 7) // 8
         saved = row_stats.new_empty((doubles,), dtype=torch.float64)
         return loss, torch.empty_like(input), saved
@@ -940,10 +940,17 @@ class CrossEntropyLoss(_Loss):
         weight: Tensor | None = None,
         *options: Any,
     ) -> tuple[Any, ...]:
-        rest = self.reference_options(self.completed(options))
+        options = self.completed(options)
+        rest = self.reference_options(options)
         _ignore_index, reduction, label_smoothing = rest
         shape, dtype = _row_stats_of(input, target, weight, label_smoothing)
-        row_stats = packed[_MEAN_TERMS:].view(dtype)[: shape[0] * shape[1]].view(shape)
+        numel = shape[0] * shape[1]
+        row_stats = packed[_MEAN_TERMS:].view(dtype)[:numel]
+        if row_stats.numel() == numel:
+            row_stats = row_stats.view(shape)
+        else:  # the kernel that left the gradient had no use for them
+            with torch.no_grad():
+                row_stats = self.forward_op(input, target, weight, *options)[1]
         mean_terms = packed[:_MEAN_TERMS] if reduction == "mean" else None
         return (input, target, weight, row_stats, mean_terms, *rest)
 
