@@ -12,6 +12,7 @@ constexpr int kColumnUnroll = 4;
 
 // More do not fit the shared memory of a block of 32 threads.
 constexpr int kMaxColumnClasses = 88;
+static_assert(kMaxColumnClasses <= kMaxIndexClasses, "class indices in bytes");
 
 // As ExactSum, for half types: sums of eight at a time, of few classes, lose less than what their
 // logits were rounded by.

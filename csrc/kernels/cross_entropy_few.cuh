@@ -17,13 +17,6 @@ struct FewPlan {
 // fp32 logits of contiguous classes, class indices without smoothing.
 FewPlan plan_few_classes(const CrossEntropyForwardArgs& args);
 
-// Memory for class indices in bytes, which a kernel of their own checks; 0 without a gradient.
-int64_t few_index_bytes(const CrossEntropyForwardArgs& args);
-
-// Checks them, and counts the rows for the mean: denominator.count partial sums.
-void launch_few_indices(const CrossEntropyForwardArgs& args, const Denominator& denominator,
-                        double* partials, cudaStream_t stream);
-
 void launch_few_classes(const CrossEntropyForwardArgs& args, const FewPlan& plan,
                         const Denominator& denominator, const GradOutput& grad_output,
                         Partial* partials, const Finalize& finalize, cudaStream_t stream);

@@ -17,6 +17,10 @@
 
 namespace lossops::cuda {
 
+// Class indices in bytes are of so many rows, or a multiple: those after the last row are ignored.
+constexpr int kIndexPadding = 64;
+constexpr int kMaxIndexClasses = 128;
+
 // What the mean divides by, where it is known before any row is done: partial sums, or, where they
 // are null, of so few rows that every block adds them up, or of rows of probabilities, which
 // count 1.
@@ -633,6 +637,22 @@ inline int64_t elements_of(const CrossEntropyArgs& args) {
     elements += (args.rows.sizes[dim] - 1) * args.input.strides[dim];
   }
   return elements;
+}
+
+// Whether the class indices of all rows have one stride.
+inline bool targets_are_in_line(const CrossEntropyArgs& args) {
+  bool in_line = args.rows.ndim >= 1 && !args.target_is_probability;
+  for (int dim = 1; dim < args.rows.ndim; ++dim) {
+    in_line = in_line &&
+              args.target.strides[dim] == args.target.strides[dim - 1] * args.rows.sizes[dim - 1];
+  }
+  return in_line;
+}
+
+// int64 class indices, one after the other from a boundary of 16 bytes.
+inline bool targets_are_in_vectors(const CrossEntropyArgs& args) {
+  return args.target.dtype == DType::kInt64 && is_vector_aligned(args.target.data) &&
+         (args.rows.ndim == 0 || (targets_are_in_line(args) && args.target.strides[0] == 1));
 }
 
 // Whether vectors can access all rows.
