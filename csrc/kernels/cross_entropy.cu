@@ -1149,10 +1149,11 @@ void forward_rows(const CrossEntropyForwardArgs& args, const Denominator& denomi
 }
 
 // 0: every block of the forward kernel adds up the weights of so few rows itself, which spares a
-// launch; rows of probabilities are only counted.
+// launch; rows of probabilities are only counted. Measured on an H200, whose launches overlap, 1000
+// rows of 10, 100 and 1000 classes of fp32: steps of 21, 22 and 33 us take 17, 19 and 19 with it.
 int denominator_blocks(const CrossEntropyForwardArgs& args) {
-  constexpr int64_t kFewRows = 1024;
-  return args.target_is_probability || args.rows.numel <= kFewRows
+  const int64_t few_rows = current_device_limits().overlaps ? 256 : 1024;
+  return args.target_is_probability || args.rows.numel <= few_rows
              ? 0
              : static_cast<int>(
                    std::min(ceil_div(args.rows.numel, kDenominatorThreads), kMaxDenominatorBlocks));
