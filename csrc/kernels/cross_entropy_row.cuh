@@ -491,8 +491,8 @@ __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBack
 
 // grad_output, divided by what the mean divides by; of sums grad_output itself: row_scale(). All
 // threads of a block must construct it; those of the warps that use it must wait(), when their
-// first loads are on the way: it may take long. What they load was there before the kernel that is
-// waited for began: that one is not launched to overlap.
+// first loads are on the way: it may take long. What they load is there before the kernel that is
+// waited for lets this one start.
 template <typename acc_t>
 class UnitScale {
  public:
