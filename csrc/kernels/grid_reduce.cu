@@ -2,6 +2,9 @@
 
 #include "kernels/grid_reduce.cuh"
 
+#include <algorithm>
+#include <type_traits>
+
 #include "kernels/cluster.cuh"
 #include "kernels/device.cuh"
 #include "kernels/launch.cuh"
@@ -18,6 +21,10 @@ constexpr int64_t kMaxPartialsOfBlock = 16384;
 constexpr int kClusterBlocks = 8;
 
 constexpr int threads_of_block(int blocks) { return blocks == 1 ? 1024 : 512; }
+// At most, for as many partials as these have in flight: a smaller block begins and ends sooner.
+// Measured on an H200, forward: cross entropy of 32x1000 8.4 -> 8.1 us, of 1024x1001 9.8 -> 9.5,
+// MSE of 256x4096 8.6 -> 8.4.
+constexpr int kFewThreads = 256;
 
 // The sum over the blocks of a cluster, in the first one.
 template <int kBlocks>
@@ -41,22 +48,22 @@ __device__ __forceinline__ Partial cluster_reduce(const Partial& partial) {
 template <int kBlocks>
 __global__ void __launch_bounds__(threads_of_block(kBlocks))
     grid_reduce_kernel(const Partial* partials, int64_t count, Finalize finalize) {
-  constexpr int kThreads = kBlocks * threads_of_block(kBlocks);
   wait_for_previous_kernel();
+  const int threads = kBlocks * static_cast<int>(blockDim.x);
   Partial total;
-  int64_t i = static_cast<int64_t>(blockIdx.x) * threads_of_block(kBlocks) + threadIdx.x;
-  for (; i + (kUnroll - 1) * kThreads < count; i += kUnroll * kThreads) {
+  int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; i + (kUnroll - 1) * threads < count; i += kUnroll * threads) {
     Partial loaded[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      loaded[u] = partials[i + u * kThreads];
+      loaded[u] = partials[i + u * threads];
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       total.combine(loaded[u]);
     }
   }
-  for (; i < count; i += kThreads) {
+  for (; i < count; i += threads) {
     total.combine(partials[i]);
   }
   total = block_reduce(total);
@@ -75,16 +82,19 @@ void launch_grid_reduce(const Partial* partials, int64_t count, const Finalize& 
   if (count == 1) {
     return;
   }
-  const auto launch = [&](auto blocks) {
+  const auto launch = [&](auto blocks, int threads) {
     constexpr int kBlocks = decltype(blocks)::value;
     launch_kernel("grid_reduce_kernel", grid_reduce_kernel<kBlocks>,
-                  {kBlocks, threads_of_block(kBlocks), 0, kBlocks, true}, stream, partials, count,
-                  finalize);
+                  {kBlocks, threads, 0, kBlocks, true}, stream, partials, count, finalize);
   };
   if (count > kMaxPartialsOfBlock && current_device_limits().hopper) {
-    launch(std::integral_constant<int, kClusterBlocks>{});
+    launch(std::integral_constant<int, kClusterBlocks>{}, threads_of_block(kClusterBlocks));
+  } else if (count > kFewThreads * kUnroll) {
+    launch(std::integral_constant<int, 1>{}, threads_of_block(1));
   } else {
-    launch(std::integral_constant<int, 1>{});
+    const int64_t lanes = ceil_div(count, kWarpSize) * kWarpSize;
+    launch(std::integral_constant<int, 1>{},
+           static_cast<int>(std::min<int64_t>(lanes, kFewThreads)));
   }
 }
 
