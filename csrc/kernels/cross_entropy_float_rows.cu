@@ -19,29 +19,37 @@ constexpr int kVectors = 8;
 constexpr int kThreadLogits = kVectors * kSize;
 constexpr int64_t kMaxClasses = 4096;
 constexpr int kMaxThreads = kMaxClasses / kThreadLogits;
-constexpr int kMaxWarps = kMaxThreads / kWarpSize;
-// Of a multiprocessor: with 64 registers, or 72, where 64 spill. Measured on an H200: with 8 the
-// steps of 262144x1000 take 9 % longer.
-constexpr int min_blocks(bool gradient) { return gradient ? 7 : 8; }
-// Of words without a gradient. Forward of 32768x1001 takes 15 % longer with 8, where registers
-// spill, 6 % with 7, 3 % with 5.
-constexpr int kMinWordBlocks = 6;
-// Rows that a block takes one after the other, at most: a thread of a warp prepares and finishes
-// each.
+constexpr int kRowWarps = kMaxThreads / kWarpSize;
+// Of a multiprocessor, with 72 registers. Measured on an H200: with 8 the steps of 262144x1000,
+// which then spill, take 9 % longer; forward of 32768x1001 is the same.
+constexpr int kMinBlocks = 7;
+// Rows of a block at most: a thread of a warp prepares and finishes each.
 constexpr int kMaxRows = kWarpSize;
-// A block has rows of so many bytes, and so many of them at most, unless there are few or very
-// many. Measured on an H200, steps: of 4096 classes, 2 rows take 1 % longer than 1, 4 rows 4 %; of
-// 1000, 4 rows 1 % longer than 2, 8 rows 3 %, and forward with 2 rows 5 % longer than with 8.
+// A team takes one row after the other: so many at most, and so many bytes of a block's rows,
+// unless there are very many rows. Measured on an H200, forward: with 16 rows of 1000 classes a
+// block 262144x1000 takes 243 us, with 4, 8, 32 rows 251, 245, 247. Steps: with 4 rows 533 us, with
+// 8 rows 543; with blocks of one team, which read less in a line, and 2 rows 553; of 4096 classes,
+// 2 rows take 1 % longer than 1, 4 rows 4 %.
+constexpr int64_t kMaxTeamRows = 8;
 constexpr int64_t kForwardBytes = 64 << 10;
-constexpr int64_t kForwardRows = 8;
 constexpr int64_t kGradientBytes = 16 << 10;
 constexpr int64_t kGradientRows = 2;
-// With a gradient, of words that leave an eighth of the threads' room empty. Measured on an H200,
-// steps: 262144x505 takes 20 % less with 8 rows than with 2, 65536x3201 7 % less with 2 than
-// with 1.
-constexpr int64_t kLooseBytes = 30 << 10;
+// Of rows that leave a sixth of the threads' room empty: with a gradient so many, without one as
+// many of each team as else of a block. Measured on an H200, steps with 4, 8, 16, 32 rows a block:
+// 262144x505 439, 383, 358, 348 us, 262144x600 419, 377, 348, 351, 262144x768 436, 414, 424;
+// 131072x1500 with 2 and 4 rows of a team 439 and 426. Forward of 262144x768 with 20 rows a block
+// takes 4 % longer than with 8 of a team.
+constexpr int64_t kLooseBytes = 40 << 10;
+// Each multiprocessor has as many blocks as it holds at a time, so many times over, before blocks
+// have more rows: few that are left for a last turn take as long as all. Measured on an H200,
+// forward of 32768x1000 with 4, 8, 16, 32 rows a block (8.9, 4.4, 2.2, 1.1
+// turns) 40.9, 41.2, 43.9, 50.3 us, of 16384x1024 with 4, 8, 16 rows 26.8, 26.8, 29.2.
+constexpr int64_t kTurns = 4;
 // Blocks, unless there are so many rows that each has kMaxRows.
 constexpr int64_t kMaxBlocks = 131072;
+// Up to these many blocks the kernel overlaps with what is ahead of it on the stream, whatever that
+// is, and waits for it first.
+constexpr unsigned kMaxOverlappingBlocks = 1024;
 
 // A thread's share of a row of whole vectors: each warp has a part of it, whose vectors the lanes
 // take in turn. What is not there is -inf.
@@ -54,9 +62,8 @@ struct VectorShare {
   int count;                                         // vectors, and more where there is room
   Vector<float> vectors[kVectors];
 
-  __device__ __forceinline__ explicit VectorShare(int num_classes)
-      : first(static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize * kThreadLogits +
-              static_cast<int>(threadIdx.x) % kWarpSize * kSize),
+  __device__ __forceinline__ VectorShare(int part, int num_classes)
+      : first(part * kWarpSize * kThreadLogits + static_cast<int>(threadIdx.x) % kWarpSize * kSize),
         count((num_classes - first + kStride - 1) / kStride) {
 #pragma unroll
     for (Vector<float>& vector : vectors) {
@@ -79,9 +86,15 @@ struct VectorShare {
     store_vector_at(vector_of(row, u), kWidth, vector);
   }
 
-  // Vector u of a row, if it is one of the first `wanted`. By name: the compiler would branch
-  // around each of these.
-  __device__ __forceinline__ void load(const float* row, int u, int wanted) {
+  // Of a row: the first so many vectors, if any are wanted.
+  using Accesses = int;
+  __device__ __forceinline__ Accesses accesses(bool wanted = true) const {
+    return wanted ? count : 0;
+  }
+
+  // Vector u of a row, if it is one of `wanted`. By name: the compiler would branch around each of
+  // these.
+  __device__ __forceinline__ void load(const float* row, int u, Accesses wanted) {
     if constexpr (kAligned) {
       float (&to)[kSize] = vectors[u].values;
       asm volatile(
@@ -94,7 +107,7 @@ struct VectorShare {
       vectors[u] = read(row, u);
     }
   }
-  __device__ __forceinline__ void store(float* row, int u, int wanted,
+  __device__ __forceinline__ void store(float* row, int u, Accesses wanted,
                                         const Vector<float>& vector) const {
     if constexpr (kAligned) {
       const float (&from)[kSize] = vector.values;
@@ -110,9 +123,9 @@ struct VectorShare {
     }
   }
 
-  // Of vector u, if it is there, and `least`.
-  __device__ __forceinline__ float least_of_vector(int u, float least) const {
-    return u < count ? ::fminf(least_of(vectors[u].values), least) : least;
+  // Of vector u, if it is one of `there`, and `least`.
+  __device__ __forceinline__ float least_of_vector(int u, float least, Accesses there) const {
+    return u < there ? ::fminf(least_of(vectors[u].values), least) : least;
   }
 
   __device__ __forceinline__ bool has(int index) const {
@@ -133,9 +146,8 @@ struct WordShare {
     float values[1];
   };
 
-  __device__ __forceinline__ explicit WordShare(int num_classes)
-      : first(static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize * kThreadLogits +
-              static_cast<int>(threadIdx.x) % kWarpSize),
+  __device__ __forceinline__ WordShare(int part, int num_classes)
+      : first(part * kWarpSize * kThreadLogits + static_cast<int>(threadIdx.x) % kWarpSize),
         count((num_classes - first + kWarpSize - 1) / kWarpSize) {
 #pragma unroll
     for (Vector<float>& vector : vectors) {
@@ -153,39 +165,49 @@ struct WordShare {
     row[first + u * kWarpSize] = word.values[0];
   }
 
-  // As VectorShare's, of the first `wanted` logits.
-  __device__ __forceinline__ void load(const float* row, int u, int wanted) {
+  // A bit for each of a row's words: a few instructions make predicates of all of them.
+  using Accesses = unsigned;
+  __device__ __forceinline__ Accesses accesses(bool wanted = true) const {
+    Accesses bits = !wanted ? 0 : count >= kAccesses ? ~0u : (1u << max(count, 0)) - 1;
+    // Else the compiler would test each bit once for all rows, and have no registers for that.
+    asm volatile("" : "+r"(bits));
+    return bits;
+  }
+
+  // As VectorShare's.
+  __device__ __forceinline__ void load(const float* row, int u, Accesses wanted) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       const int word = u * kSize + i;
       asm volatile(
-          "{\n .reg .pred wanted;\n setp.lt.s32 wanted, %1, %2;\n"
-          " @wanted ld.global.f32 %0, [%3];\n}"
+          "{\n .reg .pred wanted;\n setp.ne.u32 wanted, %1, 0;\n"
+          " @wanted ld.global.f32 %0, [%2];\n}"
           : "+f"(vectors[u].values[i])
-          : "r"(word), "r"(wanted), "l"(row + first + word * kWarpSize)
+          : "r"(wanted & 1u << word), "l"(row + first + word * kWarpSize)
           : "memory");
     }
   }
-  __device__ __forceinline__ void store(float* row, int u, int wanted,
+  __device__ __forceinline__ void store(float* row, int u, Accesses wanted,
                                         const Vector<float>& vector) const {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       const int word = u * kSize + i;
       asm volatile(
-          "{\n .reg .pred wanted;\n setp.lt.s32 wanted, %1, %2;\n"
-          " @wanted st.global.f32 [%3], %0;\n}"
+          "{\n .reg .pred wanted;\n setp.ne.u32 wanted, %1, 0;\n"
+          " @wanted st.global.f32 [%2], %0;\n}"
           :
-          : "f"(vector.values[i]), "r"(word), "r"(wanted), "l"(row + first + word * kWarpSize)
+          : "f"(vector.values[i]), "r"(wanted & 1u << word), "l"(row + first + word * kWarpSize)
           : "memory");
     }
   }
 
-  __device__ __forceinline__ float least_of_vector(int u, float least) const {
+  __device__ __forceinline__ float least_of_vector(int u, float least, Accesses there) const {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if (u * kSize + i < count) {
-        least = ::fminf(vectors[u].values[i], least);
-      }
+      asm volatile(
+          "{\n .reg .pred there;\n setp.ne.u32 there, %2, 0;\n @there min.f32 %0, %1, %0;\n}"
+          : "+f"(least)
+          : "f"(vectors[u].values[i]), "r"(there & 1u << (u * kSize + i)));
     }
     return least;
   }
@@ -196,29 +218,39 @@ struct WordShare {
   }
 };
 
-// What the threads of a block know of its rows.
-struct Rows {
-  float4 parts[kMaxRows][kMaxWarps];  // the warps' OnlineSoftmax: max, ones, below
-  int64_t logits[kMaxRows];           // offsets
-  int64_t gradients[kMaxRows];
-  int index[kMaxRows];  // checked_index()
-  float weight[kMaxRows];
-  float scaled[kMaxRows];  // the weight, times the mean's scale
+// What the threads of a block know of one of its rows.
+struct alignas(16) Row {
+  int64_t logits;  // offsets
+  int64_t gradient;
+  int index;  // checked_index()
+  float weight;
+  float scaled;  // the weight, times the mean's scale
+  // The OnlineSoftmax: of one warp, or once it is put together.
+  float max;
+  float ones;
+  float below;
+
+  __device__ __forceinline__ void set(const OnlineSoftmax<float>& softmax) {
+    max = softmax.max;
+    ones = softmax.ones;
+    below = softmax.below;
+  }
+  __device__ __forceinline__ OnlineSoftmax<float> softmax() const { return {max, ones, below}; }
 };
 
-// Of the warps' parts.
-[[maybe_unused]] __device__ __forceinline__ OnlineSoftmax<float> softmax_of(
-    const float4 (&parts)[kMaxWarps]) {
+// Of the parts of a row that `warps` warps have: max, ones, below.
+[[maybe_unused]] __device__ __forceinline__ OnlineSoftmax<float> softmax_of(const float4* parts,
+                                                                            int warps) {
   OnlineSoftmax<float> softmax;
-  float4 part[kMaxWarps];
+  float4 part[kRowWarps];
 #pragma unroll
-  for (int w = 0; w < kMaxWarps; ++w) {
-    part[w] = parts[w];
+  for (int w = 0; w < kRowWarps; ++w) {
+    part[w] = w < warps ? parts[w] : float4{-math::infinity<float>(), 0, 0, 0};
     softmax.max = math::max_number(part[w].x, softmax.max);
   }
   const float shift = softmax_shift(softmax.max);
 #pragma unroll
-  for (int w = 0; w < kMaxWarps; ++w) {
+  for (int w = 0; w < kRowWarps; ++w) {
     const bool has_max = part[w].x == softmax.max;
     const float factor = math::exp_in_sum<true>(part[w].x - shift);
     softmax.ones += has_max ? part[w].y : 0.0f;
@@ -227,31 +259,56 @@ struct Rows {
   return softmax;
 }
 
-// A warp adds up its part of a row against the part's maximum; what the warps have is joined once a
-// row. While a row is computed, the next one is on its way.
+// As __syncthreads(), of a team of several warps; there are two of them at most. By constants: the
+// compiler would reserve all barriers for others.
+[[maybe_unused]] __device__ __forceinline__ void sync_team(int team, int warps) {
+  const int threads = warps * kWarpSize;
+  if (team == 0) {
+    asm volatile("bar.sync 1, %0;" : : "r"(threads) : "memory");
+  } else {
+    asm volatile("bar.sync 2, %0;" : : "r"(threads) : "memory");
+  }
+}
+
+// Of a block, for `rows` of `warps` warps each.
+constexpr int64_t shared_bytes(int64_t rows, int warps) {
+  return rows * (sizeof(Row) + (warps > 1 ? warps * sizeof(float4) : 0));
+}
+
+// A block has `teams` of `warps` warps, which take its rows in turn, so that what it reads at a
+// time lies in a line. A warp adds up its part of a row against the part's maximum; what the warps
+// have is joined once a row. While a row is computed, the team's next one is on its way.
 template <typename Share, bool kGradient>
-__global__ void __launch_bounds__(kMaxThreads, std::is_same_v<Share, WordShare> && !kGradient
-                                                   ? kMinWordBlocks
-                                                   : min_blocks(kGradient))
-    cross_entropy_float_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                    int rows_of_block, Denominator denominator, Partial* partials,
-                                    Finalize finalize) {
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
+    cross_entropy_float_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int warps,
+                                    int teams, int rows_of_block, Denominator denominator,
+                                    Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
-  __shared__ Rows rows;
+  constexpr int kBatch = kTermBatch / kSize;  // vectors whose terms are added at a time
+  extern __shared__ Row rows[];  // [rows_of_block], then their parts, where there are more than one
+  auto* const parts = reinterpret_cast<float4*>(rows + rows_of_block);
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarpSize;
   const auto* const input = static_cast<const float*>(args.input.data);
   auto* const grad_input = static_cast<float*>(args.grad_input.data);
-  Share share(static_cast<int>(args.num_classes));
+  // The same for all lanes, also to the compiler.
+  const int warp = __shfl_sync(kAllLanes, thread / kWarpSize, 0);
+  const int team = warp / warps;
+  const int part = warp % warps;
+  Share share(part, static_cast<int>(args.num_classes));
   const int64_t first_row = int64_t{blockIdx.x} * rows_of_block;
-  const float* const first_logits = input + row_offset(args.rows, args.input, first_row);
+  const int count = static_cast<int>(min(int64_t{rows_of_block}, args.rows.numel - first_row));
+  const float* const first_logits = input + row_offset(args.rows, args.input, first_row + team);
+  const auto all = share.accesses(team < count);
+  if (!denominator.is_computed() && gridDim.x <= kMaxOverlappingBlocks) {
+    wait_for_previous_kernel();
+  }
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) {
-    share.load(first_logits, u, share.count);
+    share.load(first_logits, u, all);
   }
   let_next_kernel_start();
   std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator);
-  const int count = static_cast<int>(min(int64_t{rows_of_block}, args.rows.numel - first_row));
   const int64_t row_of_lane = first_row + lane;
   float x_of_lane = 0;  // at its row's class index
   if ((kGradient || thread < kWarpSize) && lane < count) {
@@ -262,33 +319,32 @@ __global__ void __launch_bounds__(kMaxThreads, std::is_same_v<Share, WordShare> 
       x_of_lane = input[offset + index];
     }
     if (thread < kWarpSize) {
-      rows.logits[lane] = offset;
+      Row& row = rows[lane];
+      row.logits = offset;
       if constexpr (kGradient) {
-        rows.gradients[lane] = row_offset(args.rows, args.grad_input, row_of_lane);
+        row.gradient = row_offset(args.rows, args.grad_input, row_of_lane);
       }
-      rows.index[lane] = index;
-      rows.weight[lane] = row_weight(args, index);
-#pragma unroll
-      for (int w = 1; w < kMaxWarps; ++w) {
-        rows.parts[lane][w] = {-math::infinity<float>(), 0, 0, 0};
-      }
+      row.index = index;
+      row.weight = row_weight(args, index);
     }
   }
   if (thread < kWarpSize) {
     unit.wait(args, denominator);
     if (kGradient && lane < count) {
-      rows.scaled[lane] = unit.get() * rows.weight[lane];
+      rows[lane].scaled = unit.get() * rows[lane].weight;
     }
   }
   __syncthreads();
 #pragma unroll 1
-  for (int n = 0; n < count; ++n) {
-    const int index = rows.index[n];
-    const bool loads = n + 1 < count && rows.index[n + 1] >= 0;
-    const float* const next = input + rows.logits[loads ? n + 1 : n];
-    const int wanted = loads ? share.count : 0;
-    float* const gradient = kGradient ? grad_input + rows.gradients[n] : nullptr;
+  for (int n = team; n < count; n += teams) {
+    Row& row = rows[n];
+    const int index = row.index;
+    const bool loads = n + teams < count && rows[n + teams].index >= 0;
+    const float* const next = input + rows[loads ? n + teams : n].logits;
+    const auto wanted = share.accesses(loads);
+    float* const gradient = kGradient ? grad_input + row.gradient : nullptr;
     if (index < 0) {
+      const auto there = share.accesses();
       Vector<float> vector;
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
@@ -297,64 +353,77 @@ __global__ void __launch_bounds__(kMaxThreads, std::is_same_v<Share, WordShare> 
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
         if constexpr (kGradient) {
-          share.store(gradient, u, share.count, vector);
+          share.store(gradient, u, there, vector);
         }
         share.load(next, u, wanted);
       }
       continue;
     }
-    float max = -math::infinity<float>();
+    float maxima[kVectors / kBatch];
     float least = math::infinity<float>();
+    const auto there = share.accesses();
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      max = __uint_as_float(max_of_vector(share.vectors[u], __float_as_uint(max)));
+      float& max = maxima[u / kBatch];
+      const float before = u % kBatch == 0 ? -math::infinity<float>() : max;
+      max = __uint_as_float(max_of_vector(share.vectors[u], __float_as_uint(before)));
       if constexpr (kGradient) {
-        least = share.least_of_vector(u, least);
+        least = share.least_of_vector(u, least, there);
       }
     }
     OnlineSoftmax<float> softmax;
-    softmax.max = warp_max(max);
+    softmax.max = warp_max(math::max_number(math::max_number(maxima[0], maxima[1]),
+                                            math::max_number(maxima[2], maxima[3])));
+    const float near_maximum = softmax.max - kNearMaximum;
     const RowTerms<true> terms(softmax.max);
     TermSum sum;
 #pragma unroll
-    for (int u = 0; u < kVectors; u += 2) {
-      float values[2 * kSize];
+    for (int u = 0; u < kVectors; u += kBatch) {
+      float values[kBatch * kSize];
 #pragma unroll
-      for (int i = 0; i < 2 * kSize; ++i) {
+      for (int i = 0; i < kBatch * kSize; ++i) {
         values[i] = terms(share.vectors[u + i / kSize].get(i % kSize));
       }
+      sum.may_have_ones = maxima[u / kBatch] >= near_maximum;
       sum.add(values, terms.unit);
       if constexpr (!kGradient) {
-        share.load(next, u, wanted);
-        share.load(next, u + 1, wanted);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          share.load(next, u + i, wanted);
+        }
       }
     }
     softmax.ones = static_cast<float>(__reduce_add_sync(kAllLanes, sum.ones));
     softmax.below = warp_sum(sum.below);
-    if (lane == 0) {
-      rows.parts[n][thread / kWarpSize] = {softmax.max, softmax.ones, softmax.below, 0};
+    if (warps > 1) {
+      if (lane == 0) {
+        parts[n * warps + part] = {softmax.max, softmax.ones, softmax.below, 0};
+      }
+      if constexpr (kGradient) {
+        sync_team(team, warps);
+        softmax = softmax_of(parts + n * warps, warps);
+      }
+    }
+    if (lane == 0 && (warps == 1 || (kGradient && part == 0))) {
+      row.set(softmax);
     }
     if constexpr (kGradient) {
-      if (blockDim.x > kWarpSize) {
-        __syncthreads();
-        softmax = softmax_of(rows.parts[n]);
-      }
       const float x_at_index = __shfl_sync(kAllLanes, x_of_lane, n);
-      const float scaled = rows.scaled[n];
+      const float scaled = row.scaled;
       const auto row_softmax = RowSoftmax<float>::of(softmax.max, softmax.rest(), scaled, 1.0f);
       const LogitGradient<float, true> of_logit(row_softmax, scaled);
       const bool direct = of_logit.is_direct(least);
-      const int direct_count = direct ? share.count : 0;
+      const auto written = share.accesses(direct);
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
         Vector<float> vector = share.vectors[u];
         of_logit.replace_direct(vector.values);
-        share.store(gradient, u, direct_count, vector);
+        share.store(gradient, u, written, vector);
         share.load(next, u, wanted);
       }
       if (!direct) {
         // Where one formula does not do for all of a thread's logits, they are read once more.
-        const float* const logits = input + rows.logits[n];
+        const float* const logits = input + row.logits;
 #pragma unroll 1
         for (int u = 0; u < min(share.count, Share::kAccesses); ++u) {
           auto read = share.read(logits, u);
@@ -374,12 +443,13 @@ __global__ void __launch_bounds__(kMaxThreads, std::is_same_v<Share, WordShare> 
   }
   Partial partial;
   if (thread < count) {
-    const int index = rows.index[thread];
-    const float weight = rows.weight[thread];
+    const Row& row = rows[thread];
+    const int index = row.index;
+    const float weight = row.weight;
     OnlineSoftmax<float> softmax;
     float loss = gradient_without_loss(index);
     if (index >= 0) {
-      softmax = softmax_of(rows.parts[thread]);
+      softmax = kGradient || warps == 1 ? row.softmax() : softmax_of(parts + thread * warps, warps);
       loss = sparse_row_loss(softmax.max, softmax.rest(), x_of_lane, weight);
     }
     record_row(
@@ -387,7 +457,7 @@ __global__ void __launch_bounds__(kMaxThreads, std::is_same_v<Share, WordShare> 
         [&](int64_t number) { return row_offset(args.rows, args.output, number); }, partial);
   }
   if (args.reduction != Reduction::kNone) {
-    reduce_warp_to_grid(partial, partials, finalize);
+    reduce_warp_to_grid(partial, partials, finalize, rows_of_block);
   }
 #endif
 }
@@ -412,17 +482,22 @@ FloatRowPlan plan_float_rows(const CrossEntropyForwardArgs& args) {
     plan.threads = 0;
     return plan;
   }
-  const bool loose = plan.words && 8 * args.num_classes < 7 * room;
+  const bool loose = 6 * args.num_classes < 5 * room;
   const bool gradient = args.grad_input.data != nullptr;
   plan.aligned = rows_are_aligned(args);
-  const int64_t bytes = gradient ? (loose ? kLooseBytes : kGradientBytes) : kForwardBytes;
-  const int64_t fit = bytes / (args.num_classes * int64_t{sizeof(float)});
+  plan.teams = kMaxThreads / plan.threads;
+  const int64_t row_bytes = args.num_classes * int64_t{sizeof(float)};
+  const int64_t block_bytes = plan.teams * row_bytes;
+  const int64_t most =
+      gradient ? (loose ? std::min(kLooseBytes / block_bytes, kMaxTeamRows)
+                        : std::min(kGradientBytes / block_bytes, kGradientRows))
+               : std::min(kForwardBytes / (loose ? row_bytes : block_bytes), kMaxTeamRows);
   const int64_t resident =
-      int64_t{limits.multiprocessors} * min_blocks(gradient) * (kMaxThreads / plan.threads);
-  const int64_t rows = std::min(
-      {fit, gradient && !loose ? kGradientRows : kForwardRows, args.rows.numel / resident});
-  plan.rows = static_cast<int>(
-      std::clamp<int64_t>(std::max(rows, ceil_div(args.rows.numel, kMaxBlocks)), 1, kMaxRows));
+      int64_t{limits.multiprocessors} * kMinBlocks * (kMaxThreads / (plan.threads * plan.teams));
+  const int64_t steps = ceil_div(args.rows.numel, int64_t{plan.teams});
+  const int64_t rows = std::max(
+      {std::min(most, steps / (resident * kTurns)), ceil_div(steps, kMaxBlocks), int64_t{1}});
+  plan.rows = plan.teams * static_cast<int>(std::min<int64_t>(rows, kMaxRows / plan.teams));
   plan.blocks = ceil_div(args.rows.numel, int64_t{plan.rows});
   return plan;
 }
@@ -434,8 +509,10 @@ void launch_float_rows(const CrossEntropyForwardArgs& args, const FloatRowPlan& 
     launch_kernel(
         "cross_entropy_float_rows_kernel",
         cross_entropy_float_rows_kernel<typename decltype(share)::type, decltype(gradient)::value>,
-        {plan.blocks, plan.threads, 0, 1, denominator.is_computed()}, stream, args, plan.rows,
-        denominator, partials, finalize);
+        {plan.blocks, plan.threads * plan.teams, shared_bytes(plan.rows, plan.threads / kWarpSize),
+         1, denominator.is_computed() || plan.blocks <= kMaxOverlappingBlocks},
+        stream, args, plan.threads / kWarpSize, plan.teams, plan.rows, denominator, partials,
+        finalize);
   };
   const auto launch_share = [&](auto share) {
     args.grad_input.data != nullptr ? launch(share, std::true_type{})

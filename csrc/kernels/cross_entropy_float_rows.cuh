@@ -6,12 +6,13 @@
 
 namespace lossops::cuda {
 
-// How rows, a block each at a time, are spread over the device.
+// How rows are spread over the device.
 struct FloatRowPlan {
-  int threads = 0;       // of a block; 0: these rows are not for this kernel
+  int threads = 0;  // of a team, which has a row at a time; 0: these rows are not for this kernel
+  int teams = 1;    // of a block, whose rows they take in turn
   bool words = false;    // rows are not whole vectors
   bool aligned = false;  // vectors can access all rows
-  int rows = 1;          // of a block, one after the other
+  int rows = 1;          // of a block
   int64_t blocks = 0;
 };
 

@@ -71,10 +71,12 @@ __device__ __forceinline__ void reduce_to_grid(const Partial& partial, Partial* 
   leave_to_grid(block_reduce(partial), partials, finalize);
 }
 
-// The same by the first warp alone, where no other has a part.
+// The same by the first warp alone, of whose lanes the first `count` have a part.
 __device__ __forceinline__ void reduce_warp_to_grid(const Partial& partial, Partial* partials,
-                                                    const Finalize& finalize) {
-  leave_to_grid(warp_reduce(partial), partials, finalize);
+                                                    const Finalize& finalize,
+                                                    int count = kWarpSize) {
+  const int width = count <= 1 ? 1 : 1 << (32 - __clz(count - 1));
+  leave_to_grid(warp_reduce(partial, width), partials, finalize);
 }
 
 // Second stage, where there is more than one partial.

@@ -17,9 +17,6 @@ namespace lossops::cuda {
 // exponents, 2^-24 of each, would be one of the loss.
 constexpr float kConfident = 0x1p-4f;
 
-// A logit that is farther from the maximum has another term.
-constexpr float kNearMaximum = 0x1p-6f;
-
 // Of the state of a piece, or of a row.
 template <RowKind kKind>
 constexpr int kStateWords = kKind == RowKind::kProbability ? 5

@@ -9,6 +9,9 @@ namespace lossops::cuda {
 template <typename scalar_t>
 constexpr bool kExactExponentials = sizeof(scalar_t) >= 4;
 
+// A logit that is farther from the maximum has another term.
+constexpr float kNearMaximum = 0x1p-6f;
+
 // exp(x - max), times `unit`.
 template <bool kExact>
 struct RowTerms {
