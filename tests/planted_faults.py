@@ -781,6 +781,48 @@ FAULTS = [
         "if (pieces.count > 1 && lane == 0 && piece + 1 < pieces.count) {",
         "test_cross_entropy_kernels.py test_cross_entropy.py",
     ),
+    Fault(
+        "cuda: few classes, the gradient that forward left whatever grad_output is",
+        "csrc/kernels/cross_entropy_few.cu",
+        "if (kGradient && kAny && grad_output.is_one(given)) {",
+        "if (kGradient && kAny && grad_output.exists()) {",
+        "test_kept_gradients.py",
+    ),
+    Fault(
+        "cuda: the last row of a block of float32 rows not loaded",
+        "csrc/kernels/cross_entropy_float_rows.cu",
+        "const bool loads = n + teams < count && rows[n + teams].index >= 0;",
+        "const bool loads = n + teams < count - 1 && rows[n + teams].index >= 0;",
+        "test_cross_entropy_kernels.py",
+    ),
+    Fault(
+        "cuda: the last row of a block of rows of half types not loaded",
+        "csrc/kernels/cross_entropy_half_rows.cu",
+        "const bool loads = n + 1 < count && rows.index[n + 1] >= 0;",
+        "const bool loads = n + 2 < count && rows.index[n + 1] >= 0;",
+        "test_cross_entropy_kernels.py",
+    ),
+    Fault(
+        "cuda: long rows, the first row's logit at the class index for all",
+        "csrc/kernels/cross_entropy_long_rows.cu",
+        "rows.x_at_index[thread], first_row + thread, rows.outputs[thread],",
+        "rows.x_at_index[0], first_row + thread, rows.outputs[thread],",
+        "test_cross_entropy_kernels.py",
+    ),
+    Fault(
+        "cuda: split rows, each other row left out",
+        "csrc/kernels/cross_entropy_split_rows.cu",
+        "rows.next[thread] = lowest_bit(with_loss & ~1u << thread);",
+        "rows.next[thread] = lowest_bit(with_loss & ~3u << thread);",
+        "test_cross_entropy_kernels.py",
+    ),
+    Fault(
+        "cuda: probabilities taken to add up to 1",
+        "csrc/kernels/cross_entropy_probability_rows.cu",
+        "rows.q_sums[n] = state.q_sum;",
+        "rows.q_sums[n] = 1;",
+        "test_cross_entropy_kernels.py test_cross_entropy.py",
+    ),
 ]
 
 
