@@ -509,6 +509,24 @@ def test_long_rows_of_a_block(dtype: torch.dtype, classes: int, rows: int) -> No
     assert same_bits(gradients[0][normal], gradients[1][normal])
 
 
+@pytest.mark.gpu_memory(8)
+@pytest.mark.parametrize("classes", [80001, 80000])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_long_rows_mostly_ignored(dtype: torch.dtype, classes: int) -> None:
+    """Clusters of blocks, few of whose rows have a loss: those rows are as alone."""
+    rows = 2500
+    x = torch.randn(rows, classes, device="cuda", dtype=dtype)
+    t = torch.randint(0, classes, (rows,), device="cuda")
+    t[torch.rand(rows, device="cuda") < 0.97] = -100
+    whole = run(x, t, reduction="sum")
+    kept = t >= 0
+    few = run(x[kept], t[kept], reduction="sum")
+    gradient = whole.gradients["input"]
+    assert same_bits(gradient[kept], few.gradients["input"])
+    assert (gradient[~kept] == 0).all()
+    torch.testing.assert_close(whole.value, few.value)
+
+
 @pytest.mark.parametrize("classes", [1008, 4096])
 def test_gradients_of_small_and_large_weights(classes: int) -> None:
     """Factors that leave the range of fp32 where their products with exponentials do not."""

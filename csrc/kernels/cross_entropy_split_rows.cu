@@ -66,7 +66,7 @@ struct SplitShare {
 };
 
 // The place of the lowest bit; -1: there is none.
-__device__ __forceinline__ int lowest_bit(uint32_t bits) {
+[[maybe_unused]] __device__ __forceinline__ int lowest_bit(uint32_t bits) {
   return __ffs(static_cast<int>(bits)) - 1;
 }
 

@@ -580,7 +580,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   int kept = 0;  // rows with a loss
   for (int n = 0; n < batches.count; ++n) {
-    if (kCluster && n % kBatch == 0) {
+    // A batch is prepared by one warp and finished by another, and rows without a loss are no
+    // meeting in a cluster: before the row whose end reads of the next batch, and after it.
+    if (kCluster && (n + 1) % kBatch <= 1) {
       __syncthreads();
     }
     const StagedRow<kKind> row = batches.row(n);
@@ -666,7 +668,6 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       }
     }
   }
-  __syncthreads();
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid(batches.sums(), partials, finalize);
   }
