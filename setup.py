@@ -33,6 +33,7 @@ CUDA_SOURCES = [
     "csrc/kernels/cross_entropy_columns.cu",
     "csrc/kernels/cross_entropy_few.cu",
     "csrc/kernels/cross_entropy_float_rows.cu",
+    "csrc/kernels/cross_entropy_float_tile.cu",
     "csrc/kernels/cross_entropy_half_rows.cu",
     "csrc/kernels/cross_entropy_long_rows.cu",
     "csrc/kernels/cross_entropy_probability_rows.cu",

@@ -661,6 +661,78 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
         assert same_bits(part.gradients["input"], whole.gradients["input"][:, :, :7]), classes
 
 
+# Every way of reading rows from shared memory: words, pairs and vectors; of 4 to 125 vectors, in
+# all orders that a lane may take them in; by 1, 2 and 4 lanes a row.
+TILED_CLASSES = (
+    *(1, 16, 17, 18, 20, 24, 31, 32, 33, 40, 48, 63, 64, 72, 80, 100, 104, 112, 127, 128),
+    *(129, 130, 132, 136, 144, 160, 192, 200, 208, 255, 256, 257, 258, 260, 264, 272, 288, 384),
+    *(399, 466, 496, 499, 500),
+)
+
+
+@pytest.mark.parametrize("classes", TILED_CLASSES)
+def test_bits_do_not_depend_on_the_place_in_a_tile(classes: int) -> None:
+    """Nor on what else is in it, where it lies, and whether rows follow one another."""
+    rows = 77
+    x = (3 * torch.randn(1, classes)).expand(rows, classes).contiguous().cuda()
+    x[40:] += torch.randn(rows - 40, 1, device="cuda")
+    t = torch.full((rows,), classes // 3, device="cuda")
+    t[60:] = torch.randint(0, classes, (rows - 60,), device="cuda")
+    t[70] = -100
+
+    def losses_and_gradients(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        result = run(logits, targets, reduction="none")
+        return result.value, result.gradients["input"]
+
+    losses, gradients = losses_and_gradients(x, t)
+    assert same_bits(losses[:40], losses[:1].expand(40))
+    assert same_bits(gradients[:40], gradients[:1].expand(40, classes))
+    wide = torch.zeros(rows, classes + 3, device="cuda")
+    wide[:, 2 : classes + 2] = x
+    shifted = torch.zeros(rows * classes + 1, device="cuda")
+    shifted[1:] = x.flatten()
+    for logits, first in (
+        (wide[:, 2 : classes + 2], 0),
+        (shifted[1:].view(rows, classes), 0),
+        (x[3:], 3),
+    ):
+        other_losses, other_gradients = losses_and_gradients(logits, t[first:])
+        assert same_bits(other_losses, losses[first:])
+        assert same_bits(other_gradients, gradients[first:])
+
+
+@pytest.mark.parametrize("classes", TILED_CLASSES)
+@pytest.mark.parametrize("spread", [1.0, 8.0, 40.0])
+def test_tiles(classes: int, spread: float) -> None:
+    for rows in (1, 31, 300):
+        x, t = problem(rows, classes, torch.float32, spread=spread)
+        t[rows // 2] = classes - 1
+        leaf = x.double().requires_grad_()
+        exact = torch.nn.functional.cross_entropy(leaf, t, reduction="none")
+        exact.sum().backward()
+        assert leaf.grad is not None
+        for reduction in ("none", "sum"):
+            result = run(x, t, reduction=reduction)
+            expected = exact if reduction == "none" else exact.sum()
+            # In float64, too, what a confident row leaves is a difference of numbers near 1.
+            torch.testing.assert_close(result.value.double(), expected, rtol=1e-6, atol=1e-12)
+            gradient = result.gradients["input"].double()
+            torch.testing.assert_close(gradient, leaf.grad, rtol=7 * 2**-23, atol=1e-14)
+
+
+@pytest.mark.parametrize("classes", [16, 17])
+def test_warps_of_several_tiles(classes: int) -> None:
+    rows = (16384 * 4 + 3) * 32 + 5
+    x = torch.randn(rows, classes, device="cuda")
+    t = torch.randint(0, classes, (rows,), device="cuda")
+    result = run(x, t, reduction="sum")
+    ours, theirs = result.gradients["input"], torch.softmax(x, 1)
+    theirs[torch.arange(rows, device="cuda"), t] -= 1
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    expected = torch.nn.functional.cross_entropy(x, t, reduction="none").double().sum()
+    torch.testing.assert_close(result.value.double(), expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.skipif(HOPPER_IS_OFF, reason="the kernels of older devices")
 @pytest.mark.parametrize(
     ("shape", "dtype", "kernel"),
@@ -668,8 +740,8 @@ def test_bits_do_not_depend_on_how_many_pixels(dtype: torch.dtype) -> None:
         ((64, 2), torch.float32, "forward_few_kernel"),
         ((64, 10), torch.float32, "forward_few_kernel"),
         ((64, 15), torch.float32, "forward_few_kernel"),
-        ((64, 16), torch.float32, "forward_tile_kernel"),
-        ((64, 500), torch.float32, "forward_tile_kernel"),
+        ((64, 16), torch.float32, "forward_float_tile_kernel"),
+        ((64, 500), torch.float32, "forward_float_tile_kernel"),
         ((64, 501), torch.float32, "float_rows_kernel"),
         ((64, 504), torch.float32, "float_rows_kernel"),
         ((64, 1025), torch.float32, "staged_kernel"),
@@ -691,6 +763,7 @@ def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> Non
     """That the tests above reach every kernel; and two launches at most for few rows."""
     needs_hopper = (
         "forward_few_kernel",
+        "forward_float_tile_kernel",
         "forward_tile_kernel",
         "float_rows_kernel",
         "half_rows_kernel",

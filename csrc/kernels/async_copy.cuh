@@ -1,5 +1,5 @@
 // Copies from global to shared memory that occupy neither registers nor threads on their way: by a
-// thread for itself (sm_80), or in bulk by the copy engine (sm_90).
+// thread for itself (sm_80), or in bulk by the copy engine (sm_90), which also copies back.
 #pragma once
 
 #include <cstdint>
@@ -123,5 +123,32 @@ struct CopyBarrier {
 #endif
   }
 };
+
+// Copies to global memory in bulk. Every thread that wrote to what is copied calls this, and then
+// all of them a barrier.
+[[maybe_unused]] __device__ __forceinline__ void fence_before_bulk_store() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// By one thread. Addresses and bytes are multiples of 16.
+[[maybe_unused]] __device__ __forceinline__ void start_bulk_store(void* global, const void* shared,
+                                                                  uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :
+               : "l"(global), "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+
+// What this thread's stores copy has been read: it may be overwritten, or the block end.
+[[maybe_unused]] __device__ __forceinline__ void wait_for_bulk_reads() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
 
 }  // namespace lossops::cuda

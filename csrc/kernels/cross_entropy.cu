@@ -13,6 +13,7 @@
 #include "kernels/cross_entropy_columns.cuh"
 #include "kernels/cross_entropy_few.cuh"
 #include "kernels/cross_entropy_float_rows.cuh"
+#include "kernels/cross_entropy_float_tile.cuh"
 #include "kernels/cross_entropy_half_rows.cuh"
 #include "kernels/cross_entropy_long_rows.cuh"
 #include "kernels/cross_entropy_probability_rows.cuh"
@@ -1176,6 +1177,7 @@ struct ReadOncePlan {
     kFloatRows,
     kHalfRows,
     kProbabilityRows,
+    kFloatTiles,
     kTiles,
     kLongRows,
     kSplitRows,
@@ -1189,6 +1191,7 @@ struct ReadOncePlan {
   FloatRowPlan float_rows;
   HalfRowPlan half_rows;
   ProbabilityRowPlan probability_rows;
+  FloatTilePlan float_tiles;
   TilePlan tiles;
   LongRowPlan long_rows;
   SplitRowPlan split_rows;
@@ -1225,6 +1228,10 @@ struct ReadOncePlan {
     }
     probability_rows = plan_probability_rows(args);
     if (choose(Kernel::kProbabilityRows, probability_rows.threads, probability_rows.blocks)) {
+      return;
+    }
+    float_tiles = plan_float_tiles(args);
+    if (choose(Kernel::kFloatTiles, float_tiles.threads, float_tiles.blocks)) {
       return;
     }
     tiles = plan_tiles(args);
@@ -1275,8 +1282,8 @@ struct ReadOncePlan {
   // Whether it can compute args.grad_input again, for another grad_output, and so leaves a gradient
   // without row_stats. Of short rows these would be a part of what a step writes.
   bool computes_again(const CrossEntropyForwardArgs& args) const {
-    const bool can =
-        kernel == Kernel::kColumns || kernel == Kernel::kFew || kernel == Kernel::kTiles;
+    const bool can = kernel == Kernel::kColumns || kernel == Kernel::kFew ||
+                     kernel == Kernel::kFloatTiles || kernel == Kernel::kTiles;
     return can && args.grad_input.data != nullptr && takes_gradient(args);
   }
 
@@ -1300,6 +1307,9 @@ struct ReadOncePlan {
         break;
       case Kernel::kProbabilityRows:
         launch_probability_rows(args, probability_rows, partials, finalize, stream);
+        break;
+      case Kernel::kFloatTiles:
+        launch_float_tiles(args, float_tiles, denominator, grad_output, partials, finalize, stream);
         break;
       case Kernel::kTiles:
         launch_tiles(args, tiles, denominator, grad_output, partials, finalize, stream);

@@ -34,7 +34,7 @@ constexpr int kTileBytes = 5000;
 // Tiles of a warp, at least. Measured on an H200, 100 classes: 2 are 1 % faster than 3, and 5 %
 // than 6; 1 is as fast.
 constexpr int64_t kTilesPerWarp = 2;
-// Lanes that may share a row. 100 classes of fp32: 2 take 0.8 times the time of 1 or 8.
+// Lanes that may share a row. Rows of 400 bytes: 2 take 0.8 times the time of 1 or 8.
 constexpr int kTeams[] = {1, 2, 8};
 // More words than these for a lane make tiles too large.
 constexpr int kMaxLaneWords = 56;
@@ -111,7 +111,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   constexpr int kPerWord = kWordElements<scalar_t>;
   constexpr bool kGaps = kRows == Rows::kWithGaps;
   constexpr bool kOdd = kRows == Rows::kWithinWords;
-  constexpr bool kExact = kExactExponentials<scalar_t>;
   constexpr int kUnroll = kElementsAtATime / kPerWord;
   constexpr int kGradientUnroll = kUnroll / 2;
   extern __shared__ uint4 dynamic[];
@@ -239,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         __syncwarp();
       }
       const int words = num_others / kPerWord;
-      const bool has_last = kPerWord > 1 && num_others % kPerWord != 0 && words % kTeam == member;
+      const bool has_last = num_others % kPerWord != 0 && words % kTeam == member;
       const int shift = kOdd ? (phase + r * pitch) % kPerWord * 16 : 0;
       uint32_t* const row_words = all_words + (phase + r * pitch) / kPerWord;
       const auto word = [&](int k) {
@@ -286,20 +285,18 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       };
       IndexRow reduced;
       bool plain = index < 0;
-      if constexpr (!kExact) {
-        uint32_t reaches = 0;
-        const float others =
-            sum_of([](float x) { return plain_exp(x); },
-                   [&](uint32_t word) { reaches = reach_of_words<scalar_t>(word, reaches); });
-        const float reach = math::max_number(warp_max(max_of_elements<scalar_t>(reaches), kTeam),
-                                             ::fabsf(x_at_index));
-        if (IndexRow::may_be_plain(reach, others)) {
-          plain = true;
-          reduced = IndexRow::plain(others);
-        }
+      uint32_t reaches = 0;
+      const float plain_others =
+          sum_of([](float x) { return plain_exp(x); },
+                 [&](uint32_t word) { reaches = reach_of_words<scalar_t>(word, reaches); });
+      const float reach = math::max_number(warp_max(max_of_elements<scalar_t>(reaches), kTeam),
+                                           ::fabsf(x_at_index));
+      if (IndexRow::may_be_plain(reach, plain_others)) {
+        plain = true;
+        reduced = IndexRow::plain(plain_others);
       }
       // All of a warp, for the sake of its shuffles.
-      if (kExact || __any_sync(kAllLanes, !plain)) {
+      if (__any_sync(kAllLanes, !plain)) {
         uint32_t maxima = lowest_word<scalar_t>();
         int k = member;
 #pragma unroll 1
@@ -318,14 +315,14 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           max = math::max_number(to_acc<float>(own[num_others - 1]), max);
         }
         max = warp_max(max, kTeam);
-        const RowTerms<kExact> terms(max);
+        const RowTerms<false> terms(max);
         const float others = sum_of(terms, [](uint32_t) {});
         if (!plain) {
           reduced = IndexRow::of(terms, max, others, x_at_index);
         }
       }
       const float weight = row_weight(args, index);
-      const auto finished = reduced.template finish<!kExact>(x_at_index, scale, weight);
+      const auto finished = reduced.template finish<true>(x_at_index, scale, weight);
       const bool exists = r < rows;
       if (member == 0 && exists) {
         const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
@@ -381,10 +378,10 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           }
         };
         if (exists && index >= 0) {
-          if (!kExact && finished.has_plain_gradient) {
+          if (finished.has_plain_gradient) {
             write(num_others, PlainGradient{finished.softmax.factor});
           } else {
-            write(num_others, LogitGradient<float, kExact>(finished.softmax, scale * weight));
+            write(num_others, LogitGradient<float, false>(finished.softmax, scale * weight));
           }
         } else if (exists) {
           write(num_classes, ConstantGradient{gradient_without_loss(index)});
@@ -449,11 +446,11 @@ int bank_conflict(int pitch_words, int team) {
 
 TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
   TilePlan plan;
-  const auto size = static_cast<int>(element_size(args.input.dtype));
+  const int64_t size = element_size(args.input.dtype);
   const int64_t bytes = args.num_classes * size;
   const DeviceLimits limits = current_device_limits();
-  if (!limits.hopper || args.dense() || args.acc_double || args.input_class_stride != 1 ||
-      args.num_classes < 1 || bytes > kMaxRowBytes) {
+  if (!limits.hopper || size != sizeof(half_t) || args.dense() || args.acc_double ||
+      args.input_class_stride != 1 || args.num_classes < 1 || bytes > kMaxRowBytes) {
     return plan;
   }
   const auto follow = [&](const Operand& operand) {
@@ -475,8 +472,7 @@ TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
     for (int padding = 0; padding <= (can_pad ? 1 : 0); ++padding) {
       // Of a row, in instructions: those of a lane's words, of their conflicts, of the row.
       const int conflict = bank_conflict(words + padding * kVectorBytes / 4, team);
-      const double cost =
-          team * ((words + team - 1) / team * (96.0 / size + 4.0 * conflict) + 250.0);
+      const double cost = team * ((words + team - 1) / team * (48.0 + 4.0 * conflict) + 250.0);
       if (plan.threads == 0 || cost < best) {
         best = cost;
         plan.threads = kThreads;
@@ -510,7 +506,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
   const int64_t blocks = again ? std::min(plan.blocks, most_blocks_of_kept(kThreads)) : plan.blocks;
   visit_floating(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
-    if constexpr (sizeof(scalar_t) <= 4) {
+    if constexpr (sizeof(scalar_t) == 2) {
       TileShape shape = {plan.steps, plan.padding, plan.warp_bytes, 0};
       if (plan.padding > 0) {
         const auto granules =
@@ -535,11 +531,9 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
           launch_rows(team, std::integral_constant<Rows, Rows::kWithGaps>{});
           return;
         }
-        if constexpr (sizeof(scalar_t) == 2) {
-          if (args.num_classes % 2 != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0) {
-            launch_rows(team, std::integral_constant<Rows, Rows::kWithinWords>{});
-            return;
-          }
+        if (args.num_classes % 2 != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0) {
+          launch_rows(team, std::integral_constant<Rows, Rows::kWithinWords>{});
+          return;
         }
         launch_rows(team, std::integral_constant<Rows, Rows::kAtWords>{});
       };

@@ -1,4 +1,5 @@
-// Cross entropy of short rows: a warp takes several at a time, a tile of consecutive rows.
+// Cross entropy of short rows of half types: a warp takes several at a time, a tile of consecutive
+// rows.
 #pragma once
 
 #include "kernels/cross_entropy_row.cuh"
@@ -17,7 +18,7 @@ struct TilePlan {
   int64_t blocks = 0;
 };
 
-// logits of fp32, fp16 or bf16, contiguous classes, class indices without smoothing.
+// logits of fp16 or bf16, contiguous classes, class indices without smoothing.
 TilePlan plan_tiles(const CrossEntropyForwardArgs& args);
 
 void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,

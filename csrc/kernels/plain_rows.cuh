@@ -55,8 +55,22 @@ struct ExactSum {
 
   // NaN of infinities, which no row has whose sum counts.
   __device__ __forceinline__ void add(float x) { lost += math::lost_by_adding(sum, x); }
+  // The same bits, whichever is added to the other.
+  __device__ __forceinline__ void add(const ExactSum& other) {
+    lost += other.lost;
+    lost += math::lost_by_adding(sum, other.sum);
+  }
   __device__ __forceinline__ float total() const { return sum + lost; }
 };
+
+// The total over the lanes of a team, in each of them.
+__device__ __forceinline__ float team_total(ExactSum sum, int team) {
+  for (int offset = team / 2; offset > 0; offset /= 2) {
+    sum.add(ExactSum{__shfl_xor_sync(kAllLanes, sum.sum, offset),
+                     __shfl_xor_sync(kAllLanes, sum.lost, offset)});
+  }
+  return sum.total();
+}
 
 // What forward leaves of a row with a class index: max and rest, or 0 and -others of a plain row.
 struct IndexRow {
