@@ -42,8 +42,8 @@ constexpr int64_t kGradientRows = 2;
 constexpr int64_t kLooseBytes = 40 << 10;
 // Each multiprocessor has as many blocks as it holds at a time, so many times over, before blocks
 // have more rows: few that are left for a last turn take as long as all. Measured on an H200,
-// forward of 32768x1000 with 4, 8, 16, 32 rows a block (8.9, 4.4, 2.2, 1.1
-// turns) 40.9, 41.2, 43.9, 50.3 us, of 16384x1024 with 4, 8, 16 rows 26.8, 26.8, 29.2.
+// forward of 32768x1000 with 4, 8, 16, 32 rows a block (8.9, 4.4, 2.2, 1.1 turns) 40.9, 41.2, 43.9,
+// 50.3 us, of 16384x1024 with 4, 8, 16 rows 26.8, 26.8, 29.2.
 constexpr int64_t kTurns = 4;
 // Blocks, unless there are so many rows that each has kMaxRows.
 constexpr int64_t kMaxBlocks = 131072;
