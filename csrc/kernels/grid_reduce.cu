@@ -48,6 +48,9 @@ __device__ __forceinline__ Partial cluster_reduce(const Partial& partial) {
 template <int kBlocks>
 __global__ void __launch_bounds__(threads_of_block(kBlocks))
     grid_reduce_kernel(const Partial* partials, int64_t count, Finalize finalize) {
+  if constexpr (kBlocks > 1) {
+    cluster_sync();  // all blocks run before one stores to another
+  }
   wait_for_previous_kernel();
   const int threads = kBlocks * static_cast<int>(blockDim.x);
   Partial total;
