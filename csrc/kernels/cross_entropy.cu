@@ -939,6 +939,7 @@ static __global__ void __launch_bounds__(kDenominatorThreads)
     cross_entropy_indices_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                  bool in_vectors, bool in_line, int8_t* indices, double* partials) {
 #if LOSSOPS_HOPPER_CODE
+  wait_for_previous_kernel();
   let_next_kernel_start();
   const auto* const targets = static_cast<const int64_t*>(args.target.data);
   const auto* const pairs = reinterpret_cast<const longlong2*>(targets);
@@ -1356,8 +1357,7 @@ int64_t denominator_doubles(const ForwardPlan& plan) {
   return (count + 1) / 2 * 2 + indices / int64_t{sizeof(double)};
 }
 
-// Of a gradient that forward left: false if its kernel cannot compute it again. Nothing is launched
-// to overlap: grad_output may come from the kernel before.
+// Of a gradient that forward left: false if its kernel cannot compute it again.
 bool launch_again(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
   CrossEntropyForwardArgs forward = forward_of(args);
   const ReadOncePlan plan(forward);
@@ -1441,7 +1441,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, doubl
       if (indices) {
         denominator.indices = reinterpret_cast<int8_t*>(sums + (denominator.count + 1) / 2 * 2);
         launch_kernel("cross_entropy_indices_kernel", cross_entropy_indices_kernel,
-                      {denominator.count, kDenominatorThreads}, stream, args,
+                      {denominator.count, kDenominatorThreads, 0, 1, true}, stream, args,
                       targets_are_in_vectors(args), targets_are_in_line(args),
                       const_cast<int8_t*>(denominator.indices), sums);
       } else {

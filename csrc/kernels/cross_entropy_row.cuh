@@ -46,6 +46,7 @@ struct GradOutput {
     if (!exists()) {
       return false;
     }
+    wait_for_previous_kernel();
     visit_floating(dtype, [&](auto type) {
       value = to_acc<float>(*static_cast<const typename decltype(type)::type*>(data));
     });

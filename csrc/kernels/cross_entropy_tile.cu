@@ -516,7 +516,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
       const auto launch = [&](auto kernel) {
         launch_kernel(
             "cross_entropy_forward_tile_kernel", kernel,
-            {blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed() && !again},
+            {blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed() || again},
             stream, args, shape, denominator, grad_output, partials, finalize);
       };
       const auto launch_rows = [&](auto team, auto rows) {
