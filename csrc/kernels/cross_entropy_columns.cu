@@ -581,8 +581,8 @@ void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
     if constexpr (sizeof(scalar_t) <= 4) {
       const auto launch = [&](auto kernel) {
         launch_kernel("cross_entropy_forward_column_kernel", kernel,
-                      {blocks, plan.threads, shared, 1, denominator.is_computed() || again},
-                      stream, args, shape, denominator, grad_output, partials, finalize);
+                      {blocks, plan.threads, shared, 1, denominator.is_computed() || again}, stream,
+                      args, shape, denominator, grad_output, partials, finalize);
       };
       args.grad_input.data != nullptr
           ? launch(cross_entropy_forward_column_kernel<scalar_t, true>)

@@ -641,8 +641,8 @@ void launch_few_classes(const CrossEntropyForwardArgs& args, const FewPlan& plan
   const auto launch = [&](auto kernel) {
     launch_kernel(
         "cross_entropy_forward_few_kernel", kernel,
-        {blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed() || again},
-        stream, args, shape, denominator, grad_output, partials, finalize);
+        {blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed() || again}, stream,
+        args, shape, denominator, grad_output, partials, finalize);
   };
   const auto launch_classes = [&](auto classes) {
     constexpr int kClasses = decltype(classes)::value;

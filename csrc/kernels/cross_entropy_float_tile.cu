@@ -291,7 +291,16 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
     if constexpr (kGradient) {
       const LogitGradient<float, true> gradient(finished.softmax, scale * weight);
-      if (index >= 0 && gradient.is_direct(least)) {
+      if (index < 0) {
+        own.for_batches([&](int u, auto words) {
+          float x[decltype(words)::value];
+#pragma unroll
+          for (float& value : x) {
+            value = gradient_without_loss(index);
+          }
+          own.store(u, x);
+        });
+      } else if (gradient.is_direct(least)) {
         own.for_batches([&](int u, auto words) {
           float x[decltype(words)::value];
           own.load(u, x);
@@ -303,7 +312,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         for (int i = 0; i < own.words(); ++i) {
           float value[1] = {own.word(i)};
           gradient.replace(value);
-          own.word(i) = index >= 0 ? value[0] : gradient_without_loss(index);
+          own.word(i) = value[0];
         }
       }
       at_index(finished.gradient_at_index);
@@ -424,7 +433,7 @@ void launch_float_tiles(const CrossEntropyForwardArgs& args, const FloatTilePlan
                            kWarps * kMaxTileBytes);
     }
     launch_kernel("cross_entropy_forward_float_tile_kernel", kernel,
-                  {blocks, kThreads, shared_bytes, 1, denominator.is_computed() && !again}, stream,
+                  {blocks, kThreads, shared_bytes, 1, denominator.is_computed() || again}, stream,
                   args, shape, denominator, grad_output, partials, finalize);
   };
   const auto launch_units = [&](auto constant) {
