@@ -464,6 +464,28 @@ def test_float_rows_of_a_block(classes: int, rows: int) -> None:
     torch.testing.assert_close(whole.value.double(), expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("classes", [1008, 2048, 3000, 4096])
+@pytest.mark.parametrize("rows", [3, 9001])
+@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+def test_half_rows_of_a_block(dtype: torch.dtype, rows: int, classes: int) -> None:
+    """The same for rows of half types in registers, with a gradient and without one."""
+    x, t = problem(rows, classes, dtype)
+    t[2::5] = -100
+    losses = run(x, t, reduction="none").value
+    gradient = run(x, t, reduction="sum").gradients["input"]
+    for row in (0, 1, rows // 2, rows - 1):
+        part = slice(row, row + 1)
+        assert same_bits(run(x[part].clone(), t[part], reduction="none").value, losses[part])
+        alone = run(x[part].clone(), t[part], reduction="sum").gradients["input"]
+        assert same_bits(alone, gradient[part])
+    leaf = x.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(leaf, t, reduction="none")
+    expected.sum().backward()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=eps, atol=0)
+    torch.testing.assert_close(gradient.double(), leaf.grad, rtol=eps, atol=2.0**-24)
+
+
 @pytest.mark.parametrize(
     ("classes", "rows"),
     [
