@@ -331,17 +331,30 @@ cuda::Context current_stream(const Tensor& tensor) {
 }
 #endif
 
-// Runs a launcher on the device of `like`: its CUDA version on the current stream, or
-// its CPU version.
+// Makes the device of a tensor the current one, for which launchers plan as they are asked, and
+// launch.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor& tensor) {
+    if (tensor.is_cuda()) {
+      guard_.emplace(tensor.get_device_index());
+    }
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+// Runs a launcher: its CUDA version on the current stream of the device of `like`, or its CPU
+// version. While an OnDevice of `like` exists, as all that follow.
 #if defined(LOSSOPS_WITH_CUDA)
-#define LOSSOPS_LAUNCH(like, name, ...)                                               \
-  do {                                                                                \
-    if ((like).is_cuda()) {                                                           \
-      const torch::stable::accelerator::DeviceGuard guard((like).get_device_index()); \
-      cuda::launch_##name(__VA_ARGS__, current_stream(like));                         \
-    } else {                                                                          \
-      cpu::launch_##name(__VA_ARGS__, cpu_context());                                 \
-    }                                                                                 \
+#define LOSSOPS_LAUNCH(like, name, ...)                       \
+  do {                                                        \
+    if ((like).is_cuda()) {                                   \
+      cuda::launch_##name(__VA_ARGS__, current_stream(like)); \
+    } else {                                                  \
+      cpu::launch_##name(__VA_ARGS__, cpu_context());         \
+    }                                                         \
   } while (false)
 #define LOSSOPS_ASK(like, name, args) ((like).is_cuda() ? cuda::name(args) : cpu::name(args))
 #else
@@ -594,6 +607,7 @@ ElementwiseResult elementwise_forward(const char* op, ElementwiseLoss loss, cons
   args.contiguous = is_contiguous(args.space, {&args.input, &args.target, &args.weight,
                                                &args.grad_input, reduce ? &absent : &args.output});
   const int64_t mean_doubles = weighted_mean ? 2 : 0;
+  const OnDevice device(input);
   const Scratch scratch(LOSSOPS_SCRATCH(input, elementwise_forward, args) + mean_doubles, input);
   if (weighted_mean) {
     args.mean_terms = result.mean_terms
@@ -640,6 +654,7 @@ void launch_broadcast_gradient(const ElementwiseProblem& problem, ElementwiseBac
               broadcast_strides(operand.sizes, to_dims(gradient.strides()), problem.shape));
   args.num_kept = builder.finish(order, args.space, num_kept);
   check_ndim(problem.op, args.num_kept);
+  const OnDevice device(problem.input.tensor);
   LOSSOPS_LAUNCH_WITH_SCRATCH(problem.input.tensor, elementwise_backward_reduce, args);
 }
 
@@ -707,6 +722,7 @@ std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
     args.contiguous = is_contiguous(
         args.space, {&args.input, &args.target, &args.weight, &args.grad_input, &args.grad_target,
                      &args.grad_weight, reduce ? &absent : &args.grad_output});
+    const OnDevice device(input);
     LOSSOPS_LAUNCH(input, elementwise_backward, args);
   }
   return results;
@@ -718,7 +734,7 @@ struct ElementwiseOps;
 
 template <typename Loss, ElementwiseLoss kLoss, typename... Params>
 struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
-  // The public op. Its autograd kernel, in ops.py, goes through forward.
+  // The public op without autograd, whose kernel is in ops.py.
   static Tensor loss(Tensor input, Tensor target, std::string reduction, Params... params) {
     return value(input, target, std::nullopt, reduction, false, params...);
   }
@@ -1035,6 +1051,7 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
   problem.finish(builder, args);
 
   const SavedLayout layout(args, problem.rows.numel());
+  const OnDevice device(input);
   int64_t scratch_doubles = LOSSOPS_SCRATCH(input, cross_entropy_forward, args);
   double* scratch_data = nullptr;
   if (extra == Extra::kBackwardTerms) {
@@ -1203,6 +1220,7 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
     builder.add(args.grad_output, grad_output.strides);
   }
   problem.finish(builder, args);
+  const OnDevice device(input);
   OptionalTensor row_stats;
   if (is_kept && args.row_stats == nullptr &&
       LOSSOPS_ASK(input, cross_entropy_needs_row_stats, forward_of(args))) {
@@ -1253,7 +1271,7 @@ void cross_entropy_backward_inplace(Tensor input, Tensor grad_output, Tensor tar
       });
 }
 
-// The public op. Its autograd kernel, in ops.py, goes through forward.
+// The public op without autograd, whose kernel is in ops.py.
 Tensor cross_entropy(Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index,
                      std::string reduction, double label_smoothing) {
   return cross_entropy_value(input, target, weight, ignore_index, reduction, label_smoothing,
@@ -1280,6 +1298,7 @@ Tensor first_invalid_target(Tensor target, int64_t num_classes, int64_t ignore_i
   check_ndim(kCrossEntropy, builder.finish(row_major_order(view.sizes.size), args.rows));
   const Tensor result = empty_dense(Dims{}, ScalarType::Long, target);
   int64_t* const row = static_cast<int64_t*>(result.mutable_data_ptr());
+  const OnDevice device(target);
   LOSSOPS_LAUNCH(target, first_invalid_target, args, row);
   return result;
 }

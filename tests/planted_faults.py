@@ -782,6 +782,20 @@ FAULTS = [
         "test_cross_entropy_kernels.py test_cross_entropy.py",
     ),
     Fault(
+        "cuda: the mean's denominator before its class indices are there",
+        "csrc/kernels/cross_entropy.cu",
+        "  wait_for_previous_kernel();\n  let_next_kernel_start();\n  Partial total;",
+        "  let_next_kernel_start();\n  Partial total;",
+        "test_cuda.py",
+    ),
+    Fault(
+        "cuda: class indices in bytes before they are there",
+        "csrc/kernels/cross_entropy.cu",
+        "  wait_for_previous_kernel();\n  let_next_kernel_start();\n  const auto* const targets",
+        "  let_next_kernel_start();\n  const auto* const targets",
+        "test_cuda.py",
+    ),
+    Fault(
         "cuda: few classes, the gradient that forward left whatever grad_output is",
         "csrc/kernels/cross_entropy_few.cu",
         "if (kGradient && kAny && grad_output.is_one(given)) {",

@@ -16,6 +16,9 @@ from torch import Tensor
 import lossops
 
 
+LONGER = (999, 1000, 1001, 2049, 4096)
+
+
 def step(loss: Callable[..., Tensor], x: Tensor, *args: Tensor, **options: Any) -> None:
     """Forward and backward; of a reduction also with a gradient that is not what forward left."""
     for factor in (1.0, 2.0):
@@ -35,13 +38,17 @@ def main() -> None:
         def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.randn(shape, device="cuda").to(dtype)
 
-        for classes in (1, 2, 3, 10, 21, 33, 100, 127, 500, 999, 1000, 1001, 2049, 4096):
+        for classes in (*(1, 2, 3, 10, 16, 21, 24, 32, 33, 64, 100, 127, 144, 288, 500), *LONGER):
             for rows in (3, 70, 1100):
                 target = indices(classes, rows)
                 target[0] = -100
                 target[1] = classes + 5  # out of range
-                for reduction in ("mean", "none"):
+                for reduction in ("mean", "sum", "none"):
                     step(lossops.cross_entropy, normal(rows, classes), target, reduction=reduction)
+                weights = {"weight": normal(classes).abs()}
+                step(lossops.cross_entropy, normal(rows, classes), target, **weights)
+                wide = normal(rows, classes + 3)[:, 2:-1]  # misaligned, with gaps
+                step(lossops.cross_entropy, wide, target)
         # Several blocks, and clusters, of several rows each; whole vectors and not.
         for classes in (6001, 8192, 20000, 32768, 50257, 65536, 131072, 131073, 262144):
             target = indices(classes, 7)
@@ -53,6 +60,8 @@ def main() -> None:
             target = indices(shape[1], shape[0], *shape[2:])
             for reduction in ("mean", "none"):
                 step(lossops.cross_entropy, normal(*shape), target, reduction=reduction)
+        # So many blocks that a cluster folds what they leave.
+        step(lossops.cross_entropy, normal(70_000, 600), indices(600, 70_000))
         for classes in (100, 1024, 3000, 3001, 32768):
             step(lossops.cross_entropy, normal(5, classes), normal(5, classes).abs())
         step(lossops.cross_entropy, normal(4, 3000), indices(3000, 4), normal(3000).abs())

@@ -200,8 +200,20 @@ def test_waits_for_what_is_ahead(loss: Loss, variant: Variant, captured: bool) -
 
         return large[-count:].view(tensor.shape), write
 
-    for shape in ((32, 1000), (3, 5), (2000, 1001), (2, 40_000), (2, 21, 32, 32)):
-        sample = variant.sample(shape, device="cuda", reduction=loss.reductions[-1])
+    # Rows of each kernel that reads logits before it waits, of a mean and of so few that there is
+    # no denominator to wait for.
+    float_shapes = (
+        *((3, 5), (300, 10), (4099, 10), (300, 100), (32, 1000), (2000, 1001)),
+        *((2, 40_000), (2, 21, 32, 32)),
+    )
+    half_shapes = ((3000, 100), (2000, 3000), (600, 32_768))
+    cases = (
+        *((shape, torch.float32, "mean") for shape in float_shapes),
+        *((shape, torch.bfloat16, "mean") for shape in half_shapes),
+        *((shape, torch.float32, "sum") for shape in ((32, 1000), (4099, 10), (2, 21, 32, 32))),
+    )
+    for shape, dtype, reduction in cases:
+        sample = variant.sample(shape, device="cuda", dtype=dtype, reduction=reduction)
         grad_output = torch.full_like(sample.call(loss.function), 0.5)
         expected = evaluate(loss.function, sample, grad_output)
         for name, tensor in (*sample.tensors.items(), ("grad_output", grad_output)):

@@ -962,7 +962,7 @@ static __global__ void __launch_bounds__(kDenominatorThreads)
     if (weighted && index >= 0) {
       total.weight += static_cast<double>(weights[index]);
     }
-    return static_cast<char>(index);
+    return static_cast<signed char>(index);  // char has no sign on ARM
   };
 #pragma unroll 1
   for (int64_t pair = thread; pair < num_pairs; pair += kIndexUnroll * threads) {

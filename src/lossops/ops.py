@@ -396,11 +396,18 @@ class _Loss:
                     or _functorch_is_active()
                     or forward_ad._current_level >= 0
                 ):
-                    arguments = loss.backward_arguments(*ctx.saved_tensors, *ctx.options)
+                    saved = ctx.saved_tensors  # raises where one has changed
+                    try:
+                        arguments = loss.backward_arguments(*saved, *ctx.options)
+                    except RuntimeError as error:
+                        raise as_memory_error(error) from None
                     return loss.gradients([True, False, False], grad, *arguments)[0], None
                 saved = ctx.saved_tensors  # raises where one has changed
                 if not (grad.is_cpu and _is_one(grad)):
-                    backward_kept_op(kept, grad, *saved, *ctx.options)  # allocates nothing
+                    try:
+                        backward_kept_op(kept, grad, *saved, *ctx.options)
+                    except RuntimeError as error:  # it may allocate what forward left out
+                        raise as_memory_error(error) from None
                 return kept, None
 
         class TransformableFunction(torch.autograd.Function):
