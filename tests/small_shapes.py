@@ -15,7 +15,6 @@ from torch import Tensor
 
 import lossops
 
-
 LONGER = (999, 1000, 1001, 2049, 4096)
 
 
