@@ -73,14 +73,23 @@ class Result:
     gradients: Mapping[str, Tensor]
 
 
-def evaluate(function: LossFunction, sample: Sample, grad_output: Tensor | None = None) -> Result:
-    """Value and gradients of `function` at `sample`; `grad_output` is 1 unless given."""
+def evaluate(
+    function: LossFunction,
+    sample: Sample,
+    grad_output: Tensor | Callable[[], Tensor] | None = None,
+) -> Result:
+    """Value and gradients of `function` at `sample`.
+
+    `grad_output` is 1 unless given, or what it returns when called between forward and backward.
+    """
     sample = sample.leaves()
     value = sample.call(function)
     if not sample.differentiable:
         return Result(value.detach(), {})
     if grad_output is None:
         grad_output = torch.ones_like(value)
+    elif callable(grad_output):
+        grad_output = grad_output()
     wanted = [sample.tensors[name] for name in sample.differentiable]
     gradients = torch.autograd.grad(value, wanted, grad_output.to(value.dtype))
     return Result(value.detach(), dict(zip(sample.differentiable, gradients, strict=True)))

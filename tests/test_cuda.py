@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
 
 import pytest
 import torch
@@ -154,52 +154,67 @@ def test_side_stream(loss: Loss, variant: Variant) -> None:
     assert_same_result(op, expected, f"{sample.name}, op")
 
 
-class Late(NamedTuple):
-    """A step before which, or in the middle of which, something is written."""
+Writer = Callable[[], Tensor]
 
-    before: Callable[[], None]
-    loss: Loss
-    sample: Sample
-    between: Callable[[], None]
-    grad_output: Tensor
 
-    def __call__(self) -> Result:
-        leaves = self.sample.leaves()
-        self.before()
-        value = leaves.call(self.loss.function)
-        self.between()
-        if not leaves.differentiable:
-            return Result(value.detach(), {})
-        wanted = [leaves.tensors[name] for name in leaves.differentiable]
-        gradients = torch.autograd.grad(value, wanted, self.grad_output)
-        named = zip(leaves.differentiable, gradients, strict=True)
-        return Result(value.detach(), dict(named))
+def copied_late(tensor: Tensor) -> Writer:
+    """Empties some 64 MB and copies them anew, the tensor last."""
+    count = tensor.numel()
+    large = torch.zeros(2**24 + count, dtype=tensor.dtype, device="cuda")
+    source = large.clone()
+    source[-count:] = tensor.flatten()
+    other, stream = torch.zeros_like(large), torch.cuda.Stream()
+
+    def write() -> Tensor:
+        large.zero_()
+        # Two streams that meet: the next kernel comes after both.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            other.copy_(large)
+        torch.cuda.current_stream().wait_stream(stream)
+        large.copy_(source)
+        return large[-count:].view(tensor.shape)
+
+    return write
+
+
+def stored_by_a_loss(tensor: Tensor) -> Writer:
+    """Has a kernel store it that lets the next one start as soon as it has itself."""
+    count = tensor.numel()
+    dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
+    assert tensor.element_size() == dtype.itemsize
+    source = torch.zeros(2**21 + count, dtype=dtype, device="cuda")
+    source[-count:] = tensor.flatten().view(dtype)
+    ones, zeros = torch.ones_like(source), torch.zeros_like(source)
+
+    def write() -> Tensor:
+        stale = torch.zeros_like(source)
+        place = stale.data_ptr()
+        del stale
+        torch.cuda._sleep(500_000)  # launches wait in line, and none for the host
+        stored = lossops.mse_loss(ones, zeros, weight=source, reduction="none")
+        assert stored.data_ptr() == place, "zeros are where the tensor will be"
+        return stored[-count:].view(tensor.dtype).view(tensor.shape)
+
+    return write
+
+
+def late_result(
+    loss: Loss, sample: Sample, name: str, write: Writer, grad_output: Tensor
+) -> Result:
+    """With the tensor of that name, which may be grad_output, written right before it is read."""
+    if name == "grad_output":
+        return evaluate(loss.function, sample, write)
+    return evaluate(loss.function, sample.with_tensors(**{name: write()}), grad_output)
 
 
 @per_variant
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_waits_for_what_is_ahead(loss: Loss, variant: Variant, captured: bool) -> None:
+@pytest.mark.parametrize("late", [copied_late, stored_by_a_loss])
+def test_waits_for_what_is_ahead(
+    loss: Loss, variant: Variant, captured: bool, late: Callable[[Tensor], Writer]
+) -> None:
     """Kernels that start before the one ahead has ended do not read what it has yet to write."""
-
-    def at_end(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Room at the end of some 64 MB, and what empties them and copies the tensor there late."""
-        count = tensor.numel()
-        large = torch.zeros(2**24 + count, dtype=tensor.dtype, device="cuda")
-        source = large.clone()
-        source[-count:] = tensor.flatten()
-        other, stream = torch.zeros_like(large), torch.cuda.Stream()
-
-        def write() -> None:
-            large.zero_()
-            # Two streams that meet: the next kernel comes after both.
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                other.copy_(large)
-            torch.cuda.current_stream().wait_stream(stream)
-            large.copy_(source)
-
-        return large[-count:].view(tensor.shape), write
-
     # Rows of each kernel that reads logits before it waits, of a mean and of so few that there is
     # no denominator to wait for.
     float_shapes = (
@@ -214,15 +229,13 @@ def test_waits_for_what_is_ahead(loss: Loss, variant: Variant, captured: bool) -
     )
     for shape, dtype, reduction in cases:
         sample = variant.sample(shape, device="cuda", dtype=dtype, reduction=reduction)
+        if late is stored_by_a_loss:
+            # Of negative integers a kernel that stores floats would store the bits of NaN.
+            sample = sample.map(lambda t: t if t.is_floating_point() else t.clamp(min=0))
         grad_output = torch.full_like(sample.call(loss.function), 0.5)
         expected = evaluate(loss.function, sample, grad_output)
         for name, tensor in (*sample.tensors.items(), ("grad_output", grad_output)):
-            late, write = at_end(tensor)
-            if name == "grad_output":
-                run = Late(lambda: None, loss, sample, write, late)
-            else:
-                late_sample = sample.with_tensors(**{name: late})
-                run = Late(write, loss, late_sample, lambda: None, grad_output)
+            run = partial(late_result, loss, sample, name, late(tensor), grad_output)
             result = run()
             if captured:
                 graph = torch.cuda.CUDAGraph()
