@@ -21,8 +21,10 @@ from losses import (
     Variant,
     evaluate,
 )
-from numerics import same_bits
+from numerics import same_bits, ulp
 from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 
 per_variant = pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
 per_loss = pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
@@ -92,6 +94,16 @@ class CountingBackend:
         return module.forward
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@per_variant
+def test_half_types(loss: Loss, variant: Variant, dtype: torch.dtype, device: str) -> None:
+    """The backward operator that compiled code has in their place, where nothing is fused."""
+    for reduction in loss.reductions:
+        sample = variant.sample((6, 9), device=device, dtype=dtype, reduction=reduction)
+        compiled = compiled_call(loss.function, sample, backend="aot_eager", dynamic=False)
+        assert_equal(evaluate(compiled, sample), evaluate(loss.function, sample), sample.name)
+
+
 @per_variant
 def test_dynamic_shapes(loss: Loss, variant: Variant, device: str) -> None:
     """Other sizes do not compile again."""
@@ -132,6 +144,33 @@ def test_inductor(loss: Loss, device: str) -> None:
     (gradient,) = torch.autograd.grad(value, x)
     torch.testing.assert_close(value, step(x, t), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("loss", "variant"),
+    [pair for pair in VARIANTS if pair[0].name != "cross_entropy"],
+    ids=[name for name in VARIANT_IDS if not name.startswith("cross_entropy")],
+)
+def test_inductor_fuses_gradients(loss: Loss, variant: Variant, device: str) -> None:
+    """Of half types it computes those of input itself: no operator, and as exact as ours."""
+    torch.compile(torch.sin)(torch.ones(3, device=device))  # a program that has no loss
+    for reduction in loss.reductions:
+        dtype = torch.bfloat16 if reduction == "sum" else torch.float16
+        sample = variant.sample((64, 33), device=device, dtype=dtype, reduction=reduction)
+        # As a scaler has it, or gradients of a mean would be subnormal.
+        grad_output = torch.full_like(sample.call(loss.function), 1024)
+        expected = evaluate(loss.function, sample, grad_output)
+        exact = evaluate(loss.function, sample.double(), grad_output.double())
+        with inductor_config.patch(force_disable_caches=True):
+            compiled = compiled_call(loss.function, sample)
+            found, programs = run_and_get_code(evaluate, compiled, sample, grad_output)
+        is_called = any(f"torch.ops.lossops.{loss.name}_backward" in code for code in programs)
+        is_fused = set(expected.gradients) == {"input"} and "weight" not in sample.tensors
+        assert is_called != is_fused, sample.name
+        for name, gradient in found.gradients.items():
+            error = (gradient.double() - exact.gradients[name]).abs()
+            of_ours = (expected.gradients[name].double() - exact.gradients[name]).abs()
+            assert (error <= of_ours + ulp(gradient, dtype) / 16).all(), f"{sample.name}: {name}"
 
 
 @per_loss

@@ -95,9 +95,29 @@ def _cross_entropy_by_torch(
     )
 
 
-_mse_loss = ops.ElementwiseLoss("mse_loss", _mse_loss_by_torch, takes_integers=True).call
+def _mse_loss_derivative(input: Tensor, target: Tensor) -> Tensor:
+    return 2 * (input - target)
+
+
+def _kl_div_derivative(
+    input: Tensor, target: Tensor, log_target: bool = False, log_input: bool = True
+) -> Tensor:
+    probability = target.exp() if log_target else target
+    if log_input:
+        return -probability
+    zero = torch.where(input.isnan(), input, 0.0)
+    return torch.where(probability == 0, zero, -probability / input)
+
+
+_mse_loss = ops.ElementwiseLoss(
+    "mse_loss", _mse_loss_by_torch, takes_integers=True, derivative=_mse_loss_derivative
+).call
 _kl_div = ops.ElementwiseLoss(
-    "kl_div", _kl_div_by_torch, expands_first=False, target_first=True
+    "kl_div",
+    _kl_div_by_torch,
+    expands_first=False,
+    target_first=True,
+    derivative=_kl_div_derivative,
 ).call
 _cross_entropy_loss = ops.CrossEntropyLoss("cross_entropy", _cross_entropy_by_torch)
 _cross_entropy = _cross_entropy_loss.call

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _extension
+from . import _extension, _inductor
 
 _extension.load()
 
@@ -30,6 +30,10 @@ _library = torch.library.Library("lossops", "IMPL")
 
 # A differentiable torch implementation with the arguments of the *_forward operator.
 Reference: TypeAlias = Callable[..., Tensor]
+
+# Of the loss of an element with respect to input, by input, target and the loss's parameters, in
+# torch's pointwise functions.
+Derivative: TypeAlias = Callable[..., Tensor]
 
 
 def environment_flag(name: str, default: bool) -> bool:
@@ -557,7 +561,7 @@ class _Loss:
         """
         position = self.mask_position - 1
         arguments = (grad_output, *arguments[:position], needed, *arguments[position:])
-        is_compiling = _is_compiling()  # compiled autograd
+        is_compiling = _is_compiling()  # the graph of a backward pass, or compiled autograd
         try:
             if not is_compiling and (_is_batched(grad_output) or _has_tangents(grad_output)):
                 by_torch = self.gradients_of_torch
@@ -567,13 +571,20 @@ class _Loss:
             elif torch.is_grad_enabled():  # create_graph=True
                 found = iter(self.gradient_function.apply(*arguments))
             elif is_compiling:
-                found = iter(self.backward_op(*arguments))
+                found = iter(self.recorded_backward(*arguments))
             else:
+                is_recorded = _dispatch_modes() > 0  # torch.compile before 2.12, too
+                call = self.recorded_backward if is_recorded else self.backward_op
                 with torch._C._AutoDispatchBelowAutograd():
-                    found = iter(self.backward_op(*arguments))
+                    found = iter(call(*arguments))
         except RuntimeError as error:
             raise as_memory_error(error) from None
         return [next(found) if needs else None for needs in needed]
+
+    def recorded_backward(self, *arguments: Any) -> list[Tensor]:
+        """What *_backward returns, by its arguments, for a graph."""
+        found: list[Tensor] = self.backward_op(*arguments)
+        return found
 
     def gradients_of_torch(
         self, needed: list[bool], grad_output: Tensor, *arguments: Any
@@ -695,12 +706,16 @@ class ElementwiseLoss(_Loss):
         takes_integers: bool = False,
         expands_first: bool = True,
         target_first: bool = False,
+        derivative: Derivative | None = None,
     ) -> None:
         # As the loss's LossTraits say.
         self.takes_integers = takes_integers
         self.expands_first = expands_first
         self.target_first = target_first
         super().__init__(name, reference)
+        self.derivative = derivative
+        if derivative is not None:
+            self.fusible_op = self._define_fusible_backward()
 
     def may_keep(
         self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
@@ -723,6 +738,7 @@ class ElementwiseLoss(_Loss):
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, reduction, float32_result = args[:5]
+        _inductor.register_offers()
         _check_devices(self.name, input, target, weight)
         allowed = DTYPES if self.takes_integers else _FLOATING
         for name, tensor in (("input", input), ("target", target), ("weight", weight)):
@@ -746,6 +762,61 @@ class ElementwiseLoss(_Loss):
     ) -> tuple[Any, ...]:
         rest = self.reference_options(self.completed(options))
         return (input, target, weight, None, *rest)
+
+    def recorded_backward(self, *arguments: Any) -> list[Tensor]:
+        grad_output, input, target, weight, _, reduction, output_mask, *params = arguments
+        if (
+            self.derivative is not None
+            and input.dtype in _HALF_DTYPES
+            and target.dtype in _HALF_DTYPES
+            and input.shape == target.shape
+            and weight is None
+            and list(output_mask) == [True, False, False]
+        ):
+            return [self.fusible_op(grad_output, input, target, reduction, *params)]
+        return super().recorded_backward(*arguments)
+
+    def _define_fusible_backward(self) -> Any:
+        """`lossops::{name}_backward_fusible`, the gradient of input where graphs are made.
+
+        Of half types alone: their derivative in float32 is larger than what it is computed from,
+        so that torch leaves all of it to the backward pass. One of float32 it computes in a pass of
+        its own, beside the forward pass, and keeps.
+        """
+        name = f"lossops::{self.name}_backward_fusible"
+        params = str(self.backward_op._schema).partition("output_mask")[2].partition(") ->")[0]
+        schema = (
+            f"(Tensor grad_output, Tensor input, Tensor target, str reduction{params}) -> Tensor"
+        )
+
+        def kernel(
+            grad_output: Tensor, input: Tensor, target: Tensor, reduction: str, *params: Any
+        ) -> Tensor:
+            mask = [True, False, False]
+            gradients: list[Tensor] = self.backward_op(
+                grad_output, input, target, None, None, reduction, mask, *params
+            )
+            return gradients[0]
+
+        def decomposition(
+            grad_output: Tensor, input: Tensor, target: Tensor, reduction: str, *params: Any
+        ) -> Tensor:
+            """Rounded where the kernels round: at the end."""
+            assert self.derivative is not None
+            scale = grad_output.float()
+            if reduction == "mean":
+                scale = scale / input.numel()
+            elif reduction == "batchmean":
+                scale = scale / input.size(0)
+            derivative = self.derivative(input.float(), target.float(), *params)
+            return (derivative * scale).to(input.dtype)
+
+        torch.library.define(name, schema)
+        torch.library.impl(name, ("CPU", "CUDA"), kernel)
+        torch.library.register_fake(name, lambda _, input, *args: torch.empty_like(input))
+        op = getattr(torch.ops.lossops, f"{self.name}_backward_fusible").default
+        _inductor.offer(op, decomposition)
+        return op
 
 
 # Doubles that csrc/bindings.cpp puts before row_stats in what forward_gradient saves.
