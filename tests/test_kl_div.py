@@ -153,6 +153,28 @@ def test_special_values(dtype: torch.dtype, log_input: bool, log_target: bool, d
             )
 
 
+@pytest.mark.parametrize("log_target", [False, True], ids=["target", "log_target"])
+@pytest.mark.parametrize("log_input", [True, False], ids=["log_input", "input"])
+@per_dtype
+def test_special_values_in_means(
+    dtype: torch.dtype, log_input: bool, log_target: bool, device: str
+) -> None:
+    """The mean of one pair many times is its term: in whole vectors and in the rest."""
+    x, t, _ = exact_table(log_input, log_target)
+    # Weights that are subnormal in bfloat16 weigh an infinity, and a zero does not.
+    absent = -INF if log_input else 0.0
+    tiny = (-1.0, -90.0, -1e4) if log_target else (0.5, 1e-39, 2.0**-24)
+    x = torch.cat([x, torch.tensor([absent, absent, -1.0 if log_input else 1e-39])]).to(dtype)
+    t = torch.cat([t, torch.tensor(tiny)]).to(dtype)
+    options = {"log_target": log_target, "log_input": log_input}
+    terms = lossops.kl_div(x.to(device), t.to(device), reduction="none", **options)
+    for i, term in enumerate(terms):
+        pair = [operand[i].expand(4099).contiguous().to(device) for operand in (x, t)]
+        mean = lossops.kl_div(*pair, reduction="mean", **options)
+        bound = ulp(term.nan_to_num(), dtype) + 4 * 2.0**-22 * term.abs().clamp(min=1).nan_to_num()
+        assert_within(mean, term, bound, f"({x[i].item()}, {t[i].item()})")
+
+
 @per_dtype
 def test_target_zero(dtype: torch.dtype, device: str) -> None:
     for zero in (0.0, -0.0):

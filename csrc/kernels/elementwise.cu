@@ -31,10 +31,19 @@ constexpr int kVectors = sizeof(scalar_t) == 8   ? 1
 // That shall fit a multiprocessor: 67 registers instead of 64 cost KL of fp16 11 % of its step.
 template <typename scalar_t>
 constexpr int kMinBlocks = sizeof(scalar_t) == 2 ? 4 : 1;
-// Blocks of a reduction: several waves on any GPU, and partials that one block folds in
-// microseconds. The same with a gradient and without one, for the same bits. Measured on an H200:
-// 32768 lose 3 to 6 % of KL's forward, 65536 of its step too.
-constexpr int64_t kMaxReduceBlocks = 16384;
+// Tiles a block of a reduction, the same with a gradient and without one, for the same bits. Many
+// share a block's start and its reduction; of few, those on their way are closer in memory.
+// Measured on an H200, 16384x16384, forward / step in us with 1, 2, 4, 8 tiles: KL of bf16
+// probabilities 263, 241, 241, 240 / 411, 386, 381, 387, of bf16 log-probabilities 241, 239, 239,
+// 239 / 376, 378, 382, 388; MSE of fp32 32768x32768 1849, 1837, 1831, 1832 / 2953, 2972, 3004,
+// 3045.
+constexpr int64_t kTilesOfBlock = 4;
+// But no fewer blocks than these where there are as many tiles: a step of MSE of fp32 8192x8192
+// takes 197 us with 4 tiles a block and 195 with 2.
+constexpr int64_t kFewBlocks = 8192;
+// 1 MiB of partials, which a cluster folds in microseconds.
+constexpr int64_t kMaxPartials = 65536;
+constexpr int64_t kMaxStridedBlocks = 16384;
 constexpr int64_t kMaxGrid = 1 << 30;
 
 template <typename scalar_t>
@@ -68,7 +77,8 @@ template <typename Term, typename = void>
 struct HasForwardInSum : std::false_type {};
 template <typename Term>
 struct HasForwardInSum<
-    Term, std::void_t<decltype(std::declval<Term>().template forward_in_sum<true>(0.0f, 0.0f))>>
+    Term,
+    std::void_t<decltype(std::declval<Term>().template forward_in_sum<true, true>(0.0f, 0.0f))>>
     : std::true_type {};
 
 // The loss of an element, by the term's faster way if it has one and the result allows it.
@@ -76,15 +86,23 @@ template <typename scalar_t, Stores kStores, typename Term, typename acc_t>
 __device__ __forceinline__ acc_t forward_of(const Term& term, acc_t x, acc_t t) {
   if constexpr (HasForwardInSum<Term>::value && sizeof(scalar_t) <= 4 &&
                 kStores != Stores::kLosses) {
-    return term.template forward_in_sum<sizeof(scalar_t) == 2>(x, t);
+    return term.template forward_in_sum<sizeof(scalar_t) == 2, !std::is_same_v<scalar_t, half_t>>(
+        x, t);
   } else {
     return term.forward(x, t);
   }
 }
 
-// input, target, weight, output: (numel,). weight may be null. output: the losses, or the input's
-// gradients, times scale. Blocks stride over tiles.
-template <typename scalar_t, typename Term, Stores kStores>
+// A block's sum where there are no weights: half of a Partial.
+struct Sum {
+  double value = 0;
+
+  __device__ __forceinline__ void combine(const Sum& other) { value += other.value; }
+};
+
+// input, target, weight, output: (numel,). output: the losses, or the input's gradients, times
+// scale. Blocks stride over tiles.
+template <typename scalar_t, typename Term, Stores kStores, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<scalar_t>)
     elementwise_forward_kernel(const scalar_t* input, const scalar_t* target,
                                const scalar_t* weight, scalar_t* output, int64_t numel, Term term,
@@ -94,61 +112,66 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<scalar_t>)
   constexpr int kSize = kVectorSize<scalar_t>;
   let_next_kernel_start();
   Partial partial;
-  for (int64_t base = blockIdx.x * kTile<scalar_t>; base < numel;
-       base += gridDim.x * kTile<scalar_t>) {
-    // The loss of one element; returns what is to be stored.
-    const auto visit = [&](acc_t x, acc_t t, acc_t w, acc_t& value) {
-      value = forward_of<scalar_t, kStores>(term, x, t) * w;
-      if constexpr (kStores == Stores::kGradients) {
-        return input_gradient(term, sizeof(scalar_t) == 2, x, t, w, scale);
-      } else {
-        return value;
-      }
-    };
-    if (base + kTile<scalar_t> <= numel) {
-      const int64_t first = base / kSize + threadIdx.x;
-      Tile<scalar_t> x;
-      Tile<scalar_t> t;
-      Tile<scalar_t> w;
-      x.load(input, first);
-      t.load(target, first);
-      if (weight != nullptr) {
-        w.load(weight, first);
-      }
-      acc_t values[kCount * kSize];
-      acc_t weights[kCount * kSize];
-#pragma unroll
-      for (int v = 0; v < kCount; ++v) {
-        acc_t results[kSize];
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          const int n = v * kSize + i;
-          weights[n] = weight != nullptr ? w.at(v, i) : acc_t(1);
-          results[i] = visit(x.at(v, i), t.at(v, i), weights[n], values[n]);
-        }
-        if constexpr (kStores != Stores::kNothing) {
-          store_vector(output, first + v * kThreads, pack<scalar_t>(results));
-        }
-      }
-      partial.sum += static_cast<double>(pairwise_sum(values));
-      if (weight != nullptr) {
-        partial.weight += static_cast<double>(pairwise_sum(weights));
-      }
+  // The loss of one element; returns what is to be stored.
+  const auto visit = [&](acc_t x, acc_t t, acc_t w, acc_t& value) {
+    value = forward_of<scalar_t, kStores>(term, x, t) * w;
+    if constexpr (kStores == Stores::kGradients) {
+      return input_gradient(term, sizeof(scalar_t) == 2, x, t, w, scale);
     } else {
-      for (int64_t i = base + threadIdx.x; i < numel; i += kThreads) {
-        acc_t value;
-        const acc_t own = weight != nullptr ? to_acc<acc_t>(weight[i]) : acc_t(1);
-        const acc_t result = visit(to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]), own, value);
-        if constexpr (kStores != Stores::kNothing) {
-          output[i] = from_acc<scalar_t>(result);
-        }
-        partial.sum += static_cast<double>(value);
-        partial.weight += static_cast<double>(own);
+      return value;
+    }
+  };
+  const int64_t whole_tiles = numel / kTile<scalar_t>;
+  int64_t tile = blockIdx.x;
+  for (; tile < whole_tiles; tile += gridDim.x) {
+    const int64_t first = tile * (kTile<scalar_t> / kSize) + threadIdx.x;
+    Tile<scalar_t> x;
+    Tile<scalar_t> t;
+    Tile<scalar_t> w;
+    x.load(input, first);
+    t.load(target, first);
+    if constexpr (kWeighted) {
+      w.load(weight, first);
+    }
+    acc_t values[kCount * kSize];
+    acc_t weights[kCount * kSize];
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) {
+      acc_t results[kSize];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const int n = v * kSize + i;
+        weights[n] = kWeighted ? w.at(v, i) : acc_t(1);
+        results[i] = visit(x.at(v, i), t.at(v, i), weights[n], values[n]);
+      }
+      if constexpr (kStores != Stores::kNothing) {
+        store_vector(output, first + v * kThreads, pack<scalar_t>(results));
       }
     }
+    partial.sum += static_cast<double>(pairwise_sum(values));
+    if constexpr (kWeighted) {
+      partial.weight += static_cast<double>(pairwise_sum(weights));
+    }
   }
-  if constexpr (kStores != Stores::kLosses) {
+  if (tile == whole_tiles) {
+#pragma unroll 4
+    for (int64_t i = tile * kTile<scalar_t> + threadIdx.x; i < numel; i += kThreads) {
+      acc_t value;
+      const acc_t own = kWeighted ? to_acc<acc_t>(weight[i]) : acc_t(1);
+      const acc_t result = visit(to_acc<acc_t>(input[i]), to_acc<acc_t>(target[i]), own, value);
+      if constexpr (kStores != Stores::kNothing) {
+        output[i] = from_acc<scalar_t>(result);
+      }
+      partial.sum += static_cast<double>(value);
+      partial.weight += static_cast<double>(own);
+    }
+  }
+  if constexpr (kStores == Stores::kLosses) {
+    return;
+  } else if constexpr (kWeighted) {
     reduce_to_grid(partial, partials, finalize);
+  } else {
+    leave_to_grid({block_reduce(Sum{partial.sum}).value, 0}, partials, finalize);
   }
 }
 
@@ -161,7 +184,8 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kSize = kVectorSize<scalar_t>;
   const auto* const input = static_cast<const scalar_t*>(args.input.data);
   const auto* const target = static_cast<const scalar_t*>(args.target.data);
-  const auto* const weight = static_cast<const scalar_t*>(args.weight.data);
+  const auto* const weight =
+      Term::kHasWeight ? static_cast<const scalar_t*>(args.weight.data) : nullptr;
   const auto* const grad_output = static_cast<const scalar_t*>(args.grad_output.data);
   wait_for_previous_kernel();
   if (kept_is_right(args)) {
@@ -205,7 +229,9 @@ __global__ void __launch_bounds__(kThreads)
       };
       store_gradient(Wanted::kInput, args.grad_input);
       store_gradient(Wanted::kTarget, args.grad_target);
-      store_gradient(Wanted::kWeight, args.grad_weight);
+      if constexpr (Term::kHasWeight) {
+        store_gradient(Wanted::kWeight, args.grad_weight);
+      }
       continue;
     }
     for (int64_t i = base + threadIdx.x; i < numel; i += kThreads) {
@@ -219,7 +245,9 @@ __global__ void __launch_bounds__(kThreads)
       };
       store_gradient(Wanted::kInput, args.grad_input);
       store_gradient(Wanted::kTarget, args.grad_target);
-      store_gradient(Wanted::kWeight, args.grad_weight);
+      if constexpr (Term::kHasWeight) {
+        store_gradient(Wanted::kWeight, args.grad_weight);
+      }
     }
   }
 }
@@ -366,9 +394,18 @@ bool vectorizable(const ElementwiseArgs& args, std::initializer_list<const Opera
                      [](const Operand* operand) { return is_vector_aligned(operand->data); });
 }
 
-int64_t strided_blocks(int64_t numel) {
-  return std::clamp<int64_t>(ceil_div(numel, kThreads), 1, kMaxReduceBlocks);
+// Of any layout and dtype.
+int64_t most_partials(int64_t numel) {
+  return std::clamp<int64_t>(ceil_div(numel, kThreads), 1, kMaxPartials);
 }
+
+// For contiguous operands: no more than most_partials(), as a tile has kThreads elements or more.
+int64_t reduce_blocks(int64_t tiles) {
+  const int64_t most = std::min(ceil_div(tiles, kTilesOfBlock), kMaxPartials);
+  return std::max(most, std::min(tiles, kFewBlocks));
+}
+
+int64_t strided_blocks(int64_t numel) { return std::min(most_partials(numel), kMaxStridedBlocks); }
 
 Finalize make_finalize(const ElementwiseForwardArgs& args) {
   Finalize finalize;
@@ -390,11 +427,20 @@ void forward_contiguous(const ElementwiseForwardArgs& args, const Term& term, Pa
   const auto* weight = static_cast<const scalar_t*>(args.weight.data);
   const int64_t tiles = std::max<int64_t>(ceil_div(args.space.numel, kTile<scalar_t>), 1);
   const auto launch = [&](auto stores, scalar_t* output, int64_t blocks, const Finalize& finalize) {
-    using acc_t = acc_type_t<scalar_t>;
-    launch_kernel("elementwise_forward_kernel",
-                  elementwise_forward_kernel<scalar_t, Term, decltype(stores)::value>,
-                  {blocks, kThreads}, stream, input, target, weight, output, args.space.numel, term,
-                  unit_scale<acc_t>(args), partials, finalize);
+    const auto launch_weighted = [&](auto weighted) {
+      launch_kernel("elementwise_forward_kernel",
+                    elementwise_forward_kernel<scalar_t, Term, decltype(stores)::value,
+                                               decltype(weighted)::value>,
+                    {blocks, kThreads}, stream, input, target, weight, output, args.space.numel,
+                    term, unit_scale<acc_type_t<scalar_t>>(args), partials, finalize);
+    };
+    if constexpr (Term::kHasWeight) {
+      if (weight != nullptr) {
+        launch_weighted(std::true_type{});
+        return;
+      }
+    }
+    launch_weighted(std::false_type{});
   };
   if (args.reduction == Reduction::kNone) {
     launch(std::integral_constant<Stores, Stores::kLosses>{},
@@ -402,7 +448,7 @@ void forward_contiguous(const ElementwiseForwardArgs& args, const Term& term, Pa
     return;
   }
   const Finalize finalize = make_finalize(args);
-  const int64_t blocks = std::min(tiles, kMaxReduceBlocks);
+  const int64_t blocks = reduce_blocks(tiles);
   if (args.grad_input.data != nullptr) {
     launch(std::integral_constant<Stores, Stores::kGradients>{},
            static_cast<scalar_t*>(args.grad_input.data), blocks, finalize);
@@ -431,7 +477,7 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
   if (args.reduction == Reduction::kNone) {
     return 0;
   }
-  return strided_blocks(args.space.numel) * kPartialDoubles;
+  return most_partials(args.space.numel) * kPartialDoubles;
 }
 
 void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch,

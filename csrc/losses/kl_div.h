@@ -21,16 +21,23 @@ namespace lossops {
 
 template <bool kLogTarget, bool kLogInput>
 struct KlDivTerm {
+  static constexpr bool kHasWeight = false;
+
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t forward(acc_t input, acc_t target) const {
-    return value<Logarithms::kExact>(input, target);
+    return value<true>(input, target);
   }
 
-  // For a sum of terms, whose errors average out: with the hardware's logarithm, on the CPU with
-  // the same as forward(). kHalf: input and target are of half types.
-  template <bool kHalf, typename acc_t>
+  // For a sum of terms, whose errors average out: by the hardware's logarithm, on the CPU as
+  // forward(). kHalf: input and target are of half types. kSubnormal: they may be subnormal, as
+  // float, which no float16 is.
+  template <bool kHalf, bool kSubnormal, typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t forward_in_sum(acc_t input, acc_t target) const {
-    return value<kHalf ? Logarithms::kTwoFast : Logarithms::kFast>(input, target);
+    if constexpr (kHalf) {
+      return half_value<kSubnormal>(input, target);
+    } else {
+      return value<false>(input, target);
+    }
   }
 
   template <typename acc_t>
@@ -39,7 +46,7 @@ struct KlDivTerm {
     if constexpr (kLogInput) {
       return -t;
     } else {
-      return t == acc_t(0) ? zero_unless_nan(input) : -t / input;
+      return t == acc_t(0) ? math::zero_unless_nan(input) : -t / input;
     }
   }
 
@@ -50,7 +57,7 @@ struct KlDivTerm {
       return -t;
     } else {
       const float quotient = math::divide_half(-t, input);
-      return t == 0.0f ? zero_unless_nan(input) : quotient;
+      return t == 0.0f ? math::zero_unless_nan(input) : quotient;
     }
   }
 
@@ -59,7 +66,7 @@ struct KlDivTerm {
     if constexpr (kLogTarget) {
       const acc_t x = log_probability(input);
       const acc_t t = math::exp(target);
-      return t == acc_t(0) ? zero_unless_nan(x) : t * (target - x + acc_t(1));
+      return t == acc_t(0) ? math::zero_unless_nan(x) : t * (target - x + acc_t(1));
     } else {
       acc_t log_ratio;
       if constexpr (kLogInput) {
@@ -73,17 +80,12 @@ struct KlDivTerm {
   }
 
  private:
-  // kTwoFast: two logarithms instead of one of a quotient. Their error is relative to their size,
-  // which half types forgive, and they need no division.
-  enum class Logarithms : int8_t { kExact, kFast, kTwoFast };
-
-  template <Logarithms kLogarithms, typename acc_t>
+  template <bool kExact, typename acc_t>
   static LOSSOPS_HOST_DEVICE acc_t value(acc_t input, acc_t target) {
-    constexpr bool kExact = kLogarithms == Logarithms::kExact;
     if constexpr (kLogTarget) {
       const acc_t x = log_probability(input);
       const acc_t t = math::exp(target);
-      return t == acc_t(0) ? zero_unless_nan(x) : t * (target - x);
+      return t == acc_t(0) ? math::zero_unless_nan(x) : t * (target - x);
     } else if constexpr (kLogInput) {
       const acc_t zero_weight = input == -math::infinity<acc_t>() ? acc_t(0) : acc_t(0) * input;
       const acc_t log_target = math::log_in_sum<kExact>(target, math::kLn2OfProbability);
@@ -93,11 +95,28 @@ struct KlDivTerm {
       // log(0) is -inf, which a zero weight silences; the logarithm of less is NaN.
       const bool defined = input >= acc_t(0) && input < math::infinity<acc_t>();
       const acc_t zero_weight = defined ? acc_t(0) : math::quiet_nan<acc_t>();
-      const acc_t log_ratio = kLogarithms == Logarithms::kTwoFast
-                                  ? math::log_in_sum<false>(target) - math::log_in_sum<false>(input)
-                                  : math::log_quotient<kExact>(target, input);
+      const acc_t log_ratio = math::log_quotient<kExact>(target, input);
       const acc_t term = target * log_ratio;
       return target == acc_t(0) ? zero_weight : term;
+    }
+  }
+
+  // Two logarithms instead of one of a quotient, and the hardware's exponential: their errors are
+  // relative to their size, which half types forgive, and they need no division.
+  template <bool kSubnormal>
+  static LOSSOPS_HOST_DEVICE float half_value(float input, float target) {
+    float x = input;
+    if constexpr (!kLogInput) {
+      x = math::log_in_sum<false, kSubnormal>(input);
+    }
+    if constexpr (kLogTarget) {
+      const float t = math::exp_of_half(target);
+      return t == 0.0f ? math::zero_unless_nan(x) : t * (target - x);
+    } else {
+      const float ln_2 = kLogInput ? math::kLn2OfProbability : math::kLn2;
+      const float term = target * (math::log_in_sum<false, kSubnormal>(target, ln_2) - x);
+      // A zero weight silences the -inf that is the logarithm of 0, nothing else.
+      return target == 0.0f ? 0.0f * math::at_least(x, -1.0f) : term;
     }
   }
 
@@ -118,17 +137,13 @@ struct KlDivTerm {
       return math::log(input);
     }
   }
-
-  template <typename acc_t>
-  static LOSSOPS_HOST_DEVICE acc_t zero_unless_nan(acc_t x) {
-    return math::is_nan(x) ? x : acc_t(0);
-  }
 };
 
 struct KlDivLoss {
   using Params = ParamTypes<bool, bool>;
   static constexpr char kSchema[] = ", bool log_target=False, bool log_input=True";
-  static constexpr LossTraits kTraits{/*has_weight=*/false, /*takes_integers=*/false,
+  static constexpr LossTraits kTraits{/*has_weight=*/KlDivTerm<false, false>::kHasWeight,
+                                      /*takes_integers=*/false,
                                       /*has_batchmean=*/true, /*expands_first=*/false,
                                       /*target_first=*/true};
 

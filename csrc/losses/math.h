@@ -236,6 +236,27 @@ __device__ __forceinline__ float divide_by_one_plus(float a, float b) {
 }
 __device__ __forceinline__ double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
 
+// The larger of two; NaN where one is NaN.
+__device__ __forceinline__ float at_least(float x, float bound) {
+#if __CUDA_ARCH__ >= 800
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(bound));
+  return result;
+#else
+  return x < bound ? bound : x;
+#endif
+}
+
+__device__ __forceinline__ float zero_unless_nan(float x) { return at_least(-::fabsf(x), 0.0f); }
+__device__ __forceinline__ double zero_unless_nan(double x) { return is_nan(x) ? x : 0.0; }
+
+// exp(x) for what forgives an error of |x| / 2^24 of it.
+__device__ __forceinline__ float exp_of_half(float x) {
+  float power;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(x * kLog2E));
+  return power;
+}
+
 // a / b within 2^-22 of it, which half types forgive: a few instructions instead of thirty, none of
 // them a branch. Scaled, so that neither b nor 1 / b is subnormal.
 __device__ __forceinline__ float divide_half(float a, float b) {
@@ -246,13 +267,18 @@ __device__ __forceinline__ float divide_half(float a, float b) {
 }
 
 // log of a term of a sum: within 2^-22 of it, and 2^-22 near 1, which a sum of many forgives.
-template <bool kExact, typename acc_t>
+// kSubnormal: x may be.
+template <bool kExact, bool kSubnormal = true, typename acc_t>
 __device__ __forceinline__ acc_t log_in_sum(acc_t x, float ln_2 = kLn2) {
   if constexpr (kExact || sizeof(acc_t) > 4) {
     return log(x);
   } else {
     float log2;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(log2) : "f"(x));
+    if constexpr (kSubnormal) {
+      asm("lg2.approx.f32 %0, %1;" : "=f"(log2) : "f"(x));
+    } else {
+      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(x));
+    }
     return log2 * ln_2;
   }
 }
@@ -431,9 +457,16 @@ LOSSOPS_HOST_DEVICE double exp_in_sum(double x) {
   return parts.e * power + power;
 }
 
-template <bool kExact, typename acc_t>
+template <bool kExact, bool kSubnormal = true, typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t log_in_sum(acc_t x, float = kLn2) {
   return log(x);
+}
+LOSSOPS_HOST_DEVICE float exp_of_half(float x) { return exp(x); }
+
+LOSSOPS_HOST_DEVICE float at_least(float x, float bound) { return x < bound ? bound : x; }
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t zero_unless_nan(acc_t x) {
+  return is_nan(x) ? x : acc_t(0);
 }
 
 // factor exp(x + lost) for x <= 0 and a lost that is nothing beside x, within 1.5 units in the last

@@ -11,6 +11,8 @@
 namespace lossops {
 
 struct MseTerm {
+  static constexpr bool kHasWeight = true;
+
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t forward(acc_t x, acc_t t) const {
     const acc_t difference = x - t;
@@ -31,7 +33,7 @@ struct MseTerm {
 struct MseLoss {
   using Params = ParamTypes<>;
   static constexpr char kSchema[] = "";
-  static constexpr LossTraits kTraits{/*has_weight=*/true, /*takes_integers=*/true,
+  static constexpr LossTraits kTraits{/*has_weight=*/MseTerm::kHasWeight, /*takes_integers=*/true,
                                       /*has_batchmean=*/false, /*expands_first=*/true,
                                       /*target_first=*/false};
 
