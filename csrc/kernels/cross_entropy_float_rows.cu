@@ -310,31 +310,32 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   let_next_kernel_start();
   std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator);
   const int64_t row_of_lane = first_row + lane;
-  float x_of_lane = 0;  // at its row's class index
-  if ((kGradient || thread < kWarpSize) && lane < count) {
-    const int64_t offset = row_offset(args.rows, args.input, row_of_lane);
-    const int index = checked_index(
-        args, load_class_index(args.target, row_offset(args.rows, args.target, row_of_lane)));
-    if (index >= 0) {
-      x_of_lane = input[offset + index];
-    }
-    if (thread < kWarpSize) {
-      Row& row = rows[lane];
-      row.logits = offset;
-      if constexpr (kGradient) {
-        row.gradient = row_offset(args.rows, args.grad_input, row_of_lane);
-      }
-      row.index = index;
-      row.weight = row_weight(args, index);
-    }
-  }
+  const bool has_row = lane < count;
   if (thread < kWarpSize) {
+    int64_t class_index = 0;
+    if (has_row) {
+      rows[lane].logits = row_offset(args.rows, args.input, row_of_lane);
+      if constexpr (kGradient) {
+        rows[lane].gradient = row_offset(args.rows, args.grad_input, row_of_lane);
+      }
+      class_index = load_class_index(args.target, row_offset(args.rows, args.target, row_of_lane));
+    }
     unit.wait(args, denominator);
-    if (kGradient && lane < count) {
-      rows[lane].scaled = unit.get() * rows[lane].weight;
+    if (has_row) {
+      const int index = checked_index(args, class_index);
+      const float weight = row_weight(args, index);
+      rows[lane].index = index;
+      rows[lane].weight = weight;
+      if constexpr (kGradient) {
+        rows[lane].scaled = unit.get() * weight;
+      }
     }
   }
   __syncthreads();
+  float x_of_lane = 0;  // at its row's class index; asked for here, so that no barrier waits for it
+  if ((kGradient || thread < kWarpSize) && has_row && rows[lane].index >= 0) {
+    x_of_lane = input[rows[lane].logits + rows[lane].index];
+  }
 #pragma unroll 1
   for (int n = team; n < count; n += teams) {
     Row& row = rows[n];
