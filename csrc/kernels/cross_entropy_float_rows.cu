@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/block_shares.h"
 #include "kernels/cross_entropy_staged.cuh"
 #include "kernels/device.cuh"
 #include "kernels/launch.cuh"
@@ -40,11 +41,17 @@ constexpr int64_t kGradientRows = 2;
 // 131072x1500 with 2 and 4 rows of a team 439 and 426. Forward of 262144x768 with 20 rows a block
 // takes 4 % longer than with 8 of a team.
 constexpr int64_t kLooseBytes = 40 << 10;
-// Each multiprocessor has as many blocks as it holds at a time, so many times over, before blocks
-// have more rows: few that are left for a last turn take as long as all. Measured on an H200,
-// forward of 32768x1000 with 4, 8, 16, 32 rows a block (8.9, 4.4, 2.2, 1.1 turns) 40.9, 41.2, 43.9,
-// 50.3 us, of 16384x1024 with 4, 8, 16 rows 26.8, 26.8, 29.2.
+// With a gradient, each multiprocessor has as many blocks as it holds at a time, so many times
+// over, before blocks have more rows: few that are left for a last turn take as long as all.
 constexpr int64_t kTurns = 4;
+// Without one, the blocks of so many turns in the end have one row of each team; those before them
+// have more, but none so many that it would end last. Measured on an H200, forward of 32768x1001
+// with 2 rows of each team in all blocks, and with 4 before 0.5, 1, 1.5, 2 turns of one row: 41.8,
+// 42.0, 40.6, 40.9, 41.1 us; with 30 % of the rows ignored, which are not loaded unless they are a
+// team's first, 38.4, 35.6, 34.5, 35.2, 35.5. With 8 rows before 1 turn 40.3 and 33.2, but
+// 262144x1000 takes 2 % longer. 4096x1000 with 4 rows in the first 25 of 949 blocks takes 12 %
+// longer than with 1 row in all.
+constexpr int64_t kLateTurns = 1;
 // Blocks, unless there are so many rows that each has kMaxRows.
 constexpr int64_t kMaxBlocks = 131072;
 // Up to these many blocks the kernel overlaps with what is ahead of it on the stream, whatever that
@@ -281,12 +288,12 @@ constexpr int64_t shared_bytes(int64_t rows, int warps) {
 template <typename Share, bool kGradient>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     cross_entropy_float_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int warps,
-                                    int teams, int rows_of_block, Denominator denominator,
+                                    int teams, BlockShares shares, Denominator denominator,
                                     Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
   constexpr int kBatch = kTermBatch / kSize;  // vectors whose terms are added at a time
-  extern __shared__ Row rows[];  // [rows_of_block], then their parts, where there are more than one
-  auto* const parts = reinterpret_cast<float4*>(rows + rows_of_block);
+  extern __shared__ Row rows[];  // [shares.large], then their parts, where there are more than one
+  auto* const parts = reinterpret_cast<float4*>(rows + shares.large);
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarpSize;
   const auto* const input = static_cast<const float*>(args.input.data);
@@ -296,8 +303,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   const int team = warp / warps;
   const int part = warp % warps;
   Share share(part, static_cast<int>(args.num_classes));
-  const int64_t first_row = int64_t{blockIdx.x} * rows_of_block;
-  const int count = static_cast<int>(min(int64_t{rows_of_block}, args.rows.numel - first_row));
+  const int64_t first_row = shares.first(blockIdx.x);
+  const int count =
+      static_cast<int>(min(int64_t{shares.size(blockIdx.x)}, args.rows.numel - first_row));
   const float* const first_logits = input + row_offset(args.rows, args.input, first_row + team);
   const auto all = share.accesses(team < count);
   if (!denominator.is_computed() && gridDim.x <= kMaxOverlappingBlocks) {
@@ -458,7 +466,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
         [&](int64_t number) { return row_offset(args.rows, args.output, number); }, partial);
   }
   if (args.reduction != Reduction::kNone) {
-    reduce_warp_to_grid(partial, partials, finalize, rows_of_block);
+    reduce_warp_to_grid(partial, partials, finalize, shares.large);
   }
 #endif
 }
@@ -496,10 +504,14 @@ FloatRowPlan plan_float_rows(const CrossEntropyForwardArgs& args) {
   const int64_t resident =
       int64_t{limits.multiprocessors} * kMinBlocks * (kMaxThreads / (plan.threads * plan.teams));
   const int64_t steps = ceil_div(args.rows.numel, int64_t{plan.teams});
-  const int64_t rows = std::max(
-      {std::min(most, steps / (resident * kTurns)), ceil_div(steps, kMaxBlocks), int64_t{1}});
-  plan.rows = plan.teams * static_cast<int>(std::min<int64_t>(rows, kMaxRows / plan.teams));
-  plan.blocks = ceil_div(args.rows.numel, int64_t{plan.rows});
+  const auto rows_of_block = [&](int64_t team_rows) {
+    const int64_t rows = std::max({team_rows, ceil_div(steps, kMaxBlocks), int64_t{1}});
+    return plan.teams * static_cast<int>(std::min<int64_t>(rows, kMaxRows / plan.teams));
+  };
+  const int large = rows_of_block(std::min(most, steps / (resident * (gradient ? kTurns : 1))));
+  plan.shares = BlockShares::of(args.rows.numel, large, gradient ? large : rows_of_block(1),
+                                gradient ? 0 : resident * kLateTurns * plan.teams);
+  plan.blocks = plan.shares.blocks(args.rows.numel);
   return plan;
 }
 
@@ -510,9 +522,10 @@ void launch_float_rows(const CrossEntropyForwardArgs& args, const FloatRowPlan& 
     launch_kernel(
         "cross_entropy_float_rows_kernel",
         cross_entropy_float_rows_kernel<typename decltype(share)::type, decltype(gradient)::value>,
-        {plan.blocks, plan.threads * plan.teams, shared_bytes(plan.rows, plan.threads / kWarpSize),
-         1, denominator.is_computed() || plan.blocks <= kMaxOverlappingBlocks},
-        stream, args, plan.threads / kWarpSize, plan.teams, plan.rows, denominator, partials,
+        {plan.blocks, plan.threads * plan.teams,
+         shared_bytes(plan.shares.large, plan.threads / kWarpSize), 1,
+         denominator.is_computed() || plan.blocks <= kMaxOverlappingBlocks},
+        stream, args, plan.threads / kWarpSize, plan.teams, plan.shares, denominator, partials,
         finalize);
   };
   const auto launch_share = [&](auto share) {

@@ -1,6 +1,7 @@
 // Cross entropy of rows of fp32 that a few warps hold in their registers.
 #pragma once
 
+#include "kernels/block_shares.h"
 #include "kernels/cross_entropy_row.cuh"
 #include "launchers.h"
 
@@ -12,7 +13,7 @@ struct FloatRowPlan {
   int teams = 1;    // of a block, whose rows they take in turn
   bool words = false;    // rows are not whole vectors
   bool aligned = false;  // vectors can access all rows
-  int rows = 1;          // of a block
+  BlockShares shares;    // of rows
   int64_t blocks = 0;
 };
 
