@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   if (lane == 0) {
     arrived.init();
   }
+  __syncwarp();
   // By each warp, to read nothing of a row that has no loss, and to wait for no other warp.
   int own_index = kIgnoredRow;
   int64_t offsets[3] = {};
