@@ -1185,7 +1185,7 @@ struct ReadOncePlan {
     kStaged
   };
   Kernel kernel = Kernel::kNone;
-  int64_t max_blocks = 0;
+  int64_t blocks = 0;
   // The kernel's own.
   ColumnPlan columns;
   FewPlan few;
@@ -1203,10 +1203,10 @@ struct ReadOncePlan {
         args.num_classes > kMaxRowClasses) {
       return;
     }
-    const auto choose = [&](Kernel choice, int threads, int64_t blocks) {
+    const auto choose = [&](Kernel choice, int threads, int64_t num_blocks) {
       if (threads > 0) {
         kernel = choice;
-        max_blocks = blocks;
+        blocks = num_blocks;
       }
       return threads > 0;
     };
@@ -1248,7 +1248,7 @@ struct ReadOncePlan {
     if (choose(Kernel::kSplitRows, split_rows.threads, split_rows.blocks)) {
       return;
     }
-    choose(Kernel::kStaged, staged.threads, staged.max_blocks);
+    choose(Kernel::kStaged, staged.threads, staged.blocks);
   }
 
   bool exists() const { return kernel != Kernel::kNone; }
@@ -1288,11 +1288,10 @@ struct ReadOncePlan {
     return can && args.grad_input.data != nullptr && takes_gradient(args);
   }
 
-  // Says how many blocks there are. grad_output: where the gradient is computed again, and nothing
-  // else is left.
-  int64_t launch(const CrossEntropyForwardArgs& args, const Denominator& denominator,
-                 Partial* partials, const Finalize& finalize, cudaStream_t stream,
-                 const GradOutput& grad_output = {}) const {
+  // grad_output: where the gradient is computed again, and nothing else is left.
+  void launch(const CrossEntropyForwardArgs& args, const Denominator& denominator,
+              Partial* partials, const Finalize& finalize, cudaStream_t stream,
+              const GradOutput& grad_output = {}) const {
     switch (kernel) {
       case Kernel::kColumns:
         launch_columns(args, columns, denominator, grad_output, partials, finalize, stream);
@@ -1322,9 +1321,8 @@ struct ReadOncePlan {
         launch_split_rows(args, split_rows, denominator, partials, finalize, stream);
         break;
       default:
-        return launch_staged_rows(args, staged, denominator, partials, finalize, stream);
+        launch_staged_rows(args, staged, denominator, partials, finalize, stream);
     }
-    return max_blocks;
   }
 };
 
@@ -1337,7 +1335,7 @@ bool one_pass_gradient(const CrossEntropyForwardArgs& args) {
 struct ForwardPlan {
   CrossEntropyForwardArgs args;  // grad_input only where the same kernel writes it
   ReadOncePlan read_once;
-  int64_t blocks;  // at most
+  int64_t blocks;
 };
 
 ForwardPlan forward_plan(CrossEntropyForwardArgs args) {
@@ -1347,7 +1345,7 @@ ForwardPlan forward_plan(CrossEntropyForwardArgs args) {
     args.grad_input.data = nullptr;
     plan = ReadOncePlan(args);
   }
-  return {args, plan, plan.exists() ? plan.max_blocks : forward_blocks(args)};
+  return {args, plan, plan.exists() ? plan.blocks : forward_blocks(args)};
 }
 
 // The partial sums of the denominator, an even number, and class indices in bytes.
@@ -1422,8 +1420,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, doubl
   }
   const auto stream = static_cast<cudaStream_t>(context);
   auto* const partials = reinterpret_cast<Partial*>(scratch);
-  const auto [args, plan, max_blocks] = forward_plan(all_args);
-  int64_t blocks = max_blocks;
+  const auto [args, plan, blocks] = forward_plan(all_args);
   Finalize finalize;
   finalize.output = args.output.data;
   finalize.dtype = args.output.dtype;
@@ -1453,7 +1450,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, doubl
     finalize.denominator_is_known = finalize.mean;
   }
   if (plan.exists()) {
-    blocks = plan.launch(args, denominator, partials, finalize, stream);
+    plan.launch(args, denominator, partials, finalize, stream);
   } else {
     launch_forward_rows(args, one_pass, denominator, partials, finalize, blocks, stream);
   }

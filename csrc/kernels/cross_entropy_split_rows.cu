@@ -26,9 +26,10 @@ constexpr int kMaxThreads = 512;
 constexpr int kMaxBlockWarps = kMaxThreads / kWarpSize;
 constexpr int kMinBlocks = 2;  // of a multiprocessor
 constexpr int kResidentWarps = kMinBlocks * kMaxBlockWarps;
-// Rows that a block, or a cluster, takes one after the other. Measured on an H200, bf16: of 32768
-// classes, 4 rows take 4 % longer than 2; of 131072, 8 rows 1 % longer than 4.
-constexpr int kBlockRows = 2;
+// Rows that a block, or a cluster, takes one after the other, unless they are very many. Measured
+// on an H200, bf16: of 16384x32768, 1, 2 and 3 rows take 534, 537 and 540 us; of 8192x131072, 3, 4,
+// 5 and 8 rows 1064, 1063, 1067 and 1073; of 4096x262144, 3 and 4 rows 1093 and 1087.
+constexpr int kBlockRows = 1;
 constexpr int kClusterRows = 4;
 // A thread of a warp prepares and finishes each, where there are very many.
 constexpr int kMaxRows = 16;
@@ -90,14 +91,14 @@ struct SplitRows {
 template <typename scalar_t>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     cross_entropy_split_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                    Pieces pieces, int rows_of_block, int cluster,
+                                    Pieces pieces, RowShares shares, int cluster,
                                     Denominator denominator, Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
   constexpr RowKind kKind = RowKind::kIndex;
   using Share = SplitShare<scalar_t>;
   constexpr int kSize = Share::kSize;
   constexpr int kNearSize = kNear * Share::kStride;
-  extern __shared__ uint4 dynamic[];
+  extern __shared__ __align__(kLineBytes) uint4 dynamic[];
   __shared__ SplitRows rows;
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarpSize;
@@ -111,14 +112,16 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   const int far_size = max(0, size - kNearSize);
   const int far_room = max(0, pieces.size - kNearSize);
   auto* const far = reinterpret_cast<scalar_t*>(dynamic) + warp * far_room;
-  // [rows_of_block][kStateWords<kKind>][pieces.count]
+  // [rows of the block][kStateWords<kKind>][pieces.count]
   auto* const states =
       reinterpret_cast<uint32_t*>(reinterpret_cast<scalar_t*>(dynamic) + warps * far_room);
   CopyBarrier& arrived = rows.arrived[warp];
   const auto* const input = static_cast<const scalar_t*>(args.input.data);
   auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data);
-  const int64_t first_row = int64_t{blockIdx.x} / cluster * rows_of_block;
-  const int count = static_cast<int>(min(int64_t{rows_of_block}, args.rows.numel - first_row));
+  const int64_t worker = int64_t{blockIdx.x} / cluster;
+  const int64_t first_row = shares.first(worker);
+  const int count = shares.count(worker, args.rows.numel);
+  const int64_t stride = shares.stride(worker);
   const int first = begin + lane * kSize;
   Share share(max(0, (size / kSize - lane + kWarpSize - 1) / kWarpSize), far + lane * kSize);
   // By one lane.
@@ -136,7 +139,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   int64_t offsets[3] = {};
   if (lane < count) {
     const Operand* const operands[] = {&args.target, &args.input, &args.grad_input};
-    plain_row_offsets(args.rows, operands, first_row + lane, offsets);
+    plain_row_offsets(args.rows, operands, first_row + lane * stride, offsets);
     own_index = checked_index(args, load_class_index(args.target, offsets[0]));
   }
   const uint32_t with_loss = __ballot_sync(kAllLanes, own_index >= 0);
@@ -300,7 +303,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   __syncwarp();
   Partial partial;
   if (rank == 0 && thread < count) {
-    const int64_t row = first_row + thread;
+    const int64_t row = first_row + thread * stride;
     finish_kept_row<kKind>(
         args, rows.index[thread], rows.weight[thread], rows.states[thread], 0.0f,
         rows.x_at_index[thread], row,
@@ -334,13 +337,15 @@ SplitRowPlan plan_split_rows(const CrossEntropyForwardArgs& args, const StagedPl
       int64_t{current_device_limits().multiprocessors} * (kResidentWarps / warps) / plan.cluster;
   const int64_t rows =
       std::min<int64_t>(plan.cluster > 1 ? kClusterRows : kBlockRows, args.rows.numel / resident);
-  plan.rows = static_cast<int>(std::clamp<int64_t>(
-      std::max(rows, ceil_div(args.rows.numel * plan.cluster, kMaxWorkers)), 1, kMaxRows));
+  const int64_t large = std::clamp<int64_t>(
+      std::max(rows, ceil_div(args.rows.numel * plan.cluster, kMaxWorkers)), 1, kMaxRows);
+  plan.shares = RowShares::of(args.rows.numel, large, resident);
   const int64_t far_bytes =
       std::max<int64_t>(0, staged.piece_size * size - kNear * kWarpSize * kVectorBytes);
-  plan.shared_bytes = warps * far_bytes + int64_t{plan.rows} * kStateWords<RowKind::kIndex> *
-                                              staged.pieces * int64_t{sizeof(uint32_t)};
-  plan.blocks = ceil_div(args.rows.numel, int64_t{plan.rows}) * plan.cluster;
+  plan.shared_bytes = warps * far_bytes + int64_t{plan.shares.large} *
+                                              kStateWords<RowKind::kIndex> * staged.pieces *
+                                              int64_t{sizeof(uint32_t)};
+  plan.blocks = plan.shares.workers() * plan.cluster;
   return plan;
 }
 
@@ -353,7 +358,7 @@ void launch_split_rows(const CrossEntropyForwardArgs& args, const SplitRowPlan& 
     launch_kernel(
         "cross_entropy_split_rows_kernel", kernel,
         {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_computed()},
-        stream, args, plan.pieces, plan.rows, plan.cluster, denominator, partials, finalize);
+        stream, args, plan.pieces, plan.shares, plan.cluster, denominator, partials, finalize);
   };
   args.input.dtype == DType::kFloat16 ? launch(cross_entropy_split_rows_kernel<half_t>)
                                       : launch(cross_entropy_split_rows_kernel<bfloat16_t>);

@@ -8,15 +8,16 @@
 #include "kernels/cross_entropy_row.cuh"
 #include "kernels/cross_entropy_staged.cuh"
 #include "kernels/row_pieces.cuh"
+#include "kernels/row_shares.h"
 #include "launchers.h"
 
 namespace lossops::cuda {
 
 // How rows are spread over the device.
 struct SplitRowPlan {
-  int threads = 0;  // of a block; 0: these rows are not for this kernel
-  int cluster = 1;  // blocks a row
-  int rows = 1;     // of a block or cluster, one after the other
+  int threads = 0;   // of a block; 0: these rows are not for this kernel
+  int cluster = 1;   // blocks a row
+  RowShares shares;  // rows of a block or cluster, one after the other
   int64_t shared_bytes = 0;
   int64_t blocks = 0;
   Pieces pieces = {0, 0};

@@ -32,7 +32,7 @@ constexpr int kMaxClusterShare = 72 << 10;
 // Warps of a block that leaves no gradient.
 constexpr int kMaxForwardWarps = 8;
 // What a block has of shared memory beside its pieces and their states, at most.
-constexpr int kStaticSharedBytes = 2256;
+constexpr int kStaticSharedBytes = 2304;
 constexpr int kProbabilitySharedBytes = 128;
 // Pieces of a block and their states, at most.
 constexpr int kMaxSharedBytes = 110 << 10;
@@ -143,8 +143,9 @@ __device__ __forceinline__ StagedRow<kKind> find_row(const CrossEntropyForwardAr
   return result;
 }
 
-// A warp's buffer for pieces, and the piece that is in it or on its way.
-template <typename scalar_t, RowKind kKind>
+// A warp's buffer for pieces, and the piece that is in it or on its way. kInLines: there is room
+// for it to lie within lines as it does in global memory.
+template <typename scalar_t, RowKind kKind, bool kInLines>
 struct PieceStage {
   static constexpr bool kProbability = kKind == RowKind::kProbability;
   scalar_t* elements;       // shared memory
@@ -164,6 +165,15 @@ struct PieceStage {
         arrived(arrived_),
         lane(lane_) {}
 
+  // Moves to where `global` is in its line.
+  static __device__ __forceinline__ void place_as(scalar_t*& shared, const scalar_t* global) {
+    if constexpr (kInLines) {
+      const auto to = static_cast<int>(reinterpret_cast<uintptr_t>(global) % kLineBytes);
+      const auto from = static_cast<int>(shared_address(shared) % kLineBytes);
+      shared += (to - from) / static_cast<int>(sizeof(scalar_t));
+    }
+  }
+
   // The warp must be done with the piece before.
   __device__ __forceinline__ void start(const CrossEntropyArgs& args, const StagedRow<kKind>& row,
                                         int begin, int size) {
@@ -172,6 +182,7 @@ struct PieceStage {
         static_cast<int>(reinterpret_cast<uintptr_t>(first) % kVectorBytes / sizeof(scalar_t));
     granules.count = min(size, static_cast<int>(args.num_classes) - begin);
     const scalar_t* const base = first - granules.phase;
+    place_as(elements, base);
     edge = granules.edge(lane);
     if (edge >= 0) {
       x_at_edge = base[edge];
@@ -256,7 +267,9 @@ struct PieceStage {
     }
     const auto phase = reinterpret_cast<uintptr_t>(first) % kVectorBytes / sizeof(scalar_t);
     if (stride == 1 && static_cast<int>(phase) == granules.phase) {
-      return first - granules.phase;
+      const scalar_t* const base = first - granules.phase;
+      place_as(probabilities, base);
+      return base;
     }
     for (int e = lane; e < granules.count; e += kWarpSize) {
       probabilities[granules.phase + e] = first[e * stride];
@@ -307,11 +320,6 @@ struct PieceStage {
   }
 };
 
-// Of those first, first + stride, ... below `rows`.
-__device__ __forceinline__ int rows_of_worker(int64_t rows, int first, int stride) {
-  return static_cast<int>((rows - first + stride - 1) / stride);
-}
-
 __device__ __forceinline__ Smoothing smoothing_of(const CrossEntropyArgs& args) {
   return {static_cast<float>(args.label_smoothing),
           static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes))};
@@ -326,6 +334,9 @@ struct StagedBlock {
   double sums[2][kBatch];                                        // of losses and weights
   CopyBarrier arrived[kMaxBlockWarps];
   CopyBarrier met[2];  // in a cluster: the states of the pieces of every other row
+  // Rows of the block, kept here for want of registers.
+  int64_t first;
+  int64_t stride;
 };
 
 // Rows of a block: prepared and finished in batches, a row a lane.
@@ -333,15 +344,22 @@ template <typename scalar_t, RowKind kKind>
 struct RowBatches {
   const CrossEntropyForwardArgs& args;
   StagedBlock<kKind>& block;  // shared memory
-  int first;
-  int stride;
   int count;
   int lane;
 
   __device__ __forceinline__ const StagedRow<kKind>& row(int n) const {
     return block.rows[n / kBatch % 2][n % kBatch];
   }
-  __device__ __forceinline__ int64_t number(int n) const { return first + int64_t{n} * stride; }
+  __device__ __forceinline__ int64_t number(int n) const { return block.first + n * block.stride; }
+
+  // By the warp that prepares the first batch.
+  __device__ __forceinline__ void set_rows(const RowShares& shares, int worker) {
+    if (lane == 0) {
+      block.first = shares.first(worker);
+      block.stride = shares.stride(worker);
+    }
+    __syncwarp();
+  }
 
   // By a warp, when batch - 2 is finished.
   __device__ __forceinline__ void prepare(int batch) {
@@ -406,11 +424,11 @@ struct RowBatches {
 template <typename scalar_t, RowKind kKind>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     cross_entropy_forward_staged_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                        Pieces pieces, int buffer_bytes, int group,
-                                        Denominator /*denominator*/, Partial* partials,
+                                        Pieces pieces, RowShares shares, int buffer_bytes,
+                                        int group, Denominator /*denominator*/, Partial* partials,
                                         Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
-  extern __shared__ uint4 dynamic[];
+  extern __shared__ __align__(kLineBytes) uint4 dynamic[];
   __shared__ StagedBlock<kKind> block;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -425,14 +443,13 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   };
   const int num_classes = static_cast<int>(args.num_classes);
   const bool whole = num_classes % kVectorSize<scalar_t> == 0;
-  RowBatches<scalar_t, kKind> batches{
-      args, block, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), 0, lane};
-  batches.count = rows_of_worker(args.rows.numel, batches.first, batches.stride);
-  PieceStage<scalar_t, kKind> stage(buffer, buffer_bytes, block.arrived[warp], lane);
+  RowBatches<scalar_t, kKind> batches{args, block, shares.count(blockIdx.x, args.rows.numel), lane};
+  PieceStage<scalar_t, kKind, false> stage(buffer, buffer_bytes, block.arrived[warp], lane);
   if (lane == 0) {
     stage.arrived.init();
   }
   if (warp == 0) {
+    batches.set_rows(shares, static_cast<int>(blockIdx.x));
     batches.prepare(0);
   }
   batches.clear_sums();
@@ -519,11 +536,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 template <typename scalar_t, RowKind kKind, bool kCluster>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     cross_entropy_gradient_staged_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                         Pieces pieces, int buffer_bytes, int cluster,
-                                         Denominator denominator, Partial* partials,
+                                         Pieces pieces, RowShares shares, int buffer_bytes,
+                                         int cluster, Denominator denominator, Partial* partials,
                                          Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
-  extern __shared__ uint4 dynamic[];
+  extern __shared__ __align__(kLineBytes) uint4 dynamic[];
   __shared__ StagedBlock<kKind> block;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -541,11 +558,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   // [2][kStateWords<kKind>][pieces.count]
   auto* const states =
       reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(dynamic) + warps * buffer_bytes);
-  RowBatches<scalar_t, kKind> batches{
-      args, block, static_cast<int>(blockIdx.x) / cluster, static_cast<int>(gridDim.x) / cluster,
-      0,    lane};
-  batches.count = rows_of_worker(args.rows.numel, batches.first, batches.stride);
-  PieceStage<scalar_t, kKind> stage(buffer, buffer_bytes, block.arrived[warp], lane);
+  const int worker = static_cast<int>(blockIdx.x) / cluster;
+  RowBatches<scalar_t, kKind> batches{args, block, shares.count(worker, args.rows.numel), lane};
+  PieceStage<scalar_t, kKind, true> stage(buffer, buffer_bytes, block.arrived[warp], lane);
   if (lane == 0) {
     stage.arrived.init();
   }
@@ -559,6 +574,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
   }
   if (warp == warps - 1) {
+    batches.set_rows(shares, worker);
     batches.prepare(0);
   }
   batches.clear_sums();
@@ -585,7 +601,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     if (kCluster && (n + 1) % kBatch <= 1) {
       __syncthreads();
     }
-    const StagedRow<kKind> row = batches.row(n);
+    const StagedRow<kKind>& row = batches.row(n);
     // All warps are past the batch before, and its last rows are finished.
     if (n % kBatch == 1 && warp == warps - 1) {
       batches.prepare(n / kBatch + 1);
@@ -674,49 +690,21 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 #endif
 }
 
-// Clusters of blocks that fit the device at a time.
-template <typename Kernel>
-int64_t resident_clusters(Kernel* kernel, const LaunchShape& shape, cudaStream_t stream) {
-  struct Answer {
-    Kernel* kernel = nullptr;
-    int device = -1;
-    int cluster = 0;
-    int threads = 0;
-    int64_t shared_bytes = 0;
-    int count = 0;
-  };
-  static thread_local Answer last;  // the question is slow, and mostly the same
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) {
-    return 1;
-  }
-  if (last.kernel != kernel || last.device != device || last.cluster != shape.cluster ||
-      last.threads != shape.threads || last.shared_bytes != shape.shared_bytes) {
-    const LaunchConfig launch(shape, stream);
-    int count = 0;
-    if (cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config) != cudaSuccess) {
-      cudaGetLastError();  // it is no error of the launch that follows
-      count = 1;
-    }
-    last = {kernel, device, shape.cluster, shape.threads, shape.shared_bytes, count};
-  }
-  return std::max(1, last.count);
-}
-
-// Rows of a block, or of a cluster, at least. Measured on an H200. Gradients of 64 and 98 KB rows
-// are 6 to 9 % faster with 1 to 3 rows a block than with a fixed share of 40, those of 8 KB 6 %
-// with 2; rows of 4 KB lose. Clusters gain 2 to 5 % with 4 to 8, and lose with 2. Forward gains 2
-// to 6 % with 2 to 5, but whole rows that take several turns lose as much.
-int64_t fewest_rows(int64_t row_bytes, bool gradient, const StagedPlan& plan) {
-  constexpr int64_t kShortRowBytes = 8 << 10;
-  constexpr int64_t kFewestForwardBytes = 320 << 10;
+// Rows of a block, or of a cluster, where there are many. Measured on an H200, steps: 16384x50257
+// of bf16 takes 852, 835 and 839 us with 2, 4 and 6, 32768x5003 of fp16 194, 188 and 190 with 2, 4
+// and 8, 65536x2003 167 and 173 with 8 and 16, 65536x1003 124 and 122. Clusters of 8192x151937 take
+// 1 % longer with 4 and 16 than with 8. Forward gains 2 to 6 % with 2 to 5, but whole rows that
+// take several turns lose as much: their blocks have equal shares.
+int64_t most_rows(int64_t row_bytes, bool gradient, const StagedPlan& plan) {
+  constexpr int64_t kGradientBytes = 32 << 10;
+  constexpr int64_t kForwardBytes = 320 << 10;
   if (gradient) {
-    return plan.cluster > 1 ? 8 : row_bytes < kShortRowBytes ? 16 : 2;
+    return plan.cluster > 1 ? 8 : std::clamp<int64_t>(kGradientBytes / row_bytes, 4, 16);
   }
   const bool in_turns = plan.pieces * kWarpSize > plan.threads;
   return in_turns && row_bytes % kVectorBytes == 0
              ? int64_t{1} << 40
-             : std::max<int64_t>(2, kFewestForwardBytes / row_bytes);
+             : std::max<int64_t>(2, kForwardBytes / row_bytes);
 }
 
 }  // namespace
@@ -751,7 +739,11 @@ StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
   plan.pieces = plan.cluster * (warps + (odd ? 1 : 0));
   const int granules = per(bytes, int64_t{plan.pieces} * kVectorBytes);
   plan.piece_size = granules * kVectorBytes / size;
-  plan.piece_bytes = static_cast<int>(streams) * (granules + 1) * kVectorBytes;
+  const int stream_bytes = (granules + 1) * kVectorBytes;
+  plan.piece_bytes =
+      static_cast<int>(streams) *
+      (gradient ? per(stream_bytes + kLineBytes - kVectorBytes, kLineBytes) * kLineBytes
+                : stream_bytes);
   const int states = plan.pieces > 1 ? kMaxStateWords * plan.pieces * 4 : 0;
   if (gradient) {
     plan.threads = plan.pieces / plan.cluster * kWarpSize;
@@ -765,39 +757,34 @@ StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
                         kStateGroups * row_group(plan.pieces) * states;
   }
   const int static_bytes = kStaticSharedBytes + (probability ? kProbabilitySharedBytes : 0);
-  plan.resident = limits.multiprocessors *
-                  limits.resident_blocks(plan.threads, plan.shared_bytes + static_bytes) /
-                  plan.cluster;
-  plan.fewest_rows = fewest_rows(bytes, gradient, plan);
-  plan.max_blocks = std::max(std::min(args.rows.numel, plan.resident),
-                             std::min(args.rows.numel / plan.fewest_rows, kMaxWorkers)) *
-                    plan.cluster;
+  const int64_t resident = limits.multiprocessors *
+                           limits.resident_blocks(plan.threads, plan.shared_bytes + static_bytes) /
+                           plan.cluster;
+  const int64_t rows = args.rows.numel;
+  const int64_t even = ceil_div(rows, resident);
+  const int64_t large =
+      std::min(even, std::max(most_rows(bytes, gradient, plan), ceil_div(rows, kMaxWorkers)));
+  plan.shares = RowShares::of(rows, large, large < even ? resident : 0);
+  plan.blocks = plan.shares.workers() * plan.cluster;
   return plan;
 }
 
-int64_t launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan& plan,
-                           const Denominator& denominator, Partial* partials,
-                           const Finalize& finalize, cudaStream_t stream) {
-  int64_t blocks = 0;
+void launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan& plan,
+                        const Denominator& denominator, Partial* partials, const Finalize& finalize,
+                        cudaStream_t stream) {
   const auto launch = [&](auto kernel, int argument) {
     // A kernel that has more than 48 KB, with what is static, must ask for it. It asks for the most
     // that any plan needs: another thread may be about to launch it with more.
     constexpr int kFreeSharedBytes = (48 << 10) - kStaticSharedBytes - kProbabilitySharedBytes;
-    static_assert(kMaxSharedBytes > kMaxBlockShare + kMaxBlockWarps * 2 * kVectorBytes);
+    static_assert(kMaxSharedBytes > kMaxBlockShare + kMaxBlockWarps * 2 * kLineBytes);
     if (plan.shared_bytes > kFreeSharedBytes) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
     }
-    LaunchShape shape = {plan.cluster, plan.threads, plan.shared_bytes, plan.cluster};
-    int64_t resident = plan.resident;
-    if (plan.cluster > 1) {
-      resident = std::min(resident, resident_clusters(kernel, shape, stream));
-    }
-    blocks = workers_for(args.rows.numel, resident, plan.fewest_rows) * plan.cluster;
-    shape.blocks = blocks;
-    shape.overlap = denominator.is_computed();
-    launch_kernel("a kernel of staged rows", kernel, shape, stream, args,
-                  Pieces{plan.pieces, plan.piece_size}, plan.piece_bytes, argument, denominator,
-                  partials, finalize);
+    launch_kernel(
+        "a kernel of staged rows", kernel,
+        {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_computed()},
+        stream, args, Pieces{plan.pieces, plan.piece_size}, plan.shares, plan.piece_bytes, argument,
+        denominator, partials, finalize);
   };
   visit_floating(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
@@ -818,7 +805,6 @@ int64_t launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan
                      : launch_kind(std::integral_constant<RowKind, RowKind::kIndex>{});
     }
   });
-  return blocks;
 }
 
 }  // namespace lossops::cuda

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels/cross_entropy_row.cuh"
+#include "kernels/row_shares.h"
 #include "launchers.h"
 
 namespace lossops::cuda {
@@ -18,24 +19,22 @@ constexpr int64_t kMinStagedBytes = 2001;
 
 // How rows are spread over the device.
 struct StagedPlan {
-  int threads = 0;          // of a block; 0: these rows are not for this kernel
-  int cluster = 1;          // blocks a row
-  int pieces = 0;           // of a row, each for a warp: the same with a gradient and without one
-  int piece_size = 0;       // elements
-  int piece_bytes = 0;      // of shared memory
-  int shared_bytes = 0;     // of a block
-  int64_t resident = 0;     // rows at a time
-  int64_t fewest_rows = 1;  // of a block, or of a cluster, where there are so many
-  int64_t max_blocks = 0;
+  int threads = 0;       // of a block; 0: these rows are not for this kernel
+  int cluster = 1;       // blocks a row
+  int pieces = 0;        // of a row, each for a warp: the same with a gradient and without one
+  int piece_size = 0;    // elements
+  int piece_bytes = 0;   // of shared memory
+  int shared_bytes = 0;  // of a block
+  RowShares shares;      // rows of a block or cluster, one after the other
+  int64_t blocks = 0;
 };
 
 // logits of fp32, fp16 or bf16, contiguous classes; class indices, not with both smoothing and
 // weights; or probabilities of the logits' dtype, without weights.
 StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args);
 
-// Says how many blocks there are.
-int64_t launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan& plan,
-                           const Denominator& denominator, Partial* partials,
-                           const Finalize& finalize, cudaStream_t stream);
+void launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan& plan,
+                        const Denominator& denominator, Partial* partials, const Finalize& finalize,
+                        cudaStream_t stream);
 
 }  // namespace lossops::cuda
