@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/cross_entropy_probability_rows.cuh"
 #include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.cuh"
@@ -19,10 +20,10 @@ constexpr int kResidentWarps = 16;
 // Of a block, unless the rows are too few for the device. Measured on an H200: 131072 classes 0.98
 // of the floor with 4 and 8, 0.97 with 2.
 constexpr int kFewestWarps = 4;
-// Of a block's rows, where there are as many. Measured on an H200, 32768 classes: 2, 4, 8 and 16
-// reach 0.90, 0.95, 0.94 and 0.93 of the floor; with label smoothing 4, 8 and 16 reach 0.86, 0.90
-// and 0.89.
-constexpr int64_t pieces_of_warp(bool smooth) { return smooth ? 8 : 4; }
+// Of a block's rows, where there are as many. Measured on an H200, bf16, with 4, 8, 16 and 32:
+// 16384x32768 takes 246, 244 and 244 us, with smoothing 8 and more of them 256, 253 and 253;
+// 16384x50257 with 8 and 16 372 and 369.
+constexpr int64_t kPiecesOfWarp = 16;
 // Rows that a block takes one after the other, at most: a thread of a warp prepares and finishes
 // each.
 constexpr int kMaxRows = kWarpSize;
@@ -33,28 +34,37 @@ constexpr int kMinPieceBytes = 6 << 10;
 constexpr int kMaxPieceBytes = 8 << 10;
 
 // A lane's share of a piece: vectors `lane`, `lane + 32`, ...; -inf where there is none. Rows with
-// smoothing are whole vectors at aligned addresses.
+// smoothing or probabilities are whole vectors at aligned addresses.
 template <typename scalar_t, RowKind kKind>
 struct Share {
   static constexpr bool kPhased = kIsPhased<scalar_t, kKind>;
-  using Piece = PhasedPiece<scalar_t, kPhased>;
+  static constexpr bool kProbability = kKind == RowKind::kProbability;
+  static constexpr int kStreams = kProbability ? 2 : 1;
   static constexpr int kSize = kVectorSize<scalar_t>;
-  static constexpr int kVectors = kMaxPieceBytes / kVectorBytes / kWarpSize;
-  static constexpr int kSure = kMinPieceBytes / kVectorBytes / kWarpSize;
+  static constexpr int kVectors = kMaxPieceBytes / kStreams / kVectorBytes / kWarpSize;
+  static constexpr int kSure = kProbability ? 0 : kMinPieceBytes / kVectorBytes / kWarpSize;
   // Vectors that are searched for the piece's maximum if the largest of them is that.
   static constexpr int kGroup = kPhased ? 4 : kVectors;
   static constexpr int kGroups = kVectors / kGroup;
   Vector<scalar_t> vectors[kVectors];
+  Vector<scalar_t> probabilities[kProbability ? kVectors : 1] = {};  // any where there is no logit
+
+  struct Piece : PhasedPiece<scalar_t, kPhased> {
+    const scalar_t* probabilities = nullptr;
+    using PhasedPiece<scalar_t, kPhased>::PhasedPiece;
+  };
 
   // What a lane may load of a piece.
   struct Source {
-    const scalar_t* first;  // its first vector
-    int vectors;            // of the piece
+    const scalar_t* first;          // its first vector
+    const scalar_t* probabilities;  // likewise
+    int vectors;                    // of the piece
     bool wanted;
     bool first_wanted;
 
     __device__ __forceinline__ Source(const Piece& piece, bool wanted_, int lane)
         : first(unfolded(piece.vectors + lane * kSize)),
+          probabilities(kProbability ? unfolded(piece.probabilities + lane * kSize) : nullptr),
           vectors(unfolded(wanted_ ? piece.readable() : 0)),
           wanted(wanted_),
           first_wanted(wanted_ && !(piece.is_first && lane == 0)) {}
@@ -63,10 +73,13 @@ struct Share {
     if (u >= kSure) {
       set_lowest(vectors[u]);
     }
-    const bool wanted = u == 0      ? source.first_wanted
-                        : u < kSure ? source.wanted
-                                    : u * kWarpSize + lane < source.vectors;
+    const bool wanted = kPhased && u == 0 ? source.first_wanted
+                        : u < kSure       ? source.wanted
+                                          : u * kWarpSize + lane < source.vectors;
     load_vector_if(wanted, vectors[u], source.first + u * kWarpSize * kSize);
+    if constexpr (kProbability) {
+      load_vector_if(wanted, probabilities[u], source.probabilities + u * kWarpSize * kSize);
+    }
   }
   __device__ __forceinline__ void load(const Piece& piece, bool wanted, int lane) {
     const Source source(piece, wanted, lane);
@@ -107,7 +120,7 @@ struct Share {
 
   // The state of the piece. Loads `next`.
   __device__ __forceinline__ PieceState reduce(const Piece& piece, const Piece& next, bool wanted,
-                                               int lane) {
+                                               const Smoothing& smoothing, int lane) {
     if constexpr (kPhased) {
       trim(piece, lane);
     }
@@ -140,12 +153,25 @@ struct Share {
       ones = sum_of_halves(counts);
     }
     const Source source(next, wanted, lane);
-    return reduce_below<scalar_t, kKind>(max, own_max, [&](TermSum& sum, const auto& terms) {
+    // As where there is a gradient, which asks of no lane whether it may have the maximum's terms.
+    const float largest_term = kProbability ? max : own_max;
+    return reduce_below<scalar_t, kKind>(max, largest_term, [&](TermSum& sum, const auto& terms) {
       [[maybe_unused]] PhasedSum<scalar_t> phased;
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
         if constexpr (kPhased) {
           phased.add(terms, vectors[u]);
+        } else if constexpr (kProbability) {
+          if (u * kWarpSize + lane < piece.last()) {
+            float x[kSize];
+            float p[kSize];
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) {
+              x[i] = to_acc<float>(vectors[u].get(i));
+              p[i] = to_acc<float>(probabilities[u].get(i));
+            }
+            add_logits<kKind>(sum, terms, x, p, smoothing);
+          }
         } else {
           // As add_vectors().
           float x[kSize];
@@ -174,11 +200,13 @@ struct Share {
 // What the threads of a block know of its rows.
 struct LongRows {
   int64_t logits[kMaxRows];  // offsets
+  int64_t probabilities[kMaxRows];
   int64_t outputs[kMaxRows];
   int index[kMaxRows];  // checked_index()
   float weight[kMaxRows];
   float x_at_index[kMaxRows];
   KeptState states[kMaxRows];
+  float q_sums[kMaxRows];
   uint32_t with_loss;  // a bit a row
 };
 
@@ -187,10 +215,12 @@ struct LongRows {
 template <typename scalar_t, RowKind kKind>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     cross_entropy_long_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                   Pieces pieces, int rows_of_block, int64_t elements,
-                                   Partial* partials, Finalize finalize) {
+                                   Pieces pieces, RowShares shares, int64_t elements,
+                                   Smoothing smoothing, Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
-  extern __shared__ uint32_t states[];  // [rows_of_block][kStateWords<kKind>][pieces.count]
+  constexpr bool kProbability = kKind == RowKind::kProbability;
+  using RowShare = Share<scalar_t, kKind>;
+  extern __shared__ uint32_t states[];  // [rows of the block][kStateWords<kKind>][pieces.count]
   __shared__ LongRows rows;
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarpSize;
@@ -199,16 +229,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
   const auto* const input = static_cast<const scalar_t*>(args.input.data);
   const int num_classes = static_cast<int>(args.num_classes);
-  const int64_t first_row = int64_t{blockIdx.x} * rows_of_block;
-  const int count = static_cast<int>(min(int64_t{rows_of_block}, args.rows.numel - first_row));
+  const int64_t first_row = shares.first(blockIdx.x);
+  const int count = shares.count(blockIdx.x, args.rows.numel);
+  const int64_t stride = shares.stride(blockIdx.x);
   if (warp == 0) {
     int index = kIgnoredRow;
     if (thread < count) {
-      const int64_t row = first_row + thread;
+      const int64_t row = first_row + thread * stride;
       const Operand* const operands[] = {&args.target, &args.input, &args.output};
       int64_t offsets[3];
       plain_row_offsets(args.rows, operands, row, offsets);
-      index = checked_index(args, load_class_index(args.target, offsets[0]));
+      index = kProbability ? 0 : checked_index(args, load_class_index(args.target, offsets[0]));
+      if constexpr (kProbability) {
+        rows.probabilities[thread] = offsets[0];
+      }
       rows.index[thread] = index;
       rows.logits[thread] = offsets[1];
       rows.outputs[thread] = offsets[2];
@@ -222,15 +256,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   __syncthreads();
   const auto piece_of = [&](int n, int piece) {
     const int begin = piece * pieces.size;
-    return typename Share<scalar_t, kKind>::Piece(input, elements, rows.logits[n] + begin,
-                                                  min(pieces.size, num_classes - begin));
+    typename RowShare::Piece result(input, elements, rows.logits[n] + begin,
+                                    max(0, min(pieces.size, num_classes - begin)));
+    if constexpr (kProbability) {
+      result.probabilities =
+          static_cast<const scalar_t*>(args.target.data) + rows.probabilities[n] + begin;
+    }
+    return result;
   };
   const auto row_of = [](uint32_t left) { return max(__ffs(static_cast<int>(left)) - 1, 0); };
   uint32_t left = rows.with_loss;
-  Share<scalar_t, kKind> share;
+  RowShare share;
   auto own = piece_of(row_of(left), warp);
   share.load(own, left != 0, lane);
-  if (thread < count) {
+  if (!kProbability && thread < count) {
     const int index = rows.index[thread];
     const scalar_t x_at_index = index >= 0 ? input[rows.logits[thread] + index] : scalar_t{};
     rows.weight[thread] = row_weight(args, index);
@@ -246,7 +285,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       next_left &= left - 1;
     }
     const auto next = piece_of(row_of(next_left), next_piece);
-    const PieceState state = share.reduce(own, next, next_left != 0, lane);
+    const PieceState state = share.reduce(own, next, next_left != 0, smoothing, lane);
     if (lane == 0) {
       state.template publish<kKind>(
           states + row_of(left) * kStateWords<kKind> * pieces.count + piece, pieces.count);
@@ -264,6 +303,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }
     if (lane == 0) {
       rows.states[n] = KeptState::of(state);
+      if constexpr (kProbability) {
+        rows.q_sums[n] = state.q_sum;
+      }
     }
   }
   __syncthreads();
@@ -272,9 +314,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   Partial partial;
   if (thread < count) {
-    finish_kept_row<kKind>(args, rows.index[thread], rows.weight[thread], rows.states[thread], 0.0f,
-                           rows.x_at_index[thread], first_row + thread, rows.outputs[thread],
-                           partial);
+    finish_kept_row<kKind>(args, rows.index[thread], kProbability ? 1.0f : rows.weight[thread],
+                           rows.states[thread], kProbability ? rows.q_sums[thread] : 0.0f,
+                           kProbability ? 0.0f : rows.x_at_index[thread],
+                           first_row + thread * stride, rows.outputs[thread], partial);
   }
   if (args.reduction != Reduction::kNone) {
     reduce_warp_to_grid(partial, partials, finalize);
@@ -287,8 +330,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 LongRowPlan plan_long_rows(const CrossEntropyForwardArgs& args, const StagedPlan& staged) {
   LongRowPlan plan;
   const int64_t size = element_size(args.input.dtype);
-  if (staged.threads == 0 || size != 2 || args.grad_input.data != nullptr ||
-      args.target_is_probability) {
+  if (staged.threads == 0 || size != 2 || args.grad_input.data != nullptr) {
     return plan;
   }
   const bool whole =
@@ -296,10 +338,13 @@ LongRowPlan plan_long_rows(const CrossEntropyForwardArgs& args, const StagedPlan
   if (args.dense() && !whole) {
     return plan;
   }
+  const int64_t bytes = args.num_classes * size;
   const int64_t last_piece = args.num_classes - int64_t{staged.pieces - 1} * staged.piece_size;
   // A piece that is not aligned has elements of one more vector.
   const int64_t most = kMaxPieceBytes - (whole ? 0 : kVectorBytes);
-  if (last_piece * size < kMinPieceBytes || staged.piece_size * size > most) {
+  if (args.target_is_probability
+          ? bytes < kLongProbabilityBytes || !probability_rows_fit(args, staged)
+          : last_piece * size < kMinPieceBytes || staged.piece_size * size > most) {
     return plan;
   }
   const int64_t resident = int64_t{current_device_limits().multiprocessors} * kResidentWarps;
@@ -308,29 +353,35 @@ LongRowPlan plan_long_rows(const CrossEntropyForwardArgs& args, const StagedPlan
     warps *= 2;
   }
   warps = std::min<int64_t>(warps, staged.pieces);
-  const int64_t rows = std::min(ceil_div(pieces_of_warp(args.dense()) * warps, staged.pieces),
-                                args.rows.numel * warps / resident);
+  const int64_t rows =
+      std::min(ceil_div(kPiecesOfWarp * warps, staged.pieces), args.rows.numel * warps / resident);
+  const int64_t large =
+      std::clamp<int64_t>(std::max(rows, ceil_div(args.rows.numel, kMaxWorkers)), 1, kMaxRows);
   plan.threads = static_cast<int>(warps) * kWarpSize;
-  plan.rows = static_cast<int>(
-      std::clamp<int64_t>(std::max(rows, ceil_div(args.rows.numel, kMaxWorkers)), 1, kMaxRows));
-  plan.blocks = ceil_div(args.rows.numel, int64_t{plan.rows});
+  plan.shares = RowShares::of(args.rows.numel, large, resident / warps);
+  plan.blocks = plan.shares.workers();
   return plan;
 }
 
 void launch_long_rows(const CrossEntropyForwardArgs& args, const LongRowPlan& plan,
                       const StagedPlan& staged, Partial* partials, const Finalize& finalize,
                       cudaStream_t stream) {
+  const Smoothing smoothing = {
+      static_cast<float>(args.label_smoothing),
+      static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes))};
   const auto launch = [&](auto kernel) {
-    launch_kernel(
-        "cross_entropy_long_rows_kernel", kernel,
-        {plan.blocks, plan.threads, int64_t{4} * plan.rows * kMaxStateWords * staged.pieces},
-        stream, args, Pieces{staged.pieces, staged.piece_size}, plan.rows, elements_of(args),
-        partials, finalize);
+    launch_kernel("cross_entropy_long_rows_kernel", kernel,
+                  {plan.blocks, plan.threads,
+                   int64_t{4} * plan.shares.large * kMaxStateWords * staged.pieces},
+                  stream, args, Pieces{staged.pieces, staged.piece_size}, plan.shares,
+                  elements_of(args), smoothing, partials, finalize);
   };
   const auto launch_type = [&](auto type) {
     using scalar_t = typename decltype(type)::type;
-    args.dense() ? launch(cross_entropy_long_rows_kernel<scalar_t, RowKind::kSmooth>)
-                 : launch(cross_entropy_long_rows_kernel<scalar_t, RowKind::kIndex>);
+    args.target_is_probability
+        ? launch(cross_entropy_long_rows_kernel<scalar_t, RowKind::kProbability>)
+    : args.dense() ? launch(cross_entropy_long_rows_kernel<scalar_t, RowKind::kSmooth>)
+                   : launch(cross_entropy_long_rows_kernel<scalar_t, RowKind::kIndex>);
   };
   args.input.dtype == DType::kFloat16 ? launch_type(TypeTag<half_t>{})
                                       : launch_type(TypeTag<bfloat16_t>{});

@@ -3,19 +3,20 @@
 #pragma once
 
 #include "kernels/cross_entropy_staged.cuh"
+#include "kernels/row_shares.h"
 #include "launchers.h"
 
 namespace lossops::cuda {
 
 // How rows, a block each at a time, are spread over the device.
 struct LongRowPlan {
-  int threads = 0;  // of a block; 0: these rows are not for this kernel
-  int rows = 1;     // of a block, one after the other
+  int threads = 0;   // of a block; 0: these rows are not for this kernel
+  RowShares shares;  // rows of a block, one after the other
   int64_t blocks = 0;
 };
 
-// fp16 and bf16 logits of contiguous classes, class indices, no gradient; with smoothing in whole
-// vectors. staged: how staged rows would be cut.
+// fp16 and bf16 logits of contiguous classes, no gradient; with smoothing in whole vectors, and
+// with probabilities that probability_rows_fit(). staged: how staged rows would be cut.
 LongRowPlan plan_long_rows(const CrossEntropyForwardArgs& args, const StagedPlan& staged);
 
 void launch_long_rows(const CrossEntropyForwardArgs& args, const LongRowPlan& plan,

@@ -218,7 +218,7 @@ __device__ __forceinline__ int add_share(TermSum& sum, const Terms& terms,
 
 // The warps of a row meet once with a gradient, to put its softmax together, and without one only
 // after all of the block's rows. Of the next row, each warp loads what it has room for.
-template <typename scalar_t, bool kGradient>
+template <typename scalar_t>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     cross_entropy_probability_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                           Pieces pieces, RowShares shares, Smoothing smoothing,
@@ -249,8 +249,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const auto states_of = [&](int n) { return states + n * kStateWords<kKind> * pieces.count; };
   CopyBarrier& arrived = rows.arrived[warp];
   const int64_t first_row = shares.first(blockIdx.x);
-  const int64_t stride = shares.stride(blockIdx.x);
   const int count = shares.count(blockIdx.x, args.rows.numel);
+  const int64_t stride = shares.stride(blockIdx.x);
   const int begin = warp * pieces.size;
   const int size = max(0, min(pieces.size, num_classes - begin));
   const int near = min(size, kNear);
@@ -292,8 +292,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   let_next_kernel_start();
   __syncthreads();
-  const std::conditional_t<kGradient, UnitScaleOfRows<float>, NoScale> unit(args, {});
-  const float scale = unit.get();
+  // Asked here: a kernel of its own for rows without a gradient is 7 KB of code for each dtype.
+  const bool gradient_wanted = args.grad_input.data != nullptr;
+  const float scale = gradient_wanted ? UnitScaleOfRows<float>(args, {}).get() : 0.0f;
 #pragma unroll 1
   for (int n = 0; n < count; ++n) {
     const bool loads = n + 1 < count;
@@ -303,7 +304,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     const RowTerms<false> terms(piece_max);
     const int maximum = add_share(sum, terms, share, smoothing);
     publish(states_of(n) + warp, pieces.count, piece_max, sum, terms.correction(), lane);
-    if constexpr (kGradient) {
+    if (gradient_wanted) {
       __syncthreads();
       const PieceState state =
           combine_pieces<kKind, true, false>(states_of(n), pieces, num_classes, lane);
@@ -390,19 +391,25 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 }  // namespace
 
+bool probability_rows_fit(const CrossEntropyForwardArgs& args, const StagedPlan& staged) {
+  const int64_t size = element_size(args.input.dtype);
+  return args.target_is_probability && staged.threads > 0 && size == 2 &&
+         args.num_classes % (kVectorBytes / size) == 0 && args.target_class_stride == 1 &&
+         args.grad_input_class_stride == 1 && rows_are_aligned(args) &&
+         rows_are_aligned(args, args.target) && staged.pieces <= kMaxRowWarps &&
+         staged.piece_size * size <= kPieceBytes;
+}
+
 ProbabilityRowPlan plan_probability_rows(const CrossEntropyForwardArgs& args) {
   ProbabilityRowPlan plan;
-  const auto size = static_cast<int>(element_size(args.input.dtype));
-  const bool has_vectors = args.num_classes % (kVectorBytes / size) == 0 &&
-                           args.target_class_stride == 1 && args.grad_input_class_stride == 1 &&
-                           rows_are_aligned(args) && rows_are_aligned(args, args.target);
-  if (!args.target_is_probability || size != 2 || !has_vectors) {
+  if (!args.target_is_probability) {
     return plan;
   }
+  const auto size = static_cast<int>(element_size(args.input.dtype));
+  const bool is_long = args.num_classes * size >= kLongProbabilityBytes;
   // Cut as where they lie otherwise, for the same bits.
   const StagedPlan staged = plan_staged_rows(args);
-  if (staged.threads == 0 || staged.pieces > kMaxRowWarps ||
-      staged.piece_size * size > kPieceBytes) {
+  if ((args.grad_input.data == nullptr && is_long) || !probability_rows_fit(args, staged)) {
     return plan;
   }
   plan.threads = staged.pieces * kWarpSize;
@@ -428,9 +435,7 @@ void launch_probability_rows(const CrossEntropyForwardArgs& args, const Probabil
   const Smoothing smoothing = {
       static_cast<float>(args.label_smoothing),
       static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes))};
-  const auto launch = [&](auto type, auto gradient) {
-    const auto kernel = cross_entropy_probability_rows_kernel<typename decltype(type)::type,
-                                                              decltype(gradient)::value>;
+  const auto launch = [&](auto kernel) {
     // As launch_staged_rows() does.
     constexpr int kFreeSharedBytes = (48 << 10) - static_cast<int>(sizeof(Rows));
     if (plan.shared_bytes > kFreeSharedBytes) {
@@ -440,12 +445,8 @@ void launch_probability_rows(const CrossEntropyForwardArgs& args, const Probabil
                   {plan.blocks, plan.threads, plan.shared_bytes}, stream, args, plan.pieces,
                   plan.shares, smoothing, partials, finalize);
   };
-  const auto launch_type = [&](auto type) {
-    args.grad_input.data != nullptr ? launch(type, std::true_type{})
-                                    : launch(type, std::false_type{});
-  };
-  args.input.dtype == DType::kFloat16 ? launch_type(TypeTag<half_t>{})
-                                      : launch_type(TypeTag<bfloat16_t>{});
+  args.input.dtype == DType::kFloat16 ? launch(cross_entropy_probability_rows_kernel<half_t>)
+                                      : launch(cross_entropy_probability_rows_kernel<bfloat16_t>);
 }
 
 }  // namespace lossops::cuda
