@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/block_shares.h"
 #include "kernels/cross_entropy_staged.cuh"
 #include "kernels/device.cuh"
 #include "kernels/launch.cuh"

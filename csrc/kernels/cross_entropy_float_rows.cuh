@@ -1,8 +1,8 @@
 // Cross entropy of rows of fp32 that a few warps hold in their registers.
 #pragma once
 
-#include "kernels/block_shares.h"
 #include "kernels/cross_entropy_row.cuh"
+#include "kernels/row_shares.h"
 #include "launchers.h"
 
 namespace lossops::cuda {
