@@ -886,11 +886,9 @@ struct WeightGradientSink {
 // ------------------------------------------------------- the mean's denominator
 
 constexpr int kDenominatorThreads = 512;
+static_assert(kDenominatorThreads >= Denominator::kMost, "Denominator::leave()");
 // Targets that a thread has in flight. One at a time took 100 us for 4 million rows.
 constexpr int kDenominatorUnroll = 8;
-// Every warp of the forward kernel folds the partial sums: few. Measured on an H200, 4 million
-// rows: 128 make the step 2 us longer.
-constexpr int64_t kMaxDenominatorBlocks = 256;
 
 static __global__ void __launch_bounds__(kDenominatorThreads)
     cross_entropy_denominator_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -926,9 +924,7 @@ static __global__ void __launch_bounds__(kDenominatorThreads)
     total.weight += RowTarget<float>(args, offsets[0]).template mean_weight<double>();
   }
   total = block_reduce(total);
-  if (threadIdx.x == 0) {
-    partials[blockIdx.x] = total.weight;
-  }
+  Denominator::leave(total.weight, partials);
 }
 
 [[maybe_unused]] constexpr int kIndexUnroll = 8;  // pairs that a thread has in flight
@@ -1006,9 +1002,7 @@ static __global__ void __launch_bounds__(kDenominatorThreads)
     total.weight = static_cast<double>(counted);
   }
   total = block_reduce(total);
-  if (threadIdx.x == 0) {
-    partials[blockIdx.x] = total.weight;
-  }
+  Denominator::leave(total.weight, partials);
 #endif
 }
 
@@ -1157,8 +1151,8 @@ int denominator_blocks(const CrossEntropyForwardArgs& args) {
   const int64_t few_rows = current_device_limits().overlaps ? 256 : 1024;
   return args.target_is_probability || args.rows.numel <= few_rows
              ? 0
-             : static_cast<int>(
-                   std::min(ceil_div(args.rows.numel, kDenominatorThreads), kMaxDenominatorBlocks));
+             : static_cast<int>(std::min<int64_t>(ceil_div(args.rows.numel, kDenominatorThreads),
+                                                  Denominator::kMost));
 }
 
 // Rows that are faster in registers than staged, in forward by 6 to 12 %.
@@ -1348,11 +1342,11 @@ ForwardPlan forward_plan(CrossEntropyForwardArgs args) {
   return {args, plan, plan.exists() ? plan.blocks : forward_blocks(args)};
 }
 
-// The partial sums of the denominator, an even number, and class indices in bytes.
+// The partial sums of the denominator, and class indices in bytes.
 int64_t denominator_doubles(const ForwardPlan& plan) {
   const int64_t count = denominator_blocks(plan.args);
   const int64_t indices = count > 0 ? plan.read_once.index_bytes(plan.args) : 0;
-  return (count + 1) / 2 * 2 + indices / int64_t{sizeof(double)};
+  return Denominator::doubles(count) + indices / int64_t{sizeof(double)};
 }
 
 // Of a gradient that forward left: false if its kernel cannot compute it again.
@@ -1436,7 +1430,8 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, doubl
       double* const sums = scratch + blocks * kPartialDoubles;
       denominator.partials = sums;
       if (indices) {
-        denominator.indices = reinterpret_cast<int8_t*>(sums + (denominator.count + 1) / 2 * 2);
+        denominator.indices =
+            reinterpret_cast<int8_t*>(sums + Denominator::doubles(denominator.count));
         launch_kernel("cross_entropy_indices_kernel", cross_entropy_indices_kernel,
                       {denominator.count, kDenominatorThreads, 0, 1, true}, stream, args,
                       targets_are_in_vectors(args), targets_are_in_line(args),

@@ -198,12 +198,7 @@ __device__ __forceinline__ State warp_total(State state) {
   if (args.reduction != Reduction::kMean) {
     return 1;
   }
-  Partial partial;
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < denominator.count; i += kWarpSize) {
-    partial.weight += denominator.partials[i];
-  }
-  partial = warp_total(partial);
+  const Partial partial = warp_total(Partial{0, denominator.of_lane()});
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     args.mean_terms[0] = partial.weight;
   }

@@ -25,12 +25,51 @@ constexpr int kMaxIndexClasses = 128;
 // are null, of so few rows that every block adds them up, or of rows of probabilities, which
 // count 1.
 struct Denominator {
-  const double* partials = nullptr;
-  int count = 0;
+  // Every warp of the kernel that needs them adds them up: few, and as many in any case, so that
+  // all of a lane's are on the way at a time. Measured on an H200, steps: 256 in a loop of `count`
+  // take 1.5 us of 40 (262144x33) and 0.6 of 108 (4194304x10) longer; 128 of 4 million rows 2 us.
+  static constexpr int kMost = 256;
+
+  const double* partials = nullptr;  // one, or kMost: those of no block are 0
+  int count = 0;                     // blocks
   const int8_t* indices = nullptr;  // checked_index() of every row, where the same kernel left them
 
   // By the kernel before this one.
   __host__ __device__ bool is_computed() const { return partials != nullptr; }
+
+  // Of partials, at a boundary of 16 bytes.
+  static constexpr int doubles(int count) { return count > 1 ? kMost : 2 * count; }
+
+  // By the blocks of the kernel that computes it; total: of a block, in its first thread.
+  static __device__ __forceinline__ void leave(double total, double* partials) {
+    if (threadIdx.x == 0) {
+      partials[blockIdx.x] = total;
+    } else if (blockIdx.x == 0 && gridDim.x > 1 && threadIdx.x >= gridDim.x &&
+               threadIdx.x < kMost) {
+      partials[threadIdx.x] = 0;
+    }
+  }
+
+  // What a lane has of the sum.
+  __device__ __forceinline__ double of_lane() const {
+    constexpr int kPairs = kMost / (2 * kWarpSize);
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    if (count == 1) {
+      return lane == 0 ? *partials : 0.0;
+    }
+    const auto* const of_lanes = reinterpret_cast<const double2*>(partials) + lane;
+    double2 pairs[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      pairs[i] = of_lanes[i * kWarpSize];
+    }
+    double total = 0;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      total += pairs[i].x + pairs[i].y;
+    }
+    return total;
+  }
 };
 
 // The grad_output of a backward pass that computes a gradient again, by the kernel that left one
@@ -530,11 +569,7 @@ class UnitScale {
       return;
     }
     wait_for_previous_kernel();
-    double total = 0;
-    for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < denominator.count; i += kWarpSize) {
-      total += denominator.partials[i];
-    }
-    set(args, warp_sum(total));
+    set(args, warp_sum(denominator.of_lane()));
   }
 
   __device__ __forceinline__ acc_t get() const { return scale_; }
