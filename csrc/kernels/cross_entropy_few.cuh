@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cross_entropy_row.cuh"
+#include "kernels/row_shares.h"
 #include "launchers.h"
 
 namespace lossops::cuda {
@@ -9,8 +10,8 @@ namespace lossops::cuda {
 // How rows are spread over the device.
 struct FewPlan {
   int threads = 0;     // of a block; 0: these rows are not for this kernel
-  int steps = 1;       // of a warp, one after the other
   int warp_bytes = 0;  // of shared memory
+  BlockShares shares;  // steps of each warp, one after the other
   int64_t blocks = 0;
 };
 
