@@ -178,11 +178,14 @@ def copied_late(tensor: Tensor) -> Writer:
     return write
 
 
+# Of the size of integers, which they can be stored as.
+FLOATS = {torch.int64: torch.float64, torch.int32: torch.float32}
+
+
 def stored_by_a_loss(tensor: Tensor) -> Writer:
     """Has a kernel store it that lets the next one start as soon as it has itself."""
     count = tensor.numel()
-    dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
-    assert tensor.element_size() == dtype.itemsize
+    dtype = FLOATS.get(tensor.dtype, tensor.dtype)
     source = torch.zeros(2**21 + count, dtype=dtype, device="cuda")
     source[-count:] = tensor.flatten().view(dtype)
     ones, zeros = torch.ones_like(source), torch.zeros_like(source)
@@ -235,6 +238,8 @@ def test_waits_for_what_is_ahead(
         grad_output = torch.full_like(sample.call(loss.function), 0.5)
         expected = evaluate(loss.function, sample, grad_output)
         for name, tensor in (*sample.tensors.items(), ("grad_output", grad_output)):
+            if late is stored_by_a_loss and tensor.dtype == torch.uint8:
+                continue  # no loss is as small
             run = partial(late_result, loss, sample, name, late(tensor), grad_output)
             result = run()
             if captured:

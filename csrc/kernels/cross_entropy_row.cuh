@@ -50,10 +50,18 @@ struct Denominator {
     }
   }
 
-  // What a lane has of the sum.
+  // What a lane has of the sum. kInLoop: by a loop after all.
+  template <bool kInLoop = false>
   __device__ __forceinline__ double of_lane() const {
     constexpr int kPairs = kMost / (2 * kWarpSize);
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    if constexpr (kInLoop) {
+      double total = 0;
+      for (int i = lane; i < count; i += kWarpSize) {
+        total += partials[i];
+      }
+      return total;
+    }
     if (count == 1) {
       return lane == 0 ? *partials : 0.0;
     }
@@ -532,8 +540,8 @@ __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBack
 // grad_output, divided by what the mean divides by; of sums grad_output itself: row_scale(). All
 // threads of a block must construct it; those of the warps that use it must wait(), when their
 // first loads are on the way: it may take long. What they load is there before the kernel that is
-// waited for lets this one start.
-template <typename acc_t>
+// waited for lets this one start. kInLoop: Denominator::of_lane()'s.
+template <typename acc_t, bool kInLoop = false>
 class UnitScale {
  public:
   __device__ __forceinline__ UnitScale(const CrossEntropyForwardArgs& args,
@@ -569,7 +577,7 @@ class UnitScale {
       return;
     }
     wait_for_previous_kernel();
-    set(args, warp_sum(denominator.of_lane()));
+    set(args, warp_sum(denominator.template of_lane<kInLoop>()));
   }
 
   __device__ __forceinline__ acc_t get() const { return scale_; }
