@@ -15,6 +15,7 @@ import contextlib
 import functools
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _extension, _inductor
+from . import _extension
 
 _extension.load()
 
@@ -714,8 +715,6 @@ class ElementwiseLoss(_Loss):
         self.target_first = target_first
         super().__init__(name, reference)
         self.derivative = derivative
-        if derivative is not None:
-            self.fusible_op = self._define_fusible_backward()
 
     def may_keep(
         self, input: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
@@ -738,7 +737,6 @@ class ElementwiseLoss(_Loss):
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, reduction, float32_result = args[:5]
-        _inductor.register_offers()
         _check_devices(self.name, input, target, weight)
         allowed = DTYPES if self.takes_integers else _FLOATING
         for name, tensor in (("input", input), ("target", target), ("weight", weight)):
@@ -764,59 +762,31 @@ class ElementwiseLoss(_Loss):
         return (input, target, weight, None, *rest)
 
     def recorded_backward(self, *arguments: Any) -> list[Tensor]:
-        grad_output, input, target, weight, _, reduction, output_mask, *params = arguments
-        if (
-            self.derivative is not None
-            and input.dtype in _HALF_DTYPES
-            and target.dtype in _HALF_DTYPES
-            and input.shape == target.shape
-            and weight is None
-            and list(output_mask) == [True, False, False]
-        ):
-            return [self.fusible_op(grad_output, input, target, reduction, *params)]
-        return super().recorded_backward(*arguments)
-
-    def _define_fusible_backward(self) -> Any:
-        """`lossops::{name}_backward_fusible`, the gradient of input where graphs are made.
+        """For Inductor the gradient of input in what it fuses, rounded as the kernels do.
 
         Of half types alone: their derivative in float32 is larger than what it is computed from,
         so that torch leaves all of it to the backward pass. One of float32 it computes in a pass of
         its own, beside the forward pass, and keeps.
         """
-        name = f"lossops::{self.name}_backward_fusible"
-        params = str(self.backward_op._schema).partition("output_mask")[2].partition(") ->")[0]
-        schema = (
-            f"(Tensor grad_output, Tensor input, Tensor target, str reduction{params}) -> Tensor"
-        )
-
-        def kernel(
-            grad_output: Tensor, input: Tensor, target: Tensor, reduction: str, *params: Any
-        ) -> Tensor:
-            mask = [True, False, False]
-            gradients: list[Tensor] = self.backward_op(
-                grad_output, input, target, None, None, reduction, mask, *params
-            )
-            return gradients[0]
-
-        def decomposition(
-            grad_output: Tensor, input: Tensor, target: Tensor, reduction: str, *params: Any
-        ) -> Tensor:
-            """Rounded where the kernels round: at the end."""
-            assert self.derivative is not None
-            scale = grad_output.float()
-            if reduction == "mean":
-                scale = scale / input.numel()
-            elif reduction == "batchmean":
-                scale = scale / input.size(0)
-            derivative = self.derivative(input.float(), target.float(), *params)
-            return (derivative * scale).to(input.dtype)
-
-        torch.library.define(name, schema)
-        torch.library.impl(name, ("CPU", "CUDA"), kernel)
-        torch.library.register_fake(name, lambda _, input, *args: torch.empty_like(input))
-        op = getattr(torch.ops.lossops, f"{self.name}_backward_fusible").default
-        _inductor.offer(op, decomposition)
-        return op
+        grad_output, input, target, weight, _, reduction, output_mask, *params = arguments
+        if (
+            self.derivative is None
+            or torch.compiler.is_dynamo_compiling()  # compiled autograd, where Python is traced
+            or "torch._inductor.compile_fx" not in sys.modules
+            or input.dtype not in _HALF_DTYPES
+            or target.dtype not in _HALF_DTYPES
+            or input.shape != target.shape
+            or weight is not None
+            or list(output_mask) != [True, False, False]
+        ):
+            return super().recorded_backward(*arguments)
+        scale = grad_output.float()
+        if reduction == "mean":
+            scale = scale / input.numel()
+        elif reduction == "batchmean" and input.dim() > 0:
+            scale = scale / input.size(0)
+        derivative = self.derivative(input.float(), target.float(), *params)
+        return [(derivative * scale).to(input.dtype)]
 
 
 # Doubles that csrc/bindings.cpp puts before row_stats in what forward_gradient saves.
