@@ -51,7 +51,8 @@ class Fault(NamedTuple):
 
     @property
     def cuda(self) -> bool:
-        return self.path.startswith("csrc/kernels/")
+        """Changes what kernels on a GPU return, and nothing else."""
+        return self.path.startswith("csrc/kernels/") or self.name.startswith("cuda:")
 
     @property
     def compiled(self) -> bool:
