@@ -99,9 +99,7 @@ def _mse_loss_derivative(input: Tensor, target: Tensor) -> Tensor:
     return 2 * (input - target)
 
 
-def _kl_div_derivative(
-    input: Tensor, target: Tensor, log_target: bool = False, log_input: bool = True
-) -> Tensor:
+def _kl_div_derivative(input: Tensor, target: Tensor, log_target: bool, log_input: bool) -> Tensor:
     probability = target.exp() if log_target else target
     if log_input:
         return -probability
