@@ -52,7 +52,7 @@ class Fault(NamedTuple):
     @property
     def cuda(self) -> bool:
         """Changes what kernels on a GPU return, and nothing else."""
-        return self.path.startswith("csrc/kernels/") or self.name.startswith("cuda:")
+        return self.name.startswith("cuda:")
 
     @property
     def compiled(self) -> bool:
