@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lossops.bench import cases, cli, plot, report, run
 from lossops.bench.cases import CASES, PEERS, PROBLEMS, Case, Data
-from lossops.bench.meter import Meter, Progress
+from lossops.bench.meter import Meter, Progress, measure_overheads
 from lossops.bench.report import Compiled, Report, Result, Small, Times
 
 CPU = torch.device("cpu")
@@ -326,6 +326,7 @@ def made_up() -> Report:
         times = {who: Times({"step": 3.0}) for who in ("ours", "compile", "eager")}
         losses = {who: [3.0, 2.0] for who in times}
         found.compiled.append(Compiled(**outcome(case), times=times, losses=losses))
+    found.overhead_us = {"0": 1.5, "1": 3.0, "2": 4.5}
     return found
 
 
@@ -335,6 +336,18 @@ def test_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     found.save(path)
     assert Report.load(path) == found
     json.loads(Path(path).read_text(), parse_constant=pytest.fail)  # no NaN where there is none
+
+
+def test_overheads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure_overheads(Quick(CPU)) == {}
+    found = made_up()
+    for overheads, said in ((found.overhead_us, "1.5 with 0, 3.0 with 1, 4.5 with 2"), ({}, "")):
+        found.overhead_us = overheads
+        found.save(str(tmp_path / "run.json"))
+        assert cli.main(["--from", str(tmp_path / "run.json")]) == 0
+        out = capsys.readouterr().out
+        assert said in out
+        assert ("moves no data" in out) == bool(overheads)
 
 
 def test_committed_reports_are_read() -> None:

@@ -18,7 +18,7 @@ from .. import info
 from .._version import __version__
 from . import plot
 from .cases import ALL, PEERS
-from .meter import Meter, Progress, measure_bandwidths
+from .meter import Meter, Progress, measure_bandwidths, measure_overheads
 from .report import Compiled, Report, Result, Small, render
 from .run import count_launches, run_case, run_compiled, run_small
 
@@ -153,6 +153,7 @@ def measure(options: argparse.Namespace) -> Report:
     if meter.cuda:
         for case, found in zip(chosen["small"], small, strict=True):
             count_launches(case, found, meter)
+    overheads = measure_overheads(meter)
     progress.close()
 
     bandwidth = {kind: max(rates[kind].values()) for kind in rates}
@@ -169,7 +170,8 @@ def measure(options: argparse.Namespace) -> Report:
         "environment": environment,
     }
     count = len(chosen["cases"])
-    return Report(about, peers, bandwidth, rates, results[:count], results[count:], small, compiled)
+    cases, sizes = results[:count], results[count:]
+    return Report(about, peers, bandwidth, rates, cases, sizes, small, compiled, overheads)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,7 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = measure(options)
 
     bandwidth = report.bandwidth_gb_per_s
-    print(f"memory: reads {bandwidth['read']:.0f} GB/s, copies {bandwidth['copy']:.0f} GB/s\n")
+    print(f"memory: reads {bandwidth['read']:.0f} GB/s, copies {bandwidth['copy']:.0f} GB/s")
+    if overheads := report.overhead_us:
+        listed = ", ".join(f"{us:.1f} with {count}" for count, us in overheads.items())
+        print(f"a call that moves no data, microseconds by kernels: {listed} (not in the floor)")
+    print()
     print(render(report))
     if not options.source and options.absent:
         print(f"\nNot installed: {', '.join(options.absent)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import statistics
@@ -167,6 +168,26 @@ class Meter:
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
+
+
+def measure_overheads(meter: Meter) -> dict[str, float]:
+    """Microseconds of a call that moves no data, by how many kernels it launches.
+
+    On CUDA alone. The floor leaves them out; for a small input they are most of the time.
+    """
+    if not meter.cuda:
+        return {}
+    element = torch.zeros(1, device=meter.device)
+
+    def launch(count: int) -> None:
+        for _ in range(count):
+            element.fill_(1.0)
+
+    def failed(name: str, error: Exception) -> None:
+        raise RuntimeError(f"a launch of {name} kernels cannot be timed") from error
+
+    calls: dict[str, Call] = {str(n): functools.partial(launch, n) for n in range(3)}
+    return {name: 1e3 * ms for name, ms in meter.medians(calls, failed).items()}
 
 
 def measure_bandwidths(meter: Meter) -> dict[str, dict[str, float]]:

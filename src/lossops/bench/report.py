@@ -81,6 +81,7 @@ class Report:
     sizes: list[Result] = dataclasses.field(default_factory=list)
     small: list[Small] = dataclasses.field(default_factory=list)
     compiled: list[Compiled] = dataclasses.field(default_factory=list)
+    overhead_us: dict[str, float] = dataclasses.field(default_factory=dict)  # by kernels launched
 
     @property
     def outcomes(self) -> Iterator[Outcome]:
@@ -103,6 +104,7 @@ class Report:
                 for key, kind in _KINDS.items()
             }
             bandwidths = found.pop("bandwidth_gb_per_s"), found.pop("bandwidths_gb_per_s")
+            measured["overhead_us"] = found.pop("overhead_us", {})
             timed = [*measured["cases"], *measured["sizes"]]
             peers = [who for who in timed[0].times if who != "ours"] if timed else []
             peers = found.pop("peers", peers)
