@@ -55,6 +55,7 @@ def row_of(python: str, torch: str, wheel: Path, folder: Path) -> tuple[str, boo
     try:
         must(interpreter, "-m", "venv", folder)
         pip = (folder / "bin/python", "-m", "pip", "--disable-pip-version-check", "-q", "install")
+        pip += ("--prefer-binary",)  # of what the tests need, the newest may have no wheel here
         must(*pip, f"torch=={torch}.*")
         must(*pip, f"{wheel}[test]")
         report = json.loads(must(folder / "bin/python", "-m", "lossops.info", "--json"))
