@@ -366,15 +366,12 @@ LongRowPlan plan_long_rows(const CrossEntropyForwardArgs& args, const StagedPlan
 void launch_long_rows(const CrossEntropyForwardArgs& args, const LongRowPlan& plan,
                       const StagedPlan& staged, Partial* partials, const Finalize& finalize,
                       cudaStream_t stream) {
-  const Smoothing smoothing = {
-      static_cast<float>(args.label_smoothing),
-      static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes))};
   const auto launch = [&](auto kernel) {
     launch_kernel("cross_entropy_long_rows_kernel", kernel,
                   {plan.blocks, plan.threads,
                    int64_t{4} * plan.shares.large * kMaxStateWords * staged.pieces},
                   stream, args, Pieces{staged.pieces, staged.piece_size}, plan.shares,
-                  elements_of(args), smoothing, partials, finalize);
+                  elements_of(args), smoothing_of(args), partials, finalize);
   };
   const auto launch_type = [&](auto type) {
     using scalar_t = typename decltype(type)::type;

@@ -432,9 +432,6 @@ ProbabilityRowPlan plan_probability_rows(const CrossEntropyForwardArgs& args) {
 
 void launch_probability_rows(const CrossEntropyForwardArgs& args, const ProbabilityRowPlan& plan,
                              Partial* partials, const Finalize& finalize, cudaStream_t stream) {
-  const Smoothing smoothing = {
-      static_cast<float>(args.label_smoothing),
-      static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes))};
   const auto launch = [&](auto kernel) {
     // As launch_staged_rows() does.
     constexpr int kFreeSharedBytes = (48 << 10) - static_cast<int>(sizeof(Rows));
@@ -443,7 +440,7 @@ void launch_probability_rows(const CrossEntropyForwardArgs& args, const Probabil
     }
     launch_kernel("cross_entropy_probability_rows_kernel", kernel,
                   {plan.blocks, plan.threads, plan.shared_bytes}, stream, args, plan.pieces,
-                  plan.shares, smoothing, partials, finalize);
+                  plan.shares, smoothing_of(args), partials, finalize);
   };
   args.input.dtype == DType::kFloat16 ? launch(cross_entropy_probability_rows_kernel<half_t>)
                                       : launch(cross_entropy_probability_rows_kernel<bfloat16_t>);

@@ -140,6 +140,11 @@ __device__ __forceinline__ int64_t row_offset(const IterationSpace& rows, const 
   return offsets[0];
 }
 
+LOSSOPS_HOST_DEVICE Smoothing smoothing_of(const CrossEntropyArgs& args) {
+  return {static_cast<float>(args.label_smoothing),
+          static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes))};
+}
+
 // Coefficients of kCount neighbouring classes: RowTarget::coefficient() of each. A switch over the
 // dtype and a load for all of them, where one for each took most of the time.
 template <int kCount, typename acc_t>
@@ -256,11 +261,9 @@ struct SmoothedIndex {
   float other;
 
   __device__ __forceinline__ explicit SmoothedIndex(const CrossEntropyArgs& args) {
-    const auto smoothing = static_cast<float>(args.label_smoothing);
-    const auto per_class =
-        static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes));
-    at_index = smoothed(1.0f, smoothing, per_class);
-    other = smoothed(0.0f, smoothing, per_class);
+    const Smoothing smoothing = smoothing_of(args);
+    at_index = smoothing(1.0f);
+    other = smoothing(0.0f);
   }
 };
 

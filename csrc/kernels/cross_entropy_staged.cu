@@ -320,11 +320,6 @@ struct PieceStage {
   }
 };
 
-__device__ __forceinline__ Smoothing smoothing_of(const CrossEntropyArgs& args) {
-  return {static_cast<float>(args.label_smoothing),
-          static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes))};
-}
-
 // What the warps of a block have in common.
 template <RowKind kKind>
 struct StagedBlock {
