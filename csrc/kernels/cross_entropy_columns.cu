@@ -573,21 +573,15 @@ void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
     shape.first_dimension = Divisor(static_cast<uint32_t>(args.rows.sizes[0] / group));
   }
   const int64_t shared = plan.threads * args.num_classes * plan.class_bytes;
-  const bool again = grad_output.exists();
-  const int64_t blocks =
-      again ? std::min(plan.blocks, most_blocks_of_kept(kMaxThreads)) : plan.blocks;
-  visit_floating(args.input.dtype, [&](auto type) {
-    using scalar_t = typename decltype(type)::type;
-    if constexpr (sizeof(scalar_t) <= 4) {
-      const auto launch = [&](auto kernel) {
-        launch_kernel("cross_entropy_forward_column_kernel", kernel,
-                      {blocks, plan.threads, shared, 1, denominator.is_computed() || again}, stream,
-                      args, shape, denominator, grad_output, partials, finalize);
-      };
-      args.grad_input.data != nullptr
-          ? launch(cross_entropy_forward_column_kernel<scalar_t, true>)
-          : launch(cross_entropy_forward_column_kernel<scalar_t, false>);
-    }
+  const LaunchShape launch = {grad_output.limit_blocks(plan.blocks, kMaxThreads), plan.threads,
+                              shared, 1, waits_for_previous_kernel(denominator, grad_output)};
+  visit_float_or_half(args.input.dtype, [&](auto type) {
+    visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
+      launch_kernel("cross_entropy_forward_column_kernel",
+                    cross_entropy_forward_column_kernel<typename decltype(type)::type,
+                                                        decltype(gradient)::value>,
+                    launch, stream, args, shape, denominator, grad_output, partials, finalize);
+    });
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include "kernels/cross_entropy_staged.cuh"
 #include "kernels/device.cuh"
+#include "kernels/dispatch.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/vectorized.cuh"
 #include "kernels/warp_reduce.cuh"
@@ -517,26 +518,23 @@ FloatRowPlan plan_float_rows(const CrossEntropyForwardArgs& args) {
 void launch_float_rows(const CrossEntropyForwardArgs& args, const FloatRowPlan& plan,
                        const Denominator& denominator, Partial* partials, const Finalize& finalize,
                        cudaStream_t stream) {
-  const auto launch = [&](auto share, auto gradient) {
-    launch_kernel(
-        "cross_entropy_float_rows_kernel",
-        cross_entropy_float_rows_kernel<typename decltype(share)::type, decltype(gradient)::value>,
-        {plan.blocks, plan.threads * plan.teams,
-         shared_bytes(plan.shares.large, plan.threads / kWarpSize), 1,
-         denominator.is_computed() || plan.blocks <= kMaxOverlappingBlocks},
-        stream, args, plan.threads / kWarpSize, plan.teams, plan.shares, denominator, partials,
-        finalize);
-  };
-  const auto launch_share = [&](auto share) {
-    args.grad_input.data != nullptr ? launch(share, std::true_type{})
-                                    : launch(share, std::false_type{});
+  const int warps = plan.threads / kWarpSize;
+  const auto launch = [&](auto share) {
+    visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
+      launch_kernel("cross_entropy_float_rows_kernel",
+                    cross_entropy_float_rows_kernel<typename decltype(share)::type,
+                                                    decltype(gradient)::value>,
+                    {plan.blocks, plan.threads * plan.teams, shared_bytes(plan.shares.large, warps),
+                     1, denominator.is_computed() || plan.blocks <= kMaxOverlappingBlocks},
+                    stream, args, warps, plan.teams, plan.shares, denominator, partials, finalize);
+    });
   };
   if (plan.words) {
-    launch_share(TypeTag<WordShare>{});
+    launch(TypeTag<WordShare>{});
   } else if (plan.aligned) {
-    launch_share(TypeTag<VectorShare<true>>{});
+    launch(TypeTag<VectorShare<true>>{});
   } else {
-    launch_share(TypeTag<VectorShare<false>>{});
+    launch(TypeTag<VectorShare<false>>{});
   }
 }
 

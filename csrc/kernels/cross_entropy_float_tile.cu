@@ -7,6 +7,7 @@
 #include "kernels/async_copy.cuh"
 #include "kernels/block_reduce.cuh"
 #include "kernels/device.cuh"
+#include "kernels/dispatch.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/thread_reduce.cuh"
 #include "kernels/vectorized.cuh"
@@ -29,6 +30,8 @@ constexpr int kMaxLaneClasses = 128;
 // copy asks the L2 cache for twice as much.
 constexpr int kTileAlignment = 128;
 constexpr int kMaxTileBytes = kWarpSize * kMaxLaneClasses * static_cast<int>(sizeof(float));
+// What a block has of shared memory beside its tiles, at most.
+constexpr int kStaticSharedBytes = 1024;
 // What stands at the class index while the others are added up: exp(kAbsent - max) is 0, and not a
 // NaN as that of an infinity, if max is no less than kLeastMax.
 [[maybe_unused]] constexpr float kAbsent = -1e38f;
@@ -408,47 +411,37 @@ void launch_float_tiles(const CrossEntropyForwardArgs& args, const FloatTilePlan
                         const Denominator& denominator, const GradOutput& grad_output,
                         Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   const auto num_classes = static_cast<int>(args.num_classes);
-  const auto follow = [&](const Operand& operand, int64_t class_stride) {
-    return class_stride == 1 && is_vector_aligned(operand.data) &&
-           (args.rows.ndim == 0 || (args.rows.ndim == 1 && operand.strides[0] == args.num_classes));
-  };
   const Units units = units_of(num_classes);
-  const bool again = grad_output.exists();
-  const int64_t blocks = again ? std::min(plan.blocks, most_blocks_of_kept(kThreads)) : plan.blocks;
+  const bool gradient = args.grad_input.data != nullptr;
+  const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
   TileShape shape;
   shape.tiles = static_cast<int>(ceil_div(plan.blocks * plan.tiles, blocks));
   shape.tile_bytes = plan.tile_bytes;
   shape.log_team = plan.log_team;
   shape.share = plan.share;
   shape.swizzle = 3 - twos_in(num_classes / words_of(units));
-  shape.input_in_bulk = follow(args.input, 1);
+  shape.input_in_bulk = rows_follow_in_vectors(args, args.input, 1);
   shape.gradient_in_bulk =
-      args.grad_input.data != nullptr && follow(args.grad_input, args.grad_input_class_stride);
+      gradient && rows_follow_in_vectors(args, args.grad_input, args.grad_input_class_stride);
   const int shared_bytes = kWarps * plan.tile_bytes;
-  const auto launch = [&](auto kernel) {
-    // As launch_staged_rows() does.
-    constexpr int kFreeSharedBytes = 47 << 10;
-    if (shared_bytes > kFreeSharedBytes) {
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           kWarps * kMaxTileBytes);
-    }
-    launch_kernel("cross_entropy_forward_float_tile_kernel", kernel,
-                  {blocks, kThreads, shared_bytes, 1, denominator.is_computed() || again}, stream,
-                  args, shape, denominator, grad_output, partials, finalize);
-  };
-  const auto launch_units = [&](auto constant) {
-    constexpr Units kUnits = decltype(constant)::value;
-    args.grad_input.data != nullptr
-        ? launch(cross_entropy_forward_float_tile_kernel<kUnits, true>)
-        : launch(cross_entropy_forward_float_tile_kernel<kUnits, false>);
+  const auto launch = [&](auto constant) {
+    visit_bool(gradient, [&](auto has_gradient) {
+      const auto kernel = cross_entropy_forward_float_tile_kernel<decltype(constant)::value,
+                                                                  decltype(has_gradient)::value>;
+      allow_shared_bytes(kernel, shared_bytes, kStaticSharedBytes, kWarps * kMaxTileBytes);
+      launch_kernel(
+          "cross_entropy_forward_float_tile_kernel", kernel,
+          {blocks, kThreads, shared_bytes, 1, waits_for_previous_kernel(denominator, grad_output)},
+          stream, args, shape, denominator, grad_output, partials, finalize);
+    });
   };
   switch (units) {
     case Units::kWords:
-      return launch_units(std::integral_constant<Units, Units::kWords>{});
+      return launch(std::integral_constant<Units, Units::kWords>{});
     case Units::kVectors:
-      return launch_units(std::integral_constant<Units, Units::kVectors>{});
+      return launch(std::integral_constant<Units, Units::kVectors>{});
     case Units::kSwizzledVectors:
-      return launch_units(std::integral_constant<Units, Units::kSwizzledVectors>{});
+      return launch(std::integral_constant<Units, Units::kSwizzledVectors>{});
   }
 }
 

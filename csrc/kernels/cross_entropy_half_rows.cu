@@ -449,23 +449,18 @@ HalfRowPlan plan_half_rows(const CrossEntropyForwardArgs& args) {
 void launch_half_rows(const CrossEntropyForwardArgs& args, const HalfRowPlan& plan,
                       const Denominator& denominator, Partial* partials, const Finalize& finalize,
                       cudaStream_t stream) {
-  const auto launch = [&](auto type, auto aligned, auto gradient) {
-    launch_kernel(
-        "cross_entropy_half_rows_kernel",
-        cross_entropy_half_rows_kernel<typename decltype(type)::type, decltype(aligned)::value,
-                                       decltype(gradient)::value>,
-        {plan.blocks, plan.threads, 0, 1, denominator.is_computed()}, stream, args, plan.rows,
-        denominator, partials, finalize);
-  };
-  const auto launch_type = [&](auto type) {
-    const auto launch_aligned = [&](auto aligned) {
-      args.grad_input.data != nullptr ? launch(type, aligned, std::true_type{})
-                                      : launch(type, aligned, std::false_type{});
-    };
-    plan.aligned ? launch_aligned(std::true_type{}) : launch_aligned(std::false_type{});
-  };
-  args.input.dtype == DType::kFloat16 ? launch_type(TypeTag<half_t>{})
-                                      : launch_type(TypeTag<bfloat16_t>{});
+  visit_half_type(args.input.dtype, [&](auto type) {
+    visit_bool(plan.aligned, [&](auto aligned) {
+      visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
+        launch_kernel(
+            "cross_entropy_half_rows_kernel",
+            cross_entropy_half_rows_kernel<typename decltype(type)::type, decltype(aligned)::value,
+                                           decltype(gradient)::value>,
+            {plan.blocks, plan.threads, 0, 1, denominator.is_computed()}, stream, args, plan.rows,
+            denominator, partials, finalize);
+      });
+    });
+  });
 }
 
 }  // namespace lossops::cuda

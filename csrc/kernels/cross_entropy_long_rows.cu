@@ -366,22 +366,17 @@ LongRowPlan plan_long_rows(const CrossEntropyForwardArgs& args, const StagedPlan
 void launch_long_rows(const CrossEntropyForwardArgs& args, const LongRowPlan& plan,
                       const StagedPlan& staged, Partial* partials, const Finalize& finalize,
                       cudaStream_t stream) {
-  const auto launch = [&](auto kernel) {
-    launch_kernel("cross_entropy_long_rows_kernel", kernel,
-                  {plan.blocks, plan.threads,
-                   int64_t{4} * plan.shares.large * kMaxStateWords * staged.pieces},
-                  stream, args, Pieces{staged.pieces, staged.piece_size}, plan.shares,
-                  elements_of(args), smoothing_of(args), partials, finalize);
-  };
-  const auto launch_type = [&](auto type) {
-    using scalar_t = typename decltype(type)::type;
-    args.target_is_probability
-        ? launch(cross_entropy_long_rows_kernel<scalar_t, RowKind::kProbability>)
-    : args.dense() ? launch(cross_entropy_long_rows_kernel<scalar_t, RowKind::kSmooth>)
-                   : launch(cross_entropy_long_rows_kernel<scalar_t, RowKind::kIndex>);
-  };
-  args.input.dtype == DType::kFloat16 ? launch_type(TypeTag<half_t>{})
-                                      : launch_type(TypeTag<bfloat16_t>{});
+  visit_half_type(args.input.dtype, [&](auto type) {
+    visit_row_kind(args, [&](auto kind) {
+      launch_kernel(
+          "cross_entropy_long_rows_kernel",
+          cross_entropy_long_rows_kernel<typename decltype(type)::type, decltype(kind)::value>,
+          {plan.blocks, plan.threads,
+           int64_t{4} * plan.shares.large * kMaxStateWords * staged.pieces},
+          stream, args, Pieces{staged.pieces, staged.piece_size}, plan.shares, elements_of(args),
+          smoothing_of(args), partials, finalize);
+    });
+  });
 }
 
 }  // namespace lossops::cuda

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/async_copy.cuh"
 #include "kernels/cross_entropy_staged.cuh"
@@ -432,18 +431,13 @@ ProbabilityRowPlan plan_probability_rows(const CrossEntropyForwardArgs& args) {
 
 void launch_probability_rows(const CrossEntropyForwardArgs& args, const ProbabilityRowPlan& plan,
                              Partial* partials, const Finalize& finalize, cudaStream_t stream) {
-  const auto launch = [&](auto kernel) {
-    // As launch_staged_rows() does.
-    constexpr int kFreeSharedBytes = (48 << 10) - static_cast<int>(sizeof(Rows));
-    if (plan.shared_bytes > kFreeSharedBytes) {
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
-    }
+  visit_half_type(args.input.dtype, [&](auto type) {
+    const auto kernel = cross_entropy_probability_rows_kernel<typename decltype(type)::type>;
+    allow_shared_bytes(kernel, plan.shared_bytes, sizeof(Rows), kMaxSharedBytes);
     launch_kernel("cross_entropy_probability_rows_kernel", kernel,
                   {plan.blocks, plan.threads, plan.shared_bytes}, stream, args, plan.pieces,
                   plan.shares, smoothing_of(args), partials, finalize);
-  };
-  args.input.dtype == DType::kFloat16 ? launch(cross_entropy_probability_rows_kernel<half_t>)
-                                      : launch(cross_entropy_probability_rows_kernel<bfloat16_t>);
+  });
 }
 
 }  // namespace lossops::cuda

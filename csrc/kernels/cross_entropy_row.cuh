@@ -1,6 +1,7 @@
 // What every kernel of cross entropy does with one row: its target, its loss, its gradient.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -88,6 +89,12 @@ struct GradOutput {
 
   __host__ __device__ bool exists() const { return data != nullptr; }
 
+  // Blocks to launch of a kernel that has `blocks` of them in forward, of so many threads: where
+  // there is a grad_output, mostly there is nothing to do.
+  int64_t limit_blocks(int64_t blocks, int threads) const {
+    return exists() ? std::min(blocks, most_blocks_of_kept(threads)) : blocks;
+  }
+
   // Whether it is 1, and forward's gradient the one that is wanted. value: becomes what there is.
   __device__ __forceinline__ bool is_one(float& value) const {
     if (!exists()) {
@@ -100,6 +107,12 @@ struct GradOutput {
     return value == 1;
   }
 };
+
+// Whether a kernel that takes these calls wait_for_previous_kernel().
+inline bool waits_for_previous_kernel(const Denominator& denominator,
+                                      const GradOutput& grad_output) {
+  return denominator.is_computed() || grad_output.exists();
+}
 
 // A row's offsets into input, target and output (or gradient). kRolled: strided_offsets()'.
 template <bool kRolled = true, int N>
@@ -138,6 +151,14 @@ __device__ __forceinline__ int64_t row_offset(const IterationSpace& rows, const 
   int64_t offsets[1];
   row_offsets<kRolled>(rows, operands, row, offsets);
   return offsets[0];
+}
+
+// Calls body with the kind of rows without both class weights and dense coefficients.
+template <typename Body>
+void visit_row_kind(const CrossEntropyArgs& args, Body&& body) {
+  args.target_is_probability ? body(std::integral_constant<RowKind, RowKind::kProbability>{})
+  : args.dense()             ? body(std::integral_constant<RowKind, RowKind::kSmooth>{})
+                             : body(std::integral_constant<RowKind, RowKind::kIndex>{});
 }
 
 LOSSOPS_HOST_DEVICE Smoothing smoothing_of(const CrossEntropyArgs& args) {
@@ -684,6 +705,19 @@ inline int64_t elements_of(const CrossEntropyArgs& args) {
     elements += (args.rows.sizes[dim] - 1) * args.input.strides[dim];
   }
   return elements;
+}
+
+// Whether rows of contiguous classes follow one another.
+inline bool rows_follow(const CrossEntropyArgs& args, const Operand& operand,
+                        int64_t class_stride) {
+  return class_stride == 1 &&
+         (args.rows.ndim == 0 || (args.rows.ndim == 1 && operand.strides[0] == args.num_classes));
+}
+
+// The same, from a boundary of 16 bytes.
+inline bool rows_follow_in_vectors(const CrossEntropyArgs& args, const Operand& operand,
+                                   int64_t class_stride) {
+  return rows_follow(args, operand, class_stride) && is_vector_aligned(operand.data);
 }
 
 // Whether the class indices of all rows have one stride.

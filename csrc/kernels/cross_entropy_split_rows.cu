@@ -7,6 +7,7 @@
 #include "kernels/block_reduce.cuh"
 #include "kernels/cluster.cuh"
 #include "kernels/device.cuh"
+#include "kernels/dispatch.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/phased_pieces.cuh"
 #include "kernels/row_pieces.cuh"
@@ -34,6 +35,8 @@ constexpr int kClusterRows = 4;
 // A thread of a warp prepares and finishes each, where there are very many.
 constexpr int kMaxRows = 16;
 constexpr int kMaxSharedBytes = 110 << 10;
+// What a block has of static shared memory, at most.
+constexpr int kStaticSharedBytes = 2048;
 
 // A lane's share of a piece: the first vectors in registers, the others in shared memory.
 template <typename scalar_t>
@@ -352,16 +355,14 @@ SplitRowPlan plan_split_rows(const CrossEntropyForwardArgs& args, const StagedPl
 void launch_split_rows(const CrossEntropyForwardArgs& args, const SplitRowPlan& plan,
                        const Denominator& denominator, Partial* partials, const Finalize& finalize,
                        cudaStream_t stream) {
-  const auto launch = [&](auto kernel) {
-    // It asks for the most that any plan needs: another thread may be about to launch it with more.
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
+  visit_half_type(args.input.dtype, [&](auto type) {
+    const auto kernel = cross_entropy_split_rows_kernel<typename decltype(type)::type>;
+    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);
     launch_kernel(
         "cross_entropy_split_rows_kernel", kernel,
         {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_computed()},
         stream, args, plan.pieces, plan.shares, plan.cluster, denominator, partials, finalize);
-  };
-  args.input.dtype == DType::kFloat16 ? launch(cross_entropy_split_rows_kernel<half_t>)
-                                      : launch(cross_entropy_split_rows_kernel<bfloat16_t>);
+  });
 }
 
 }  // namespace lossops::cuda

@@ -771,37 +771,27 @@ void launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan& p
                         const Denominator& denominator, Partial* partials, const Finalize& finalize,
                         cudaStream_t stream) {
   const auto launch = [&](auto kernel, int argument) {
-    // A kernel that has more than 48 KB, with what is static, must ask for it. It asks for the most
-    // that any plan needs: another thread may be about to launch it with more.
-    constexpr int kFreeSharedBytes = (48 << 10) - kStaticSharedBytes - kProbabilitySharedBytes;
     static_assert(kMaxSharedBytes > kMaxBlockShare + kMaxBlockWarps * 2 * kLineBytes);
-    if (plan.shared_bytes > kFreeSharedBytes) {
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
-    }
+    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes + kProbabilitySharedBytes,
+                       kMaxSharedBytes);
     launch_kernel(
         "a kernel of staged rows", kernel,
         {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_computed()},
         stream, args, Pieces{plan.pieces, plan.piece_size}, plan.shares, plan.piece_bytes, argument,
         denominator, partials, finalize);
   };
-  visit_floating(args.input.dtype, [&](auto type) {
+  visit_float_or_half(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
-    if constexpr (sizeof(scalar_t) <= 4) {
-      const auto launch_kind = [&](auto kind) {
-        constexpr RowKind kKind = decltype(kind)::value;
-        if (args.grad_input.data == nullptr) {
-          launch(cross_entropy_forward_staged_kernel<scalar_t, kKind>, row_group(plan.pieces));
-        } else if (plan.cluster > 1) {
-          launch(cross_entropy_gradient_staged_kernel<scalar_t, kKind, true>, plan.cluster);
-        } else {
-          launch(cross_entropy_gradient_staged_kernel<scalar_t, kKind, false>, 1);
-        }
-      };
-      args.target_is_probability
-          ? launch_kind(std::integral_constant<RowKind, RowKind::kProbability>{})
-      : args.dense() ? launch_kind(std::integral_constant<RowKind, RowKind::kSmooth>{})
-                     : launch_kind(std::integral_constant<RowKind, RowKind::kIndex>{});
-    }
+    visit_row_kind(args, [&](auto kind) {
+      constexpr RowKind kKind = decltype(kind)::value;
+      if (args.grad_input.data == nullptr) {
+        launch(cross_entropy_forward_staged_kernel<scalar_t, kKind>, row_group(plan.pieces));
+      } else if (plan.cluster > 1) {
+        launch(cross_entropy_gradient_staged_kernel<scalar_t, kKind, true>, plan.cluster);
+      } else {
+        launch(cross_entropy_gradient_staged_kernel<scalar_t, kKind, false>, 1);
+      }
+    });
   });
 }
 

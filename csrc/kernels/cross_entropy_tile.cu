@@ -453,13 +453,10 @@ TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
       args.input_class_stride != 1 || args.num_classes < 1 || bytes > kMaxRowBytes) {
     return plan;
   }
-  const auto follow = [&](const Operand& operand) {
-    return args.rows.ndim == 0 || (args.rows.ndim == 1 && operand.strides[0] == args.num_classes);
-  };
-  const bool gradient = args.grad_input.data != nullptr;
-  plan.gaps = !follow(args.input) ||
-              (gradient && (!follow(args.grad_input) || args.grad_input_class_stride != 1 ||
-                            !gradient_lies_as_input(args)));
+  plan.gaps = !rows_follow(args, args.input, 1) ||
+              (args.grad_input.data != nullptr &&
+               (!rows_follow(args, args.grad_input, args.grad_input_class_stride) ||
+                !gradient_lies_as_input(args)));
   const int row_bytes = static_cast<int>(bytes);
   const int words = (row_bytes + 3) / 4;
   // The team decides the order of the sums: it depends on the row alone.
@@ -502,45 +499,38 @@ TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
 void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
                   const Denominator& denominator, const GradOutput& grad_output, Partial* partials,
                   const Finalize& finalize, cudaStream_t stream) {
-  const bool again = grad_output.exists();
-  const int64_t blocks = again ? std::min(plan.blocks, most_blocks_of_kept(kThreads)) : plan.blocks;
-  visit_floating(args.input.dtype, [&](auto type) {
-    using scalar_t = typename decltype(type)::type;
-    if constexpr (sizeof(scalar_t) == 2) {
-      TileShape shape = {plan.steps, plan.padding, plan.warp_bytes, 0};
-      if (plan.padding > 0) {
-        const auto granules =
-            static_cast<uint32_t>(args.num_classes * int64_t{sizeof(scalar_t)} / kVectorBytes);
-        shape.rows_of_2_20 = ((1u << 20) + granules - 1) / granules;
+  const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
+  TileShape shape = {plan.steps, plan.padding, plan.warp_bytes, 0};
+  if (plan.padding > 0) {
+    const auto granules =
+        static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);
+    shape.rows_of_2_20 = ((1u << 20) + granules - 1) / granules;
+  }
+  const auto launch = [&](auto type, auto team, auto rows) {
+    visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
+      launch_kernel(
+          "cross_entropy_forward_tile_kernel",
+          cross_entropy_forward_tile_kernel<typename decltype(type)::type, decltype(team)::value,
+                                            decltype(gradient)::value, decltype(rows)::value>,
+          {blocks, kThreads, kWarps * plan.warp_bytes, 1,
+           waits_for_previous_kernel(denominator, grad_output)},
+          stream, args, shape, denominator, grad_output, partials, finalize);
+    });
+  };
+  visit_half_type(args.input.dtype, [&](auto type) {
+    const auto launch_team = [&](auto team) {
+      if (plan.gaps) {
+        launch(type, team, std::integral_constant<Rows, Rows::kWithGaps>{});
+      } else if (args.num_classes % 2 != 0 ||
+                 reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0) {
+        launch(type, team, std::integral_constant<Rows, Rows::kWithinWords>{});
+      } else {
+        launch(type, team, std::integral_constant<Rows, Rows::kAtWords>{});
       }
-      const auto launch = [&](auto kernel) {
-        launch_kernel(
-            "cross_entropy_forward_tile_kernel", kernel,
-            {blocks, kThreads, kWarps * plan.warp_bytes, 1, denominator.is_computed() || again},
-            stream, args, shape, denominator, grad_output, partials, finalize);
-      };
-      const auto launch_rows = [&](auto team, auto rows) {
-        constexpr int kTeam = decltype(team)::value;
-        constexpr Rows kRows = decltype(rows)::value;
-        args.grad_input.data != nullptr
-            ? launch(cross_entropy_forward_tile_kernel<scalar_t, kTeam, true, kRows>)
-            : launch(cross_entropy_forward_tile_kernel<scalar_t, kTeam, false, kRows>);
-      };
-      const auto launch_team = [&](auto team) {
-        if (plan.gaps) {
-          launch_rows(team, std::integral_constant<Rows, Rows::kWithGaps>{});
-          return;
-        }
-        if (args.num_classes % 2 != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0) {
-          launch_rows(team, std::integral_constant<Rows, Rows::kWithinWords>{});
-          return;
-        }
-        launch_rows(team, std::integral_constant<Rows, Rows::kAtWords>{});
-      };
-      plan.team == kTeams[0]   ? launch_team(std::integral_constant<int, kTeams[0]>{})
-      : plan.team == kTeams[1] ? launch_team(std::integral_constant<int, kTeams[1]>{})
-                               : launch_team(std::integral_constant<int, kTeams[2]>{});
-    }
+    };
+    plan.team == kTeams[0]   ? launch_team(std::integral_constant<int, kTeams[0]>{})
+    : plan.team == kTeams[1] ? launch_team(std::integral_constant<int, kTeams[1]>{})
+                             : launch_team(std::integral_constant<int, kTeams[2]>{});
   });
 }
 

@@ -73,4 +73,15 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), const Launch
   check_launch(name);
 }
 
+// A kernel must ask for more shared memory than 48 KB, with what is static in it. bytes: the
+// dynamic ones of this launch. most: those of any. It asks for so many: another thread may be about
+// to launch it with more than this one.
+template <typename... Parameters>
+void allow_shared_bytes(void (*kernel)(Parameters...), int64_t bytes, int static_bytes, int most) {
+  constexpr int64_t kFreeBytes = 48 << 10;
+  if (bytes + static_bytes > kFreeBytes) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  }
+}
+
 }  // namespace lossops::cuda
