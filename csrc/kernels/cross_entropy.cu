@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "kernels/block_reduce.cuh"
-#include "kernels/check.cuh"
 #include "kernels/column_reduce.cuh"
 #include "kernels/cross_entropy_columns.cuh"
 #include "kernels/cross_entropy_few.cuh"
@@ -1075,11 +1074,6 @@ int64_t forward_blocks(const CrossEntropyArgs& args) {
                                   : row_blocks(args, team_size(args));
 }
 
-template <typename Body>
-void visit_dense(bool dense, Body&& body) {
-  dense ? body(std::true_type{}) : body(std::false_type{});
-}
-
 // Calls body with the loader of a strided row.
 template <typename Body>
 void visit_loader(const CrossEntropyArgs& args, Body&& body) {
@@ -1114,7 +1108,7 @@ int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
 
 template <typename scalar_t, bool kDense, bool kGradient>
 void forward_rows(const CrossEntropyForwardArgs& args, const Denominator& denominator,
-                  Partial* partials, const Finalize& finalize, unsigned blocks,
+                  Partial* partials, const Finalize& finalize, int64_t blocks,
                   cudaStream_t stream) {
   const int team = team_size(args);
   if constexpr (!kDense && sizeof(scalar_t) <= 4) {
@@ -1134,14 +1128,14 @@ void forward_rows(const CrossEntropyForwardArgs& args, const Denominator& denomi
   if (team > kWarpSize) {
     const auto kernel = cross_entropy_forward_kernel<scalar_t, kDense, true, kGradient>;
     const int64_t cache = kGradient ? row_cache_bytes(args, kernel) : 0;
-    kernel<<<blocks, team, static_cast<size_t>(cache), stream>>>(args, team, cache > 0, denominator,
-                                                                 partials, finalize);
+    launch_kernel("cross_entropy_forward_kernel", kernel, {blocks, team, cache}, stream, args, team,
+                  cache > 0, denominator, partials, finalize);
   } else {
-    cross_entropy_forward_kernel<scalar_t, kDense, false, kGradient>
-        <<<blocks, block_size(team), 0, stream>>>(args, team, false, denominator, partials,
-                                                  finalize);
+    launch_kernel("cross_entropy_forward_kernel",
+                  cross_entropy_forward_kernel<scalar_t, kDense, false, kGradient>,
+                  {blocks, block_size(team)}, stream, args, team, false, denominator, partials,
+                  finalize);
   }
-  check_launch("cross_entropy_forward_kernel");
 }
 
 // 0: every block of the forward kernel adds up the weights of so few rows itself, which spares a
@@ -1167,13 +1161,13 @@ bool rows_are_for_registers(const CrossEntropyArgs& args) {
 struct ReadOncePlan {
   enum class Kernel : int8_t {
     kNone,
+    kFloatRows,
     kColumns,
     kFew,
-    kFloatRows,
     kHalfRows,
-    kProbabilityRows,
     kFloatTiles,
     kTiles,
+    kProbabilityRows,
     kLongRows,
     kSplitRows,
     kStaged
@@ -1197,52 +1191,29 @@ struct ReadOncePlan {
         args.num_classes > kMaxRowClasses) {
       return;
     }
-    const auto choose = [&](Kernel choice, int threads, int64_t num_blocks) {
-      if (threads > 0) {
+    const auto choose = [&](Kernel choice, const auto& plan) {
+      if (plan.threads > 0) {
         kernel = choice;
-        blocks = num_blocks;
+        blocks = plan.blocks;
       }
-      return threads > 0;
+      return plan.threads > 0;
     };
-    float_rows = plan_float_rows(args);
-    if (choose(Kernel::kFloatRows, float_rows.threads, float_rows.blocks) ||
-        rows_are_for_registers(args)) {
+    if (choose(Kernel::kFloatRows, float_rows = plan_float_rows(args)) ||
+        rows_are_for_registers(args) || choose(Kernel::kColumns, columns = plan_columns(args)) ||
+        choose(Kernel::kFew, few = plan_few_classes(args)) ||
+        choose(Kernel::kHalfRows, half_rows = plan_half_rows(args)) ||
+        choose(Kernel::kFloatTiles, float_tiles = plan_float_tiles(args)) ||
+        choose(Kernel::kTiles, tiles = plan_tiles(args))) {
       return;
     }
-    columns = plan_columns(args);
-    if (choose(Kernel::kColumns, columns.threads, columns.blocks)) {
-      return;
-    }
-    few = plan_few_classes(args);
-    if (choose(Kernel::kFew, few.threads, few.blocks)) {
-      return;
-    }
-    half_rows = plan_half_rows(args);
-    if (choose(Kernel::kHalfRows, half_rows.threads, half_rows.blocks)) {
-      return;
-    }
-    probability_rows = plan_probability_rows(args);
-    if (choose(Kernel::kProbabilityRows, probability_rows.threads, probability_rows.blocks)) {
-      return;
-    }
-    float_tiles = plan_float_tiles(args);
-    if (choose(Kernel::kFloatTiles, float_tiles.threads, float_tiles.blocks)) {
-      return;
-    }
-    tiles = plan_tiles(args);
-    if (choose(Kernel::kTiles, tiles.threads, tiles.blocks)) {
-      return;
-    }
+    // The others cut rows as staged rows are cut, for the same bits.
     staged = plan_staged_rows(args);
-    long_rows = plan_long_rows(args, staged);
-    if (choose(Kernel::kLongRows, long_rows.threads, long_rows.blocks)) {
+    if (choose(Kernel::kProbabilityRows, probability_rows = plan_probability_rows(args, staged)) ||
+        choose(Kernel::kLongRows, long_rows = plan_long_rows(args, staged)) ||
+        choose(Kernel::kSplitRows, split_rows = plan_split_rows(args, staged))) {
       return;
     }
-    split_rows = plan_split_rows(args, staged);
-    if (choose(Kernel::kSplitRows, split_rows.threads, split_rows.blocks)) {
-      return;
-    }
-    choose(Kernel::kStaged, staged.threads, staged.blocks);
+    choose(Kernel::kStaged, staged);
   }
 
   bool exists() const { return kernel != Kernel::kNone; }
@@ -1370,9 +1341,8 @@ bool launch_again(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
 // The kernels that read rows as they compute.
 void launch_forward_rows(const CrossEntropyForwardArgs& args, bool one_pass,
                          const Denominator& denominator, Partial* partials,
-                         const Finalize& finalize, int64_t num_blocks, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(num_blocks);
-  visit_dense(args.dense(), [&](auto dense) {
+                         const Finalize& finalize, int64_t blocks, cudaStream_t stream) {
+  visit_bool(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
     if (rows_are_contiguous(args, kFewClassesForward)) {
       visit_floating(args.input.dtype, [&](auto type) {
@@ -1390,9 +1360,9 @@ void launch_forward_rows(const CrossEntropyForwardArgs& args, bool one_pass,
       return;
     }
     visit_loader(args, [&](auto loader) {
-      cross_entropy_forward_strided_kernel<decltype(loader), kDense>
-          <<<blocks, kThreads, 0, stream>>>(args, partials, finalize);
-      check_launch("cross_entropy_forward_strided_kernel");
+      launch_kernel("cross_entropy_forward_strided_kernel",
+                    cross_entropy_forward_strided_kernel<decltype(loader), kDense>,
+                    {blocks, kThreads}, stream, args, partials, finalize);
     });
   });
 }
@@ -1487,7 +1457,7 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
   if (args.kept && launch_again(args, stream)) {
     return;
   }
-  visit_dense(args.dense(), [&](auto dense) {
+  visit_bool(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
     if (rows_are_contiguous(args, kFewClassesBackward) && args.grad_input_class_stride == 1) {
       visit_floating(args.input.dtype, [&](auto type) {
@@ -1518,9 +1488,8 @@ void launch_first_invalid_target(const CrossEntropyArgs& args, int64_t* result, 
     throw std::runtime_error(std::string("lossops: cudaMemsetAsync failed: ") +
                              cudaGetErrorString(error));
   }
-  first_invalid_target_kernel<<<static_cast<unsigned>(strided_blocks(args)), kThreads, 0, stream>>>(
-      args, first);
-  check_launch("first_invalid_target_kernel");
+  launch_kernel("first_invalid_target_kernel", first_invalid_target_kernel,
+                {strided_blocks(args), kThreads}, stream, args, first);
 }
 
 }  // namespace lossops::cuda

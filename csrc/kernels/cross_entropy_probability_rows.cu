@@ -399,15 +399,11 @@ bool probability_rows_fit(const CrossEntropyForwardArgs& args, const StagedPlan&
          staged.piece_size * size <= kPieceBytes;
 }
 
-ProbabilityRowPlan plan_probability_rows(const CrossEntropyForwardArgs& args) {
+ProbabilityRowPlan plan_probability_rows(const CrossEntropyForwardArgs& args,
+                                         const StagedPlan& staged) {
   ProbabilityRowPlan plan;
-  if (!args.target_is_probability) {
-    return plan;
-  }
   const auto size = static_cast<int>(element_size(args.input.dtype));
   const bool is_long = args.num_classes * size >= kLongProbabilityBytes;
-  // Cut as where they lie otherwise, for the same bits.
-  const StagedPlan staged = plan_staged_rows(args);
   if ((args.grad_input.data == nullptr && is_long) || !probability_rows_fit(args, staged)) {
     return plan;
   }

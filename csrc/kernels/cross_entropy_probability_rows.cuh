@@ -29,7 +29,9 @@ bool probability_rows_fit(const CrossEntropyForwardArgs& args, const StagedPlan&
 // and 64 KB 7 to 8 %.
 constexpr int64_t kLongProbabilityBytes = 8 << 10;
 
-ProbabilityRowPlan plan_probability_rows(const CrossEntropyForwardArgs& args);
+// Cut as `staged` says, for the bits of rows that lie otherwise.
+ProbabilityRowPlan plan_probability_rows(const CrossEntropyForwardArgs& args,
+                                         const StagedPlan& staged);
 
 void launch_probability_rows(const CrossEntropyForwardArgs& args, const ProbabilityRowPlan& plan,
                              Partial* partials, const Finalize& finalize, cudaStream_t stream);
