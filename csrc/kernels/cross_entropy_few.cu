@@ -638,21 +638,23 @@ void launch_few_classes(const CrossEntropyForwardArgs& args, const FewPlan& plan
                                : targets_are_in_vectors(args)) &&
                      args.reduction != Reduction::kNone && blocks > 1 &&
                      (args.weight == nullptr || args.weight_dtype == DType::kFloat32);
-  const auto launch = [&](auto classes) {
-    visit_bool(gradient, [&](auto has_gradient) {
-      launch_kernel(
-          "cross_entropy_forward_few_kernel",
-          cross_entropy_forward_few_kernel<decltype(classes)::value, decltype(has_gradient)::value>,
-          {blocks, kThreads, kWarps * plan.warp_bytes, 1,
-           waits_for_previous_kernel(denominator, grad_output)},
-          stream, args, shape, denominator, grad_output, partials, finalize);
-    });
+  const auto launch = [&](auto kernel) {
+    launch_kernel("cross_entropy_forward_few_kernel", kernel,
+                  {blocks, kThreads, kWarps * plan.warp_bytes, 1,
+                   waits_for_previous_kernel(denominator, grad_output)},
+                  stream, args, shape, denominator, grad_output, partials, finalize);
   };
-  if (usual) {
-    visit_class_count<2>(static_cast<int>(args.num_classes), launch);
-  } else {
-    launch(std::integral_constant<int, kAnyClasses>{});
-  }
+  visit_bool(gradient, [&](auto has_gradient) {
+    const auto launch_classes = [&](auto classes) {
+      launch(cross_entropy_forward_few_kernel<decltype(classes)::value,
+                                              decltype(has_gradient)::value>);
+    };
+    if (usual) {
+      visit_class_count<2>(static_cast<int>(args.num_classes), launch_classes);
+    } else {
+      launch_classes(std::integral_constant<int, kAnyClasses>{});
+    }
+  });
 }
 
 }  // namespace lossops::cuda

@@ -424,25 +424,24 @@ void launch_float_tiles(const CrossEntropyForwardArgs& args, const FloatTilePlan
   shape.gradient_in_bulk =
       gradient && rows_follow_in_vectors(args, args.grad_input, args.grad_input_class_stride);
   const int shared_bytes = kWarps * plan.tile_bytes;
-  const auto launch = [&](auto constant) {
-    visit_bool(gradient, [&](auto has_gradient) {
-      const auto kernel = cross_entropy_forward_float_tile_kernel<decltype(constant)::value,
-                                                                  decltype(has_gradient)::value>;
-      allow_shared_bytes(kernel, shared_bytes, kStaticSharedBytes, kWarps * kMaxTileBytes);
-      launch_kernel(
-          "cross_entropy_forward_float_tile_kernel", kernel,
-          {blocks, kThreads, shared_bytes, 1, waits_for_previous_kernel(denominator, grad_output)},
-          stream, args, shape, denominator, grad_output, partials, finalize);
-    });
+  const auto launch = [&](auto kernel) {
+    allow_shared_bytes(kernel, shared_bytes, kStaticSharedBytes, kWarps * kMaxTileBytes);
+    launch_kernel(
+        "cross_entropy_forward_float_tile_kernel", kernel,
+        {blocks, kThreads, shared_bytes, 1, waits_for_previous_kernel(denominator, grad_output)},
+        stream, args, shape, denominator, grad_output, partials, finalize);
   };
-  switch (units) {
-    case Units::kWords:
-      return launch(std::integral_constant<Units, Units::kWords>{});
-    case Units::kVectors:
-      return launch(std::integral_constant<Units, Units::kVectors>{});
-    case Units::kSwizzledVectors:
-      return launch(std::integral_constant<Units, Units::kSwizzledVectors>{});
-  }
+  visit_bool(gradient, [&](auto has_gradient) {
+    constexpr bool kGradient = decltype(has_gradient)::value;
+    switch (units) {
+      case Units::kWords:
+        return launch(cross_entropy_forward_float_tile_kernel<Units::kWords, kGradient>);
+      case Units::kVectors:
+        return launch(cross_entropy_forward_float_tile_kernel<Units::kVectors, kGradient>);
+      case Units::kSwizzledVectors:
+        return launch(cross_entropy_forward_float_tile_kernel<Units::kSwizzledVectors, kGradient>);
+    }
+  });
 }
 
 }  // namespace lossops::cuda

@@ -506,31 +506,36 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
         static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);
     shape.rows_of_2_20 = ((1u << 20) + granules - 1) / granules;
   }
-  const auto launch = [&](auto type, auto team, auto rows) {
-    visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
-      launch_kernel(
-          "cross_entropy_forward_tile_kernel",
-          cross_entropy_forward_tile_kernel<typename decltype(type)::type, decltype(team)::value,
-                                            decltype(gradient)::value, decltype(rows)::value>,
-          {blocks, kThreads, kWarps * plan.warp_bytes, 1,
-           waits_for_previous_kernel(denominator, grad_output)},
-          stream, args, shape, denominator, grad_output, partials, finalize);
-    });
+  const auto launch = [&](auto kernel) {
+    launch_kernel("cross_entropy_forward_tile_kernel", kernel,
+                  {blocks, kThreads, kWarps * plan.warp_bytes, 1,
+                   waits_for_previous_kernel(denominator, grad_output)},
+                  stream, args, shape, denominator, grad_output, partials, finalize);
+  };
+  const auto visit_rows = [&](auto&& body) {
+    if (plan.gaps) {
+      body(std::integral_constant<Rows, Rows::kWithGaps>{});
+    } else if (args.num_classes % 2 != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0) {
+      body(std::integral_constant<Rows, Rows::kWithinWords>{});
+    } else {
+      body(std::integral_constant<Rows, Rows::kAtWords>{});
+    }
+  };
+  const auto visit_team = [&](auto&& body) {
+    plan.team == kTeams[0]   ? body(std::integral_constant<int, kTeams[0]>{})
+    : plan.team == kTeams[1] ? body(std::integral_constant<int, kTeams[1]>{})
+                             : body(std::integral_constant<int, kTeams[2]>{});
   };
   visit_half_type(args.input.dtype, [&](auto type) {
-    const auto launch_team = [&](auto team) {
-      if (plan.gaps) {
-        launch(type, team, std::integral_constant<Rows, Rows::kWithGaps>{});
-      } else if (args.num_classes % 2 != 0 ||
-                 reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0) {
-        launch(type, team, std::integral_constant<Rows, Rows::kWithinWords>{});
-      } else {
-        launch(type, team, std::integral_constant<Rows, Rows::kAtWords>{});
-      }
-    };
-    plan.team == kTeams[0]   ? launch_team(std::integral_constant<int, kTeams[0]>{})
-    : plan.team == kTeams[1] ? launch_team(std::integral_constant<int, kTeams[1]>{})
-                             : launch_team(std::integral_constant<int, kTeams[2]>{});
+    visit_team([&](auto team) {
+      visit_rows([&](auto rows) {
+        visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
+          launch(cross_entropy_forward_tile_kernel<typename decltype(type)::type,
+                                                   decltype(team)::value, decltype(gradient)::value,
+                                                   decltype(rows)::value>);
+        });
+      });
+    });
   });
 }
 

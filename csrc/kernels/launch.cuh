@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <utility>
 
 #include "kernels/check.cuh"
 #include "kernels/device.cuh"
@@ -35,42 +34,41 @@ struct LaunchShape {
   bool overlap = false;  // the kernel calls wait_for_previous_kernel()
 };
 
-// What cudaLaunchKernelEx() is told; holds what `config` points to.
-class LaunchConfig {
- public:
-  LaunchConfig(const LaunchShape& shape, cudaStream_t stream) {
-    config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
-    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-    config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
-    config.stream = stream;
-    config.attrs = attributes_;
-    if (shape.cluster > 1) {
-      cudaLaunchAttribute& attribute = attributes_[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-    }
-    if (shape.overlap && current_device_limits().overlaps) {
-      cudaLaunchAttribute& attribute = attributes_[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute.val.programmaticStreamSerializationAllowed = 1;
-    }
-  }
-  LaunchConfig(const LaunchConfig&) = delete;
-  LaunchConfig& operator=(const LaunchConfig&) = delete;
-
+// arguments: pointers to the kernel's parameters. name: in the error.
+inline void launch_kernel_with(const char* name, const void* kernel, const LaunchShape& shape,
+                               cudaStream_t stream, void** arguments) {
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  }
+  if (shape.overlap && current_device_limits().overlaps) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  cudaLaunchKernelExC(&config, kernel, arguments);
+  check_launch(name);
+}
 
- private:
-  cudaLaunchAttribute attributes_[2] = {};
+// A parameter that is not deduced: its argument is converted.
+template <typename T>
+struct Parameter {
+  using type = T;
 };
 
-// name: in the error.
-template <typename... Parameters, typename... Arguments>
+template <typename... Parameters>
 void launch_kernel(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
-                   cudaStream_t stream, Arguments&&... arguments) {
-  const LaunchConfig launch(shape, stream);
-  cudaLaunchKernelEx(&launch.config, kernel, std::forward<Arguments>(arguments)...);
-  check_launch(name);
+                   cudaStream_t stream, const typename Parameter<Parameters>::type&... arguments) {
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  launch_kernel_with(name, reinterpret_cast<const void*>(kernel), shape, stream, pointers);
 }
 
 // A kernel must ask for more shared memory than 48 KB, with what is static in it. bytes: the
