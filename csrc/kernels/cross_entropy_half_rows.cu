@@ -440,8 +440,7 @@ HalfRowPlan plan_half_rows(const CrossEntropyForwardArgs& args) {
   const int64_t resident = int64_t{limits.multiprocessors} * min_blocks(gradient);
   const int64_t rows =
       std::min({fit, gradient ? kGradientRows : kForwardRows, args.rows.numel / resident});
-  plan.rows = static_cast<int>(
-      std::clamp<int64_t>(std::max(rows, ceil_div(args.rows.numel, kMaxWorkers)), 1, kMaxRows));
+  plan.rows = static_cast<int>(rows_of_worker(rows, args.rows.numel, kMaxRows));
   plan.blocks = ceil_div(args.rows.numel, int64_t{plan.rows});
   return plan;
 }

@@ -355,8 +355,7 @@ LongRowPlan plan_long_rows(const CrossEntropyForwardArgs& args, const StagedPlan
   warps = std::min<int64_t>(warps, staged.pieces);
   const int64_t rows =
       std::min(ceil_div(kPiecesOfWarp * warps, staged.pieces), args.rows.numel * warps / resident);
-  const int64_t large =
-      std::clamp<int64_t>(std::max(rows, ceil_div(args.rows.numel, kMaxWorkers)), 1, kMaxRows);
+  const int64_t large = rows_of_worker(rows, args.rows.numel, kMaxRows);
   plan.threads = static_cast<int>(warps) * kWarpSize;
   plan.shares = RowShares::of(args.rows.numel, large, resident / warps);
   plan.blocks = plan.shares.workers();

@@ -415,10 +415,8 @@ ProbabilityRowPlan plan_probability_rows(const CrossEntropyForwardArgs& args,
   const int64_t resident = limits.multiprocessors * limits.resident_blocks(plan.threads, copies);
   const int64_t rows = args.rows.numel;
   const int64_t fit = kLargeBytes / (args.num_classes * size);
-  const int64_t large =
-      std::clamp<int64_t>(std::max(std::min({fit, int64_t{kLargeRows}, rows / (4 * resident)}),
-                                   ceil_div(rows, kMaxBlocks)),
-                          1, kMaxRows);
+  const int64_t large = rows_of_worker(std::min({fit, int64_t{kLargeRows}, rows / (4 * resident)}),
+                                       rows, kMaxRows, kMaxBlocks);
   plan.shares = RowShares::of(rows, large, resident);
   plan.shared_bytes = copies + large * state_bytes(staged.pieces);
   plan.blocks = plan.shares.workers();

@@ -340,8 +340,7 @@ SplitRowPlan plan_split_rows(const CrossEntropyForwardArgs& args, const StagedPl
       int64_t{current_device_limits().multiprocessors} * (kResidentWarps / warps) / plan.cluster;
   const int64_t rows =
       std::min<int64_t>(plan.cluster > 1 ? kClusterRows : kBlockRows, args.rows.numel / resident);
-  const int64_t large = std::clamp<int64_t>(
-      std::max(rows, ceil_div(args.rows.numel * plan.cluster, kMaxWorkers)), 1, kMaxRows);
+  const int64_t large = rows_of_worker(rows, args.rows.numel * plan.cluster, kMaxRows);
   plan.shares = RowShares::of(args.rows.numel, large, resident);
   const int64_t far_bytes =
       std::max<int64_t>(0, staged.piece_size * size - kNear * kWarpSize * kVectorBytes);
