@@ -8,6 +8,7 @@
 #include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/row_words.cuh"
 #include "kernels/vectorized.cuh"
 #include "kernels/warp_reduce.cuh"
 
@@ -74,10 +75,7 @@ struct VectorShare {
         count((num_classes - first + kStride - 1) / kStride) {
 #pragma unroll
     for (Vector<float>& vector : vectors) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        vector.set(i, -math::infinity<float>());
-      }
+      set_lowest(vector);
     }
   }
 
@@ -158,10 +156,7 @@ struct WordShare {
         count((num_classes - first + kWarpSize - 1) / kWarpSize) {
 #pragma unroll
     for (Vector<float>& vector : vectors) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        vector.set(i, -math::infinity<float>());
-      }
+      set_lowest(vector);
     }
   }
 
