@@ -33,23 +33,6 @@ constexpr int64_t group_rows(int64_t element_bytes) { return 8 / element_bytes; 
 template <typename scalar_t>
 constexpr int kGroupRows = static_cast<int>(group_rows(sizeof(scalar_t)));
 
-// Element by element of half types the larger magnitude, with a sign that means nothing; of a NaN
-// and a number, the number.
-template <typename scalar_t>
-__device__ __forceinline__ uint32_t reach_of_pairs(uint32_t a, uint32_t b) {
-#if __CUDA_ARCH__ >= 860
-  uint32_t result;
-  if constexpr (std::is_same_v<scalar_t, half_t>) {
-    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  } else {
-    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  }
-  return result;
-#else
-  return reach_of_words<scalar_t>(a, b);
-#endif
-}
-
 // The logits of one class, of a thread's rows.
 template <typename scalar_t>
 struct alignas(kGroupRows<scalar_t> * sizeof(scalar_t)) RowGroup {
@@ -92,15 +75,6 @@ template <typename T, int kCount>
 struct alignas(kCount * sizeof(T)) VectorOf {
   T values[kCount];
 };
-
-// a / b, rounded once but for one quotient in many: math::divide_by_sum(a, b, 0), of a finite
-// quotient.
-__device__ __forceinline__ float quotient(float a, float b) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
-  const float quotient = a * inverse;
-  return ::fmaf(::fmaf(-quotient, b, a), inverse, quotient);
-}
 
 // Where groups of rows are.
 struct ColumnShape {
@@ -328,7 +302,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
       for (int i = 0; i < kRows; ++i) {
         reduced[i] = IndexRow::plain(others[i]);
         const float exp_at_index = plain_exp(x_at_index[i]);
-        losses[i] = math::log1p(quotient(others[i], exp_at_index));
+        losses[i] = math::log1p(math::divide_finite(others[i], exp_at_index));
         factors[i] = math::divide_by_sum(scale, exp_at_index, others[i]);
         at_index[i] = factors[i] * reduced[i].rest;
         all_have_loss = all_have_loss && indices[i] >= 0;

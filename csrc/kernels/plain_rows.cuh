@@ -47,6 +47,23 @@ __device__ __forceinline__ uint32_t reach_of_words(uint32_t word, uint32_t a) {
   return max_of_words<scalar_t>(word & 0x7fff7fffu, a);
 }
 
+// Element by element of half types the larger magnitude, with a sign that means nothing; of a NaN
+// and a number, the number.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t reach_of_pairs(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 860
+  uint32_t result;
+  if constexpr (std::is_same_v<scalar_t, half_t>) {
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  } else {
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  }
+  return result;
+#else
+  return reach_of_words<scalar_t>(a, b);
+#endif
+}
+
 // A thread's sum of exponentials to the last place: the largest may come first, and every one that
 // is added to it later would be rounded as it is.
 struct ExactSum {
