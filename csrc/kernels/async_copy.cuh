@@ -10,22 +10,30 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// 4, 8 or 16 bytes, aligned to as many. They are there for this thread after wait_for_own_copies().
-template <typename T>
-__device__ __forceinline__ void start_own_copy(T* shared, const void* global) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "what is copied at once");
+// 4, 8 or 16 bytes, aligned to as many, to a shared_address(). sm_80 on.
+template <int kBytes>
+__device__ __forceinline__ void start_own_copy(uint32_t shared, const void* global) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what is copied at once");
 #if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(T) == 16) {
+  if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :
-                 : "r"(shared_address(shared)), "l"(global)
+                 : "r"(shared), "l"(global)
                  : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
                  :
-                 : "r"(shared_address(shared)), "l"(global), "n"(sizeof(T))
+                 : "r"(shared), "l"(global), "n"(kBytes)
                  : "memory");
   }
+#endif
+}
+
+// They are there for this thread after wait_for_own_copies().
+template <typename T>
+__device__ __forceinline__ void start_own_copy(T* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+  start_own_copy<sizeof(T)>(shared_address(shared), global);
 #else
   *shared = *static_cast<const T*>(global);
 #endif

@@ -5,11 +5,11 @@
 #include <type_traits>
 
 #include "kernels/async_copy.cuh"
-#include "kernels/block_reduce.cuh"
 #include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/vectorized.cuh"
+#include "kernels/warp_reduce.cuh"
 
 namespace lossops::cuda {
 namespace {
@@ -144,39 +144,12 @@ __device__ __forceinline__ void store_words(uint32_t address, const float (&x)[k
   }
 }
 
-// 4, 8 or 16 bytes, as start_own_copy().
-template <int kBytes>
-__device__ __forceinline__ void start_copy(uint32_t shared, const void* global) {
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 :
-                 : "r"(shared), "l"(global)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-                 :
-                 : "r"(shared), "l"(global), "n"(kBytes)
-                 : "memory");
-  }
-}
-
-// The sum over the lanes of a warp, in lane 0. Shuffles take much code where a compiler cannot know
-// that all lanes are there: not unrolled.
-template <typename State>
-__device__ __forceinline__ State warp_total(State state) {
-#pragma unroll 1
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const State other = shuffle_down(state, offset);
-    state.combine(other);
-  }
-  return state;
-}
-
-// The sum over the threads of a block, in thread 0.
+// The sum over the threads of a block, in thread 0, after one barrier. Measured on an H200, forward
+// of 4194304x10: with block_reduce() 64.4 us, with this 55.5.
 [[maybe_unused]] __device__ __forceinline__ Partial block_total(Partial partial) {
   __shared__ double sums[kWarps];
   __shared__ double warp_weights[kWarps];
-  partial = warp_total(partial);
+  partial = warp_reduce<true>(partial);
   if (threadIdx.x % kWarpSize == 0) {
     sums[threadIdx.x / kWarpSize] = partial.sum;
     warp_weights[threadIdx.x / kWarpSize] = partial.weight;
@@ -204,7 +177,7 @@ __device__ __forceinline__ State warp_total(State state) {
   if (args.reduction != Reduction::kMean) {
     return 1;
   }
-  const Partial partial = warp_total(Partial{0, denominator.of_lane()});
+  const Partial partial = warp_reduce<true>(Partial{0, denominator.of_lane()});
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     args.mean_terms[0] = partial.weight;
   }
@@ -262,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
     if (kAny && shape.input_in_vectors && step_row + kStepRows <= rows) {
 #pragma unroll 1
       for (int i = lane; i < num_classes * kStepRows / 4; i += kWarpSize) {
-        start_copy<16>(to + i * kVectorBytes, granules + (i - lane));
+        start_own_copy<16>(to + i * kVectorBytes, granules + (i - lane));
       }
       granules += num_classes * kStepRows / 4;
     } else if constexpr (kAny) {
@@ -272,16 +245,16 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
                                     row_offset(args.rows, args.input, first_row + r);
 #pragma unroll 1
         for (int c = 0; c < num_classes; ++c) {
-          start_copy<4>(to + (r - step_row) * row_bytes + 4 * c, logits + c);
+          start_own_copy<4>(to + (r - step_row) * row_bytes + 4 * c, logits + c);
         }
       }
     } else if (step_row + kStepRows <= rows) {
 #pragma unroll
       for (int i = 0; i < kLastVectors; i += kWarpSize) {
-        start_copy<16>(to + (lane + i) * kVectorBytes, granules + i);
+        start_own_copy<16>(to + (lane + i) * kVectorBytes, granules + i);
       }
       if (kVectors > kLastVectors && lane < kVectors - kLastVectors) {
-        start_copy<16>(to + (lane + kLastVectors) * kVectorBytes, granules + kLastVectors);
+        start_own_copy<16>(to + (lane + kLastVectors) * kVectorBytes, granules + kLastVectors);
       }
       granules += kVectors;
     } else {
@@ -289,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
           static_cast<const float*>(args.input.data) + (first_row + step_row) * num_classes;
 #pragma unroll 1
       for (int i = lane; i < (rows - step_row) * num_classes; i += kWarpSize) {
-        start_copy<4>(to + 4 * i, words + i);
+        start_own_copy<4>(to + 4 * i, words + i);
       }
     }
   };
@@ -297,12 +270,12 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
     to += kStepRows * row_bytes;
     if constexpr (kIndices) {
       if (lane < kStepRows / kVectorBytes) {
-        start_copy<16>(to + lane * kVectorBytes, indices);
+        start_own_copy<16>(to + lane * kVectorBytes, indices);
       }
       indices += kStepRows;
     } else if (!kAny && step_row + kStepRows <= rows) {
       static_assert(kTargetBytes == kWarpSize * kVectorBytes, "a vector for each thread");
-      start_copy<16>(to + lane * kVectorBytes, targets);
+      start_own_copy<16>(to + lane * kVectorBytes, targets);
       targets += kWarpSize;
     } else {
 #pragma unroll 1
@@ -312,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
           store_shared_index(index, load_class_index(args.target, row_offset(args.rows, args.target,
                                                                              first_row + r)));
         } else {
-          start_copy<8>(index, static_cast<const int64_t*>(args.target.data) + first_row + r);
+          start_own_copy<8>(index, static_cast<const int64_t*>(args.target.data) + first_row + r);
         }
       }
     }

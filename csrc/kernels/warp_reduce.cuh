@@ -36,8 +36,9 @@ template <typename State>
 struct HasMax<State, std::void_t<decltype(State::max)>> : std::true_type {};
 
 // All lanes of the warp must call it; the result is valid in the first lane of each group
-// of `width` (a power of two).
-template <typename State>
+// of `width` (a power of two). kInLoop: not unrolled, for kernels whose code is long: shuffles take
+// much of it where a compiler cannot know that all lanes are there.
+template <bool kInLoop = false, typename State>
 __device__ __forceinline__ State warp_reduce(State state, int width = kWarpSize) {
   if constexpr (HasMax<State>::value) {
     auto max = state.max;
@@ -48,6 +49,12 @@ __device__ __forceinline__ State warp_reduce(State state, int width = kWarpSize)
     for (int offset = width / 2; offset > 0; offset /= 2) {
       const State other = shuffle_down(state, offset);
       state.add(other);
+    }
+  } else if constexpr (kInLoop) {
+#pragma unroll 1
+    for (int offset = width / 2; offset > 0; offset /= 2) {
+      const State other = shuffle_down(state, offset);
+      state.combine(other);
     }
   } else {
     for (int offset = width / 2; offset > 0; offset /= 2) {
