@@ -107,6 +107,11 @@ inline int64_t most_blocks_of_kept(int threads) {
          std::max(1, kThreadsOfMultiprocessor / threads);
 }
 
+// Blocks of a grid-stride loop whose partials one block folds: several waves on any GPU.
+constexpr int64_t kMaxLoopBlocks = 8192;
+// Blocks of a grid without one.
+constexpr int64_t kMaxGrid = 1 << 30;
+
 // One block folds what this many leave, in microseconds.
 constexpr int64_t kMaxWorkers = 16384;
 

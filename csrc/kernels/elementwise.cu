@@ -44,7 +44,6 @@ constexpr int64_t kFewBlocks = 8192;
 // 1 MiB of partials, which a cluster folds in microseconds.
 constexpr int64_t kMaxPartials = 65536;
 constexpr int64_t kMaxStridedBlocks = 16384;
-constexpr int64_t kMaxGrid = 1 << 30;
 
 template <typename scalar_t>
 constexpr int64_t kTile = int64_t{kThreads} * kVectors<scalar_t> * kVectorSize<scalar_t>;
