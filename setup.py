@@ -216,10 +216,12 @@ def compression_flags(toolkit: Toolkit) -> list[str]:
     """How machine code is packed. The best way, a third smaller, needs driver 550.54 (CUDA 12.4).
 
     Every driver that runs what is built with CUDA 13 has it. Released wheels, of CUDA 12.9, ask for
-    it too (`kOldestCuda` in driver.cu tells users); with an older toolkit drivers from 525 on do.
+    it too (driver.cu, by the macro, tells users); with an older toolkit drivers from 525 on do.
     """
     version = tuple(map(int, toolkit.version.split(".")))
-    return ["--compress-mode=size"] if version >= (12, 9) else ["-Xfatbin=-compress-all"]
+    if version < (12, 9):
+        return ["-Xfatbin=-compress-all"]
+    return ["--compress-mode=size", "-DLOSSOPS_COMPRESSED_BY_SIZE"]
 
 
 def plain_extension() -> Any:

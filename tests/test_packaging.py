@@ -95,8 +95,9 @@ def test_flags_follow_the_toolkit(version: str, tmp_path: Path) -> None:
     nvcc.write_text("#!/bin/sh\nprintf 'sm_%s\\n' " + TOOLKITS[version] + "\n")
     nvcc.chmod(0o755)
     toolkit = setup.Toolkit(tmp_path, version, None)
-    flag = "--compress-mode=size" if version in ("12.9", "13.0") else "-Xfatbin=-compress-all"
-    assert setup.compression_flags(toolkit) == [flag]
+    by_size = ["--compress-mode=size", "-DLOSSOPS_COMPRESSED_BY_SIZE"]
+    flags = by_size if version in ("12.9", "13.0") else ["-Xfatbin=-compress-all"]
+    assert setup.compression_flags(toolkit) == flags
     archs = "7.5 8.0 9.0" if version == "12.4" else "7.5 8.0 9.0 10.0 12.0"
     assert setup.default_archs(toolkit) == f"{archs}+PTX".split()
 

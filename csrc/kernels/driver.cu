@@ -24,11 +24,14 @@ std::string version_of(int cuda) {
 }
 
 // The oldest CUDA whose drivers run what was built with this toolkit, and the oldest of those for
-// Linux: any of the same major version, but for the way in which setup.py has machine code packed
-// from 12.9 on.
-constexpr int kOldestCuda = CUDART_VERSION >= 13000   ? 13000
-                            : CUDART_VERSION >= 12090 ? 12040
-                                                      : 12000;
+// Linux: any of the same major version, but for the way in which setup.py may have machine code
+// packed.
+#if defined(LOSSOPS_COMPRESSED_BY_SIZE)
+constexpr int kOldestPacked = 12040;
+#else
+constexpr int kOldestPacked = 12000;
+#endif
+constexpr int kOldestCuda = CUDART_VERSION >= 13000 ? 13000 : kOldestPacked;
 constexpr const char* kOldestDriver = kOldestCuda == 13000   ? "580"
                                       : kOldestCuda == 12040 ? "550.54"
                                                              : "525";
