@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lossops.bench import cases, cli, plot, report, run
 from lossops.bench.cases import CASES, PEERS, PROBLEMS, Case, Data
-from lossops.bench.meter import Meter, Progress, measure_overheads
+from lossops.bench.meter import Meter, Progress, measure_overheads, measure_plain
 from lossops.bench.report import Compiled, Report, Result, Small, Times
 
 CPU = torch.device("cpu")
@@ -308,6 +308,7 @@ def made_up() -> Report:
         size = math.prod(case.cuda_shape)
         result = Result(**outcome(case), input_bytes=4 * size, gradient_bytes=4 * size)
         result.set_floor(bandwidth)
+        result.plain_ms = {doing: 1.05 * ms for doing, ms in result.floor_ms.items()}
         for factor, who in enumerate(("ours", *PEERS)):
             if factor < 3 or who in PROBLEMS[case.problem].packages:
                 ms = {doing: (1.1 + factor) * ms for doing, ms in result.floor_ms.items()}
@@ -338,8 +339,27 @@ def test_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     json.loads(Path(path).read_text(), parse_constant=pytest.fail)  # no NaN where there is none
 
 
+class AsOnCuda(Quick):
+    """Calls what it is to time, each of which takes 2 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.cuda = True
+
+    def medians(self, calls: dict[str, Any], failed: Any) -> dict[str, float]:
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, 2.0)
+
+
+def test_what_is_measured_on_cuda_alone() -> None:
+    assert measure_overheads(Quick(CPU)) == measure_plain(Quick(CPU), 64, 96) == {}
+    assert measure_overheads(AsOnCuda()) == dict.fromkeys("012", 2000.0)
+    for size in (0, 8, 64, 40_000_004):
+        assert measure_plain(AsOnCuda(), size, 2 * size) == {"forward": 2.0, "step": 2.0}
+
+
 def test_overheads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert measure_overheads(Quick(CPU)) == {}
     found = made_up()
     for overheads, said in ((found.overhead_us, "1.5 with 0, 3.0 with 1, 4.5 with 2"), ({}, "")):
         found.overhead_us = overheads
@@ -385,8 +405,16 @@ def test_table() -> None:
     assert step[-4:] == ["-", "1", "ok", "1e-03"]
     assert bad[-2:] == ["BAD", "nan"]
     assert lines[-1] == f"[1] eager, {found.cases[0].name}: gives 1 where float64 gives 2"
-    for heading in ("case ", "time by size ", "small inputs ", "compiled step "):
+    for heading in (
+        "case ",
+        "time by size ",
+        "torch's fastest ",
+        "small inputs ",
+        "compiled step ",
+    ):
         assert any(line.startswith(heading) for line in lines)
+    plain = next(line.split() for line in lines if line.startswith("MSE") and "32768x32768" in line)
+    assert plain[2:] == ["32768x32768", "4.510", "0.95", "0.95x", "10.022", "0.95", "0.95x"]
 
 
 def parts() -> dict[str, Report]:

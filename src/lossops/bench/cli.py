@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import importlib.util
 import platform
 import sys
@@ -18,7 +19,7 @@ from .. import info
 from .._version import __version__
 from . import plot
 from .cases import ALL, PEERS
-from .meter import Meter, Progress, measure_bandwidths, measure_overheads
+from .meter import Meter, Progress, measure_bandwidths, measure_overheads, measure_plain
 from .report import Compiled, Report, Result, Small, render
 from .run import count_launches, run_case, run_compiled, run_small
 
@@ -128,7 +129,7 @@ def measure(options: argparse.Namespace) -> Report:
     }
     timed = [*chosen["cases"], *chosen["size"]]
     started = time.monotonic()
-    progress = Progress(2 + 3 * len(timed) + len(chosen["small"]) + len(chosen["compiled"]))
+    progress = Progress(3 + 3 * len(timed) + len(chosen["small"]) + len(chosen["compiled"]))
     meter = Meter(device)
     progress.advance("bandwidth")
     rates = measure_bandwidths(meter)
@@ -153,7 +154,12 @@ def measure(options: argparse.Namespace) -> Report:
     if meter.cuda:
         for case, found in zip(chosen["small"], small, strict=True):
             count_launches(case, found, meter)
+    progress.advance("plain kernels")
     overheads = measure_overheads(meter)
+    plain = functools.cache(functools.partial(measure_plain, meter))  # many are of one size
+    for result in results:
+        meter.clean()
+        result.plain_ms = plain(result.input_bytes, result.moved_bytes)
     progress.close()
 
     bandwidth = {kind: max(rates[kind].values()) for kind in rates}

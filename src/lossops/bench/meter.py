@@ -190,6 +190,31 @@ def measure_overheads(meter: Meter) -> dict[str, float]:
     return {name: 1e3 * ms for name, ms in meter.medians(calls, failed).items()}
 
 
+def _readers(source: torch.Tensor) -> dict[str, Call]:
+    left, right = source.chunk(2)
+    return {
+        "sum": source.sum,
+        "sum of float64": source.view(torch.float64).sum,
+        "max": source.amax,
+        "dot": lambda: torch.dot(left, right),
+    }
+
+
+def _copiers(source: torch.Tensor) -> dict[str, Call]:
+    copy = torch.empty_like(source)
+    return {
+        "copy": lambda: copy.copy_(source),
+        "negate": lambda: torch.neg(source, out=copy),
+    }
+
+
+def _medians_of_all(meter: Meter, calls: dict[str, Call]) -> dict[str, float]:
+    def failed(name: str, error: Exception) -> None:
+        raise RuntimeError(f"the bandwidth cannot be measured by {name}") from error
+
+    return meter.medians(calls, failed)
+
+
 def measure_bandwidths(meter: Meter) -> dict[str, dict[str, float]]:
     """GB/s of simple readers and copiers; a copy counts the bytes read and the bytes written.
 
@@ -200,26 +225,30 @@ def measure_bandwidths(meter: Meter) -> dict[str, dict[str, float]]:
         memory = torch.cuda.get_device_properties(meter.device).total_memory
         size = min(1 << 32, 1 << int(math.log2(memory / 16)))
     source = torch.rand(size // 4, device=meter.device)
-    copy = torch.empty_like(source)
-    left, right = source.chunk(2)
-    calls: dict[str, dict[str, Call]] = {
-        "read": {
-            "sum": source.sum,
-            "sum of float64": source.view(torch.float64).sum,
-            "max": source.amax,
-            "dot": lambda: torch.dot(left, right),
-        },
-        "copy": {
-            "copy": lambda: copy.copy_(source),
-            "negate": lambda: torch.neg(source, out=copy),
-        },
-    }
-
-    def failed(name: str, error: Exception) -> None:
-        raise RuntimeError(f"the bandwidth cannot be measured by {name}") from error
-
     rates = {}
-    for kind, moved in (("read", size), ("copy", 2 * size)):
-        medians = meter.medians(calls[kind], failed)
+    for kind, calls, moved in (
+        ("read", _readers(source), size),
+        ("copy", _copiers(source), 2 * size),
+    ):
+        medians = _medians_of_all(meter, calls)
         rates[kind] = {name: moved / ms / 1e6 for name, ms in medians.items()}
     return rates
+
+
+def measure_plain(meter: Meter, bytes_read: int, bytes_moved: int) -> dict[str, float]:
+    """Milliseconds of the fastest of the same readers and copiers for so many bytes.
+
+    {"forward": of reading bytes_read, "step": of copying, reads and writes together bytes_moved}. A
+    loss of so many bytes can hardly be faster: beside the floor they have launches, and a grid that
+    starts and ends. On CUDA alone.
+    """
+    if not meter.cuda:
+        return {}
+
+    def numbers(size: int) -> torch.Tensor:
+        return torch.rand(max(size // 16, 1) * 4, device=meter.device)  # pairs of float64
+
+    return {
+        "forward": min(_medians_of_all(meter, _readers(numbers(bytes_read))).values()),
+        "step": min(_medians_of_all(meter, _copiers(numbers(bytes_moved // 2))).values()),
+    }

@@ -45,11 +45,15 @@ class Result(Outcome):
     gradient_bytes: int = 0
     times: dict[str, Times] = dataclasses.field(default_factory=dict)
     floor_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    plain_ms: dict[str, float] = dataclasses.field(default_factory=dict)  # see measure_plain()
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.input_bytes + self.gradient_bytes
 
     def set_floor(self, bandwidth: dict[str, float]) -> None:
-        moved = self.input_bytes + self.gradient_bytes
         self.floor_ms["forward"] = self.input_bytes / bandwidth["read"] / 1e6
-        self.floor_ms["step"] = moved / bandwidth["copy"] / 1e6
+        self.floor_ms["step"] = self.moved_bytes / bandwidth["copy"] / 1e6
 
 
 @dataclasses.dataclass
@@ -157,6 +161,7 @@ def render(report: Report) -> str:
         ]
     lines += _render_cases("case", report.cases, report.peers, notes)
     lines += _render_cases("time by size", report.sizes, report.peers, notes)
+    lines += _render_plain([*report.cases, *report.sizes])
     lines += _render_small(report.small, notes)
     lines += _render_compiled(report.compiled, report.peers, notes)
     lines += [""] * bool(notes.texts)
@@ -200,6 +205,28 @@ def _render_cases(
                 peak = ours.peak_bytes if doing == "step" else None
                 line += f"{'' if peak is None else format(peak / 2**20, '.0f'):>9}"
             lines.append(line + (_verdict(result) if doing == "step" else ""))
+    return lines
+
+
+def _render_plain(results: Sequence[Result]) -> list[str]:
+    """How close the floor comes to what can be had for so many bytes."""
+    results = [result for result in results if result.plain_ms and result.times["ours"].ms]
+    if not results:
+        return []
+    head = f"{'floor':>6}{'over ours':>11}"
+    lines = [
+        "",
+        "torch's fastest reduction of as many bytes as forward reads, and copy of as many as a step "
+        "moves:",
+        f"{'':<42}{'read ms':>9}{head}{'copy ms':>9}{head}",
+    ]
+    for result in results:
+        line = f"{PROBLEMS[result.problem].title:<19}{_shape(result):<23}"
+        for doing, ms in result.plain_ms.items():
+            ours = result.times["ours"].ms.get(doing)
+            ratio = "-" if ours is None else f"{ms / ours:.2f}x"
+            line += f"{ms:>9.3f}{result.floor_ms[doing] / ms:>6.2f}{ratio:>11}"
+        lines.append(line)
     return lines
 
 
