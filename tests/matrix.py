@@ -23,7 +23,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAIRS = ("3.10:2.10", "3.11:2.11", "3.12:2.12", "3.11:2.13", "3.13:2.14", "3.13:2.15")
+PAIRS = (
+    *("3.10:2.10", "3.11:2.11", "3.12:2.12", "3.11:2.13", "3.13:2.14", "3.13:2.15"),
+    *("3.14:2.14", "3.15:2.15", "3.13t:2.10"),
+)
 HEADER = "| Python | torch | passed | failed | skipped | minutes |\n|---|---|---|---|---|---|"
 
 

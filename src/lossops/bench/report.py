@@ -216,8 +216,8 @@ def _render_plain(results: Sequence[Result]) -> list[str]:
     head = f"{'floor':>6}{'over ours':>11}"
     lines = [
         "",
-        "torch's fastest reduction of as many bytes as forward reads, and copy of as many as a step "
-        "moves:",
+        "torch's fastest reduction of as many bytes as forward reads, and copy of as many as a "
+        "step moves:",
         f"{'':<42}{'read ms':>9}{head}{'copy ms':>9}{head}",
     ]
     for result in results:
