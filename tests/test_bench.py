@@ -359,6 +359,16 @@ def test_what_is_measured_on_cuda_alone() -> None:
         assert measure_plain(AsOnCuda(), size, 2 * size) == {"forward": 2.0, "step": 2.0}
 
 
+class WithoutMemory(AsOnCuda):
+    def medians(self, calls: dict[str, Any], failed: Any) -> dict[str, float]:
+        failed("copy", torch.OutOfMemoryError("none left"))
+        return {}
+
+
+def test_a_run_outlives_plain_kernels() -> None:
+    assert measure_plain(WithoutMemory(), 64, 96) == {}
+
+
 def test_overheads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = made_up()
     for overheads, said in ((found.overhead_us, "1.5 with 0, 3.0 with 1, 4.5 with 2"), ({}, "")):

@@ -94,6 +94,7 @@ void column_reduce(const Source& source, const Sink& sink, int64_t outputs, int6
   const auto launch = [&](const auto& from, double* partials, int64_t terms, int64_t splits,
                           int64_t terms_per_split) {
     const dim3 grid(static_cast<unsigned>(plan.blocks_x), static_cast<unsigned>(splits));
+    // The one grid of two dimensions, which a LaunchShape has not.
     column_reduce_kernel<<<grid, plan.block, 0, stream>>>(from, sink, partials, outputs, terms,
                                                           terms_per_split);
     check_launch("column_reduce_kernel");

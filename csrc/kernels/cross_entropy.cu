@@ -23,6 +23,7 @@
 #include "kernels/device.cuh"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/integers.h"
+#include "kernels/launch.cuh"
 #include "launchers.h"
 
 namespace lossops::cuda {

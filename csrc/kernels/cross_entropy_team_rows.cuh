@@ -22,7 +22,7 @@
 
 namespace lossops::cuda {
 
-// Threads of a block whose rows share it, and of one that takes a thread a row.
+// Threads of a block whose rows share it.
 constexpr int kTeamThreads = 256;
 // A row of more bytes than this is worth a block of its own.
 constexpr int64_t kWarpRowBytes = 4096;
@@ -632,6 +632,7 @@ int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
   const int64_t most = std::min<int64_t>(limit - kStaticSharedBytes, kMaxSharedRowBytes);
   if (bytes > most || cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(most)) != cudaSuccess) {
+    cudaGetLastError();  // the launch that does without must not find it
     return 0;
   }
   return bytes;

@@ -124,8 +124,8 @@ inline int64_t workers_for(int64_t items, int64_t resident, int64_t fewest,
   return std::max(even, std::min(items / fewest, most));
 }
 
-// Rows that each worker takes one after the other: `wanted` of all `rows`, and at least so many
-// that there are no more than `most_workers`; up to `most`.
+// Rows that each worker takes one after the other, of `rows` in all: `wanted`, or so many more that
+// there are no more than `most_workers`; but never more than `most`.
 inline int64_t rows_of_worker(int64_t wanted, int64_t rows, int64_t most,
                               int64_t most_workers = kMaxWorkers) {
   return std::clamp<int64_t>(std::max(wanted, ceil_div(rows, most_workers)), 1, most);

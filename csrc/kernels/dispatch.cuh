@@ -36,7 +36,7 @@ void visit_half_type(DType dtype, Body&& body) {
   dtype == DType::kFloat16 ? body(TypeTag<half_t>{}) : body(TypeTag<bfloat16_t>{});
 }
 
-// The same of these and fp32.
+// The same of these and fp32, one of which it is.
 template <typename Body>
 void visit_float_or_half(DType dtype, Body&& body) {
   dtype == DType::kFloat32 ? body(TypeTag<float>{}) : visit_half_type(dtype, body);

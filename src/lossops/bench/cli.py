@@ -129,7 +129,7 @@ def measure(options: argparse.Namespace) -> Report:
     }
     timed = [*chosen["cases"], *chosen["size"]]
     started = time.monotonic()
-    progress = Progress(3 + 3 * len(timed) + len(chosen["small"]) + len(chosen["compiled"]))
+    progress = Progress(3 + 4 * len(timed) + len(chosen["small"]) + len(chosen["compiled"]))
     meter = Meter(device)
     progress.advance("bandwidth")
     rates = measure_bandwidths(meter)
@@ -154,11 +154,11 @@ def measure(options: argparse.Namespace) -> Report:
     if meter.cuda:
         for case, found in zip(chosen["small"], small, strict=True):
             count_launches(case, found, meter)
-    progress.advance("plain kernels")
+    progress.advance("launches")
     overheads = measure_overheads(meter)
     plain = functools.cache(functools.partial(measure_plain, meter))  # many are of one size
     for result in results:
-        meter.clean()
+        progress.advance(f"{result.name}: plain kernels")
         result.plain_ms = plain(result.input_bytes, result.moved_bytes)
     progress.close()
 
