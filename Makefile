@@ -62,7 +62,7 @@ help:
 	@echo 'make matrix            the CPU tests of that one wheel under many Pythons and torches'
 	@echo 'make abi-audit         does the wheel want anything outside the stable ABI? (Python 3.11)'
 	@echo 'make source-builds     build and install from source in each of the ways that pip knows'
-	@echo 'make planted-faults    are the mistakes of tests/planted_faults.py found by the tests?'
+	@echo 'make planted-faults    are the mistakes of tools/planted_faults.py found by the tests?'
 	@echo 'make gpu-report-check  does tests/gpu_report.json describe these sources?'
 	@echo 'make clean             remove what was built; make distclean: the environments too'
 
@@ -75,15 +75,15 @@ test: $(VENV)/.installed
 # Hours. What needs a GPU is left out without one.
 test-full: test planted-faults
 	@$(BIN)/python tests/fuzz_calls.py --calls 1000000
-	@$(BIN)/python tests/repeat_runs.py --device cpu
-	@$(BIN)/python tests/measure_accuracy.py --device cpu --elements 28
+	@$(BIN)/python tools/repeat_runs.py --device cpu
+	@$(BIN)/python tools/measure_accuracy.py --device cpu --elements 28
 ifneq ($(strip $(GPUS)),)
 	@$(BIN)/python tests/fuzz_calls.py --calls 100000 --device cuda
-	@$(BIN)/python tests/repeat_runs.py --device cuda
-	@$(BIN)/python tests/measure_accuracy.py --device cuda --elements 30
+	@$(BIN)/python tools/repeat_runs.py --device cuda
+	@$(BIN)/python tools/measure_accuracy.py --device cuda --elements 30
 	@for tool in memcheck racecheck initcheck 'synccheck --num-cuda-barriers 4096'; do \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --tool $$tool \
-			$(BIN)/python tests/small_shapes.py || exit 1; \
+			$(BIN)/python tools/small_shapes.py || exit 1; \
 	done
 endif
 
@@ -98,16 +98,16 @@ wheel: build/.wheel
 	@ls dist/*.whl
 
 matrix: build/.wheel
-	@$(BIN)/python tests/matrix.py dist/*.whl $(MATRIX_ARGS)
+	@$(BIN)/python tools/matrix.py dist/*.whl $(MATRIX_ARGS)
 
 abi-audit: build/.wheel
-	@$(BIN)/python tests/abi_audit.py dist/*.whl
+	@$(BIN)/python tools/abi_audit.py dist/*.whl
 
 source-builds: $(VENV)/.made
-	@$(BIN)/python tests/source_builds.py $(SOURCE_BUILDS_ARGS)
+	@$(BIN)/python tools/source_builds.py $(SOURCE_BUILDS_ARGS)
 
 planted-faults: $(VENV)/.made
-	@$(BIN)/python tests/planted_faults.py $(FAULTS_ARGS)
+	@$(BIN)/python tools/planted_faults.py $(FAULTS_ARGS)
 
 gpu-report-check:
 	@python3 tests/gpu_report.py --check
@@ -131,7 +131,7 @@ lint: $(LINT)/.made
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests csrc -name __pycache__ -prune -exec rm -rf {} +
+	find src tests tools csrc -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(VENV) $(LINT) $(DOCS)

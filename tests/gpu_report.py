@@ -18,6 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = Path(__file__).resolve().with_name("gpu_report.json")
 
+# Not tools/: nothing there decides what the tests on a GPU compute, and a change of a release tool
+# or of the table of planted faults should not ask for another run on one.
 SOURCE_FOLDERS = ("csrc", "src", "tests")
 SOURCE_FILES = ("setup.py",)  # the compiler's flags, the architectures
 IGNORED_FOLDERS = frozenset({"__pycache__", "build", "dist", "CMakeFiles"})

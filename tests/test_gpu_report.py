@@ -64,6 +64,7 @@ def answer(root: Path, report: Any) -> tuple[bool, str]:
         "csrc/.clang-format",
         "tests/.cache/x",
         "docs/design.md",
+        "tools/matrix.py",
     ],
 )
 def test_digest_ignores_what_is_not_source(tree: Path, name: str) -> None:

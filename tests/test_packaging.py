@@ -179,7 +179,7 @@ def test_version_is_one() -> None:
 
 @pytest.fixture(scope="module")
 def abi_audit() -> ModuleType:
-    """tests/abi_audit.py, where what it needs is installed (torch-abi-audit: Python 3.11 on)."""
+    """tools/abi_audit.py, where what it needs is installed (torch-abi-audit: Python 3.11 on)."""
     pytest.importorskip("elftools")
     pytest.importorskip("torch_abi_audit")
     return importlib.import_module("abi_audit")
@@ -245,7 +245,7 @@ def test_audit_of_a_real_library_that_is_at_fault(abi_audit: ModuleType, tmp_pat
     bad = tmp_path / "bad.so"
     command = ["c++", "-shared", "-fPIC", source, "-o", bad, f"-L{folder}", "-lc10"]
     subprocess.run([*command, f"-Wl,-rpath,{folder}"], check=True)
-    done = run_python(str(ROOT / "tests" / "abi_audit.py"), str(bad), str(LIBRARY))
+    done = run_python(str(ROOT / "tools" / "abi_audit.py"), str(bad), str(LIBRARY))
     assert done.returncode == 1
     assert set(done.stderr.splitlines()) == {
         "bad.so: _ZN3c104warnERKNS_7WarningE is C++ of torch, which changes with every release",
@@ -411,7 +411,7 @@ def test_readme_on_pypi(has_address: bool, tmp_path: Path) -> None:
 def make_sdist(folder: Path, description: str = "Losses.") -> Path:
     path = folder / "lossops-1.2.3.tar.gz"
     files = dict.fromkeys(
-        ("setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.cpp", "tests"), b""
+        ("setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.cpp", "tests", "tools"), b""
     )
     files["PKG-INFO"] = metadata_with(description).encode()
     with tarfile.open(path, "w:gz") as archive:

@@ -1,9 +1,9 @@
 """What has to hold before a release is uploaded, in three parts, each an exit code of 0 or 1.
 
-    python tests/release_checks.py tag v0.1.0      # the version, in CHANGELOG.md and CITATION.cff
-    python tests/release_checks.py files dist/*    # one wheel a platform and the sdist, no more,
+    python tools/release_checks.py tag v0.1.0      # the version, in CHANGELOG.md and CITATION.cff
+    python tools/release_checks.py files dist/*    # one wheel a platform and the sdist, no more,
                                                    # and no link to nowhere on PyPI
-    python tests/release_checks.py archs           # the machine code of the installed library
+    python tools/release_checks.py archs           # the machine code of the installed library
 
 The last one needs `cuobjdump`, on PATH or from the package nvidia-cuda-cuobjdump.
 """
@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("aarch64", "x86_64")
 LARGEST_WHEEL = 10_000_000
+SDIST_HAS = ("setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.cpp", "tests", "tools")
 
 
 def version_of(root: Path) -> str:
@@ -124,8 +125,7 @@ def faults_of_files(paths: list[Path], root: Path = ROOT) -> list[str]:
                 about = archive.extractfile(f"{path.name.removesuffix('.tar.gz')}/PKG-INFO")
                 assert about is not None
                 faults += faults_of_description(sdist, about.read().decode())
-            needed = ["setup.py", "pyproject.toml", "LICENSE", "csrc/bindings.cpp", "tests"]
-            faults += [f"{sdist} lacks {name}" for name in needed if name not in packed]
+            faults += [f"{sdist} lacks {name}" for name in SDIST_HAS if name not in packed]
             faults += [f"{sdist} has {name}" for name in sorted(packed) if name.endswith(".so")]
     return faults
 

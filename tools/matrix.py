@@ -1,6 +1,6 @@
 """Does one wheel run everywhere? The CPU tests in a clean environment for each Python and torch.
 
-    python tests/matrix.py dist/lossops-*.whl [--pairs 3.10:2.10 3.13:2.15] [--write docs/matrix.md]
+    python tools/matrix.py dist/lossops-*.whl [--pairs 3.10:2.10 3.13:2.15] [--write docs/matrix.md]
 
 Needs the interpreters on PATH as python3.10 and so on, and some 6 GB for one environment at a time:
 torch comes from where pip finds it, mostly a build with CUDA, which then runs without a GPU. Prints

@@ -1,11 +1,11 @@
 """Do losses and gradients have the same bits each time? Many runs of each, in many ways.
 
-    python tests/repeat_runs.py [--device cpu|cuda] [--runs 1000] [--calls 10000]
+    python tools/repeat_runs.py [--device cpu|cuda] [--runs 1000] [--calls 10000]
 
 Every loss, dtype and reduction, with a layout for each kernel of cross entropy. On CUDA half of the
 runs take turns on 4 streams, and a captured graph is replayed as well; on the CPU the number of
 threads changes from run to run. Then 8 threads take `calls` steps each at
-the same time, the losses in turn. Ends with 1 where a bit differs. Not a test: it takes minutes.
+the same time, the losses in turn. Ends with 1 where a bit differs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from numerics import DTYPES, bits_of
+from suite import DTYPES, bits_of
 from torch import Tensor
 
 import lossops

@@ -1,6 +1,6 @@
 """Planted faults: mistakes that the suite must find, each built into a copy and tested there.
 
-    python tests/planted_faults.py [--only GLOB] [--all] [--cuda] [--list] [--keep]
+    python tools/planted_faults.py [--only GLOB] [--all] [--cuda] [--list] [--keep]
 
 Each fault replaces one piece of text, which must occur exactly once in its file: a change of the
 sources that moves it stops the script, and the table is to be brought up to date. The tests beside

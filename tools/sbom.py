@@ -1,6 +1,6 @@
 """Writes the software bill of materials of a wheel, in CycloneDX JSON.
 
-    python tests/sbom.py dist/lossops-*.whl lossops.cdx.json
+    python tools/sbom.py dist/lossops-*.whl lossops.cdx.json
 
 The wheel has to be installed: its library says which CUDA runtime was linked into it, and that is
 all that the wheel has of others. torch is a dependency and not part of the wheel. Needs

@@ -1,6 +1,6 @@
 """Does the source build wherever it should? Each way of pip's, from a clean environment.
 
-    python tests/source_builds.py [--only 'editable*' ...] [--cuda-home FOLDER] [--write FILE.md]
+    python tools/source_builds.py [--only 'editable*' ...] [--cuda-home FOLDER] [--write FILE.md]
 
 Copies the sources and makes a virtual environment for each way, without the variables of this
 process (but pip's own, CC, CXX and MAX_JOBS), builds, installs, and calls the losses from another

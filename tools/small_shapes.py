@@ -1,6 +1,6 @@
 """Every kernel once, on small shapes: for compute-sanitizer, under which the suite takes hours.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/small_shapes.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tools/small_shapes.py
 
 and the same with racecheck, initcheck, and synccheck --num-cuda-barriers 4096.
 """

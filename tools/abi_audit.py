@@ -1,6 +1,6 @@
 """Does the library ask only for what every torch from 2.10 on, and every Linux, has?
 
-    python tests/abi_audit.py [dist/lossops-*.whl | _C.so] [--manylinux]
+    python tools/abi_audit.py [dist/lossops-*.whl | _C.so] [--manylinux]
 
 Reads the dynamic section of the compiled library (by default the installed one) and ends with 1 if
 it wants anything but torch's stable C functions that torch 2.10 has, versioned symbols of the C and

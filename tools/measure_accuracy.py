@@ -1,6 +1,6 @@
 """Errors against float64, lossops' beside torch's: the table of docs/reliability.md.
 
-    python tests/measure_accuracy.py [--device cuda] [--elements 28]
+    python tools/measure_accuracy.py [--device cuda] [--elements 28]
 
 Units are units in the last place of the exact result (of the result's dtype). Ends with 1 where a
 bound does not hold; its row says so.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from numerics import HALF_TYPES, ulp
+from suite import HALF_TYPES, ulp
 from torch import Tensor
 
 import lossops
