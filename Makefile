@@ -74,11 +74,11 @@ test: $(VENV)/.installed
 
 # Hours. What needs a GPU is left out without one.
 test-full: test planted-faults
-	@$(BIN)/python tests/fuzz_calls.py --calls 1000000
+	@$(BIN)/python tools/fuzz_calls.py --calls 1000000
 	@$(BIN)/python tools/repeat_runs.py --device cpu
 	@$(BIN)/python tools/measure_accuracy.py --device cpu --elements 28
 ifneq ($(strip $(GPUS)),)
-	@$(BIN)/python tests/fuzz_calls.py --calls 100000 --device cuda
+	@$(BIN)/python tools/fuzz_calls.py --calls 100000 --device cuda
 	@$(BIN)/python tools/repeat_runs.py --device cuda
 	@$(BIN)/python tools/measure_accuracy.py --device cuda --elements 30
 	@for tool in memcheck racecheck initcheck 'synccheck --num-cuda-barriers 4096'; do \

@@ -1,11 +1,12 @@
 """Random calls of every loss, most of them wrong: none may crash, and every error is of use.
 
-    python tests/fuzz_calls.py [--calls N] [--seed S] [--device cpu|cuda] [--batch N]
+    python tests/random_calls.py FIRST_SEED COUNT cpu|cuda
 
-The calls run in child processes, `--batch` at a time. A child that dies is a finding, and so is an
-internal assert, an error of an unexpected type, a message that does not name an argument of the
-call, or one that cannot be decoded. Each finding is printed with the seed that repeats it alone.
-Not a test: it takes minutes, and `pytest` does not collect it.
+Each call has a seed of its own, which repeats it alone. A finding is an internal assert, an error
+of an unexpected type, a message that does not name an argument of the call, or one that cannot be
+decoded: a line of JSON each, and a last one with how many calls did what. The seed on the error
+stream is the call that runs, so that a crash can be told by it. `test_random_calls.py` starts this
+program for a few calls, `tools/fuzz_calls.py` for millions.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import argparse
 import functools
 import inspect
 import json
-import os
 import random
 import re
-import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+
+import lossops
 
 ALLOWED = ("ValueError", "RuntimeError", "TypeError", "IndexError", "NotImplementedError")
 LOSSES = ("mse_loss", "kl_div", "cross_entropy")
@@ -56,7 +57,7 @@ def shape_of(draw: random.Random) -> tuple[int, ...]:
     return tuple(draw.choice(sizes) for _ in range(draw.choice((0, 1, 1, 2, 2, 2, 3, 4, 5))))
 
 
-def tensor_of(draw: random.Random, torch: Any, device: str, shape: tuple[int, ...]) -> Any:
+def tensor_of(draw: random.Random, device: str, shape: tuple[int, ...]) -> Any:
     floats = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
     others = (torch.int64, torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16)
     odd = (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16)
@@ -103,7 +104,7 @@ def related(draw: random.Random, shape: tuple[int, ...], classes: bool) -> tuple
 
 
 def arguments(
-    draw: random.Random, torch: Any, device: str, function: Callable[..., Any]
+    draw: random.Random, device: str, function: Callable[..., Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     shape = shape_of(draw)
     classes = function.__name__ == "cross_entropy"
@@ -112,8 +113,8 @@ def arguments(
         return draw.choice(NONSENSE) if draw.random() < chance else value
 
     positional = [
-        or_nonsense(tensor_of(draw, torch, device, shape)),
-        or_nonsense(tensor_of(draw, torch, device, related(draw, shape, classes))),
+        or_nonsense(tensor_of(draw, device, shape)),
+        or_nonsense(tensor_of(draw, device, related(draw, shape, classes))),
     ]
     named: dict[str, Any] = {}
     if draw.random() < 0.6:
@@ -122,7 +123,7 @@ def arguments(
         )
     if draw.random() < 0.3:
         size = (shape[1:2] or shape[:1]) if classes else related(draw, shape, False)
-        named["weight"] = or_nonsense(tensor_of(draw, torch, device, tuple(size)), 0.1)
+        named["weight"] = or_nonsense(tensor_of(draw, device, tuple(size)), 0.1)
     for name, values in (
         ("log_target", (True, False)),
         ("log_input", (True, False)),
@@ -166,12 +167,12 @@ def finding(function: Callable[..., Any], error: BaseException) -> str | None:
     return None
 
 
-def one_call(seed: int, device: str, torch: Any, lossops: Any) -> tuple[str, str | None, str]:
+def one_call(seed: int, device: str) -> tuple[str, str | None, str]:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     loss = draw.choice(LOSSES)
     function: Callable[..., Any] = getattr(lossops, loss)
-    positional, named = arguments(draw, torch, device, function)
+    positional, named = arguments(draw, device, function)
     # An operator takes what its schema says, and tells of all else itself.
     called = getattr(torch.ops.lossops, loss) if draw.random() < 0.2 else function
     try:
@@ -190,74 +191,26 @@ def one_call(seed: int, device: str, torch: Any, lossops: Any) -> tuple[str, str
     return "value", None, ""
 
 
-def child(first: int, count: int, device: str) -> int:
-    import torch
-
-    import lossops
-
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("first", type=int, help="seed of the first call")
+    parser.add_argument("count", type=int)
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     tally: Counter[str] = Counter()
-    for seed in range(first, first + count):
+    for seed in range(options.first, options.first + options.count):
         # A crash leaves the number of the call that did it.
         sys.stderr.write(f"\r{seed}")
-        outcome, wrong, message = one_call(seed, device, torch, lossops)
+        outcome, wrong, message = one_call(seed, options.device)
         tally[outcome] += 1
         if wrong:
             print(json.dumps({"seed": seed, "wrong": wrong, "message": message[:500]}), flush=True)
-    if device == "cuda":
+    if options.device == "cuda":
         torch.cuda.synchronize()
     print(json.dumps({"tally": tally}), flush=True)
     return 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--calls", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first call")
-    parser.add_argument("--batch", type=int, default=50_000, help="calls of a child process")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        return child(options.seed, options.calls, options.device)
-    start = time.time()
-    tally: Counter[str] = Counter()
-    findings = []
-    seed, end = options.seed, options.seed + options.calls
-    while seed < end:
-        count = min(options.batch, end - seed)
-        command = [sys.executable, __file__, "--child", f"--seed={seed}", f"--calls={count}"]
-        done = subprocess.run(
-            [*command, f"--device={options.device}"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=os.environ | {"LOSSOPS_CHECK_TARGETS": "1"},
-            check=False,
-        )
-        for line in done.stdout.splitlines():
-            record = json.loads(line)
-            if "tally" in record:
-                tally.update(record["tally"])
-            else:
-                findings.append(record)
-        if done.returncode == 0:
-            seed += count
-        else:
-            numbers = re.findall(r"\r(\d+)", done.stderr)
-            last = int(numbers[-1]) if numbers else seed
-            rest = done.stderr[done.stderr.rfind(str(last)) :][-500:]
-            findings.append({"seed": last, "wrong": f"died: {done.returncode}", "message": rest})
-            tally["died"] += 1
-            seed = last + 1
-    for record in findings:
-        print(json.dumps(record))
-    kinds = Counter(record["wrong"] for record in findings)
-    seconds = time.time() - start
-    print(f"{options.calls} calls on {options.device} in {seconds:.0f} s: {dict(tally)}")
-    print(f"{len(findings)} findings {dict(kinds) if kinds else ''}")
-    return 1 if findings else 0
 
 
 if __name__ == "__main__":
