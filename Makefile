@@ -62,7 +62,7 @@ help:
 	@echo 'make matrix            the CPU tests of that one wheel under many Pythons and torches'
 	@echo 'make abi-audit         does the wheel want anything outside the stable ABI? (Python 3.11)'
 	@echo 'make source-builds     build and install from source in each of the ways that pip knows'
-	@echo 'make planted-faults    are the mistakes of tools/planted_faults.py found by the tests?'
+	@echo 'make planted-faults    are the mistakes of tools/fault_table.py found by the tests?'
 	@echo 'make gpu-report-check  does tests/gpu_report.json describe these sources?'
 	@echo 'make clean             remove what was built; make distclean: the environments too'
 

@@ -134,6 +134,7 @@ inline CrossEntropyBackwardArgs unit_backward(const CrossEntropyForwardArgs& arg
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t row_scale(const CrossEntropyBackwardArgs& args, int64_t offset) {
   const acc_t grad_output = load_grad_output<acc_t>(args.grad_output, offset);
+  // fault: ce-mean-scale
   return args.reduction == Reduction::kMean ? grad_output / static_cast<acc_t>(args.mean_terms[0])
                                             : grad_output;
 }

@@ -48,7 +48,7 @@ struct Dims {
       empty = empty || values[i] == 0;
       overflow = __builtin_mul_overflow(product, values[i], &product) || overflow;
     }
-    return empty || !overflow;
+    return empty || !overflow;  // fault: numel-overflow
   }
 
   bool operator==(const Dims& other) const {
@@ -232,7 +232,7 @@ class SpaceBuilder {
 
   bool mergeable(int dim, const IterationSpace& space) const {
     const int last = space.ndim - 1;
-    for (int n = 0; n < count_; ++n) {
+    for (int n = 0; n < count_; ++n) {  // fault: merged-dimensions
       if (strides_[n][dim] != operands_[n]->strides[last] * space.sizes[last]) {
         return false;
       }

@@ -126,6 +126,7 @@ LOSSOPS_HOST_DEVICE uint16_t float_to_half_bits(float value) {
 
 LOSSOPS_HOST_DEVICE uint16_t float_to_bfloat16_bits(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
+  // fault: bfloat16-rounding
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }

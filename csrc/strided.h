@@ -61,6 +61,7 @@ LOSSOPS_HOST_DEVICE void store_operand(const Operand& operand, int64_t offset, a
 
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t load_grad_output(const Operand& grad_output, int64_t offset) {
+  // fault: grad-output
   return grad_output.data == nullptr ? acc_t(1) : load_operand<acc_t>(grad_output, offset);
 }
 
@@ -71,6 +72,7 @@ LOSSOPS_HOST_DEVICE acc_t reduction_scale(const ElementwiseBackwardArgs& args) {
   if (args.reduction != Reduction::kMean) {
     return grad_output;
   }
+  // fault: weighted-mean-scale
   return grad_output /
          static_cast<acc_t>(args.weight.data != nullptr ? args.mean_terms[0] : args.denominator);
 }
@@ -85,7 +87,7 @@ LOSSOPS_HOST_DEVICE acc_t unit_scale(const ElementwiseForwardArgs& args) {
 // Whether a kept gradient is the one that is wanted.
 template <typename BackwardArgs>
 LOSSOPS_HOST_DEVICE bool kept_is_right(const BackwardArgs& args) {
-  return args.kept && load_operand<double>(args.grad_output, 0) == 1;
+  return args.kept && load_operand<double>(args.grad_output, 0) == 1;  // fault: kept-is-right
 }
 
 template <typename Term, typename = void>

@@ -127,6 +127,7 @@ class BlockWalker {
   const IterationSpace& space_;
   const Operand* operands_[N];
   int64_t coordinates_[kMaxDims];
+  // fault: cpu-offsets
   int64_t offsets_[N];  // of the next element
   BlockOffsets block_[N];
   int64_t run_offsets_[N][kBlock];
@@ -278,7 +279,7 @@ struct LaneSum {
     } else {
       std::copy_n(lanes, kVector, sums);
     }
-    for (; j < width; j += kVector) {
+    for (; j < width; j += kVector) {  // fault: cpu-last-vector
       for (int lane = 0; lane < kVector; ++lane) {
         sums[lane] += static_cast<double>(values[j + lane]);
       }
@@ -289,7 +290,7 @@ struct LaneSum {
   // The same where the padding is yet to be overwritten.
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE void add_unpadded(acc_t* values, int count) {
-    std::fill(values + count, values + padded(count), acc_t(0));
+    std::fill(values + count, values + padded(count), acc_t(0));  // fault: cpu-padding
     add(values, padded(count));
   }
 

@@ -66,6 +66,7 @@ struct BlockTargets {
       for (int i = 0; i < length; ++i) {
         const int64_t t = from[i * stride];
         const int64_t is_ignored = t == ignore_index ? 1 : 0;
+        // fault: ce-index-range
         const int64_t has = (static_cast<uint64_t>(t) < classes ? 1 : 0) & (1 - is_ignored);
         ignored += is_ignored;
         valid += has;
@@ -146,6 +147,7 @@ class Coefficients {
       }
       for (int j = 0; j < count; ++j) {
         // A class index out of range counts.
+        // fault: ce-mean-weight
         mean_weight[j] = targets.without_loss[j] == acc_t(0) ? targets.has_loss[j] : acc_t(1);
       }
     } else {
@@ -250,7 +252,7 @@ LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int
     for (int i = 0; i < padded(count); ++i) {
       acc_t difference = x[i];
       const acc_t lost = math::lost_by_adding(difference, -max);
-      const acc_t term = math::exp_times(acc_t(1), difference, lost);
+      const acc_t term = math::exp_times(acc_t(1), difference, lost);  // fault: ce-distances
       terms[i] = x[i] == max ? acc_t(0) : term;
     }
     sum.add(terms, padded(count));
@@ -305,7 +307,7 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
     rest[j] = static_cast<acc_t>(states.sum[j] - 1);
     with_few_bits += std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0) ? 1 : 0;
   }
-  if (with_few_bits != 0) {
+  if (with_few_bits != 0) {  // fault: ce-few-bits
     for (int j = 0; j < count; ++j) {
       if (std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0)) {
         rest[j] = sum_below_max(args, walker[0][j], states.max[j]);
@@ -399,11 +401,11 @@ LOSSOPS_HOST_DEVICE void reduce_rows(const CrossEntropyForwardArgs& args,
         const double rise = static_cast<double>(softmax_shift(new_max[r])) -
                             static_cast<double>(softmax_shift(max[r]));
         if (max[r] > -math::infinity<acc_t>()) {
-          sum[r].scale(math::exp(-rise));
+          sum[r].scale(math::exp(-rise));  // fault: ce-sum-rescaled
         }
         if (kDense && c > 0) {
           const double q_so_far = q_sum[r].total();
-          dot_moved[r] += q_so_far == 0 ? 0 : q_so_far * rise;
+          dot_moved[r] += q_so_far == 0 ? 0 : q_so_far * rise;  // fault: ce-dot-moved
         }
         max[r] = new_max[r];
       }
@@ -418,7 +420,7 @@ LOSSOPS_HOST_DEVICE void reduce_rows(const CrossEntropyForwardArgs& args,
         coefficients.multiply_by_weights(c, count, q);
         for (int i = 0; i < width; ++i) {
           const acc_t term = q[i] * (shift - x[r][i]);
-          terms[i] = q[i] == acc_t(0) ? acc_t(0) : term;
+          terms[i] = q[i] == acc_t(0) ? acc_t(0) : term;  // fault: ce-zero-probability
         }
         q_sum[r].add_unpadded(q, count);
         dot[r].add_unpadded(terms, count);
@@ -703,6 +705,7 @@ LOSSOPS_HOST_DEVICE void backward_row(const CrossEntropyBackwardArgs& args,
     const acc_t* x = view_block(
         args.input, classes_of_row(walker[0][j], args.input_class_stride, c), count, x_buffer);
     const int64_t index = rows.targets.index[j] - c;
+    // fault: ce-index-in-block
     const bool index_in_block = !args.target_is_probability && index >= 0 && index < count;
     if (args.grad_input.data != nullptr && !args.dense()) {
       for (int i = 0; i < width; ++i) {
@@ -725,7 +728,7 @@ LOSSOPS_HOST_DEVICE void backward_row(const CrossEntropyBackwardArgs& args,
       store_block(args.grad_input, grad_input_at, count, grad);
     }
     if (args.grad_target.data != nullptr) {
-      const acc_t factor = scale * coefficients.unsmoothed();
+      const acc_t factor = scale * coefficients.unsmoothed();  // fault: ce-unsmoothed
       for (int i = 0; i < width; ++i) {
         grad[i] = factor * softmax.surprise(x[i]);
       }
@@ -895,7 +898,7 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
         if (!args.target_is_probability) {
           gradient_at_indices(args, x, p, weights, rows, first_class, classes, count, grad);
         }
-        if (!rows.targets.all_have_loss) {
+        if (!rows.targets.all_have_loss) {  // fault: ce-few-ignored
           for (int j = 0; j < width; j += kVector) {
             silence_rows(rows.targets, classes, j, width, grad);
           }
@@ -984,6 +987,7 @@ void weight_gradient(const CrossEntropyBackwardArgs& args, const Coefficients<ac
     });
   });
   for (int64_t c = 0; c < args.num_classes; ++c) {
+    // fault: ce-weight-splits
     store_as(args.grad_weight, args.weight_dtype, c,
              fold_partials(scratch + c, plan.splits, args.num_classes));
   }
@@ -1055,7 +1059,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
   if (!none) {
     double result = fold_partials(scratch, chunks, 2);
     if (args.reduction == Reduction::kMean) {
-      args.mean_terms[0] = fold_partials(scratch + 1, chunks, 2);
+      args.mean_terms[0] = fold_partials(scratch + 1, chunks, 2);  // fault: ce-mean-terms
       result /= args.mean_terms[0];
       args.mean_terms[1] = result;
     }

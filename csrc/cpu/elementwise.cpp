@@ -178,6 +178,7 @@ class BackwardBlock {
     } else {
       // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
       for (int j = 0; j < width; ++j) {
+        // fault: weight-mean-share
         grad[j] = scale_[j] * (term.forward(x_[j], t_[j]) - scalars_.mean_share);
       }
     }
@@ -383,6 +384,7 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
   visit_types(args, [&](auto acc, auto term) {
     using acc_t = decltype(acc);
     const acc_t scale = with_gradient ? BackwardScalars<acc_t>(backward).scale : acc_t(0);
+    // fault: cpu-chunks {
     parallel_for_each(context, chunks, [&](int64_t chunk) {
       const int64_t begin = chunk * kChunk;
       const int64_t end = std::min(begin + kChunk, args.space.numel);
@@ -392,12 +394,14 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
                       : forward_chunk<false>(args, term, scale, begin, end, partial);
       });
     });
+    // fault: cpu-chunks }
   });
   if (none) {
     return;
   }
   double result = fold_partials(scratch, chunks, 2);
   if (weighted_mean(args)) {
+    // fault: weight-copies
     const double total_weight = args.weight_copies > 0
                                     ? fold_partials(scratch + 1, chunks, 2) / args.weight_copies
                                     : args.denominator;
@@ -405,7 +409,7 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
     args.mean_terms[0] = total_weight;
     args.mean_terms[1] = result;
   } else if (args.reduction == Reduction::kMean) {
-    result /= args.denominator;
+    result /= args.denominator;  // fault: mean-divides
   }
   store_operand(args.output, 0, result);
 }
@@ -476,6 +480,7 @@ void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& giv
       BlockWalker<1> walker(kept_space, {&gradient}, begin);
       for (int64_t element = begin; element < end; ++element) {
         walker.next(1);
+        // fault: broadcast-splits
         store_operand(gradient, walker[0][0],
                       fold_partials(scratch + element, plan.splits, plan.kept));
       }

@@ -268,7 +268,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, doubl
   finalize.output = args.output.data;
   finalize.dtype = args.output.dtype;
   finalize.mean = args.reduction == Reduction::kMean;
-  finalize.denominator_is_weight = true;
+  finalize.denominator_is_weight = true;  // fault: ce-cuda-mean
   finalize.mean_terms = args.mean_terms;
   const bool one_pass = args.grad_input.data != nullptr;
   Denominator denominator;

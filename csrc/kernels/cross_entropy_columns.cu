@@ -461,7 +461,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
       for (int i = 0; i < kRows; ++i) {
         scalar_t& result = scalars[max(indices[i], 0) * kPitch + i];
         scalars[count * kPitch + i] = result;
-        result = from_acc<scalar_t>(at_index[i]);
+        result = from_acc<scalar_t>(at_index[i]);  // fault: columns-at-index
       }
       auto* to = static_cast<scalar_t*>(args.grad_input.data) + offsets[2];
       const auto store = [&](const Group& results) {

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
 #if LOSSOPS_HOPPER_CODE
   constexpr bool kAny = kClasses == kAnyClasses;
   float given = 1;
-  if (kGradient && kAny && grad_output.is_one(given)) {
+  if (kGradient && kAny && grad_output.is_one(given)) {  // fault: few-kept
     return;
   }
   constexpr int kMost = (kAny ? kMaxClasses : kClasses) - 1;

@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   for (int n = team; n < count; n += teams) {
     Row& row = rows[n];
     const int index = row.index;
-    const bool loads = n + teams < count && rows[n + teams].index >= 0;
+    const bool loads = n + teams < count && rows[n + teams].index >= 0;  // fault: float-rows-load
     const float* const next = input + rows[loads ? n + teams : n].logits;
     const auto wanted = share.accesses(loads);
     float* const gradient = kGradient ? grad_input + row.gradient : nullptr;

@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
 #pragma unroll 1
   for (int n = 0; n < count; ++n) {
     const int index = rows.index[n];
-    const bool loads = n + 1 < count && rows.index[n + 1] >= 0;
+    const bool loads = n + 1 < count && rows.index[n + 1] >= 0;  // fault: half-rows-load
     const scalar_t* const next = input + rows.logits[loads ? n + 1 : n];
     scalar_t* const gradient = kGradient ? grad_input + rows.gradients[n] : nullptr;
     if (index < 0) {

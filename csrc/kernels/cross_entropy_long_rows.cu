@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (thread < count) {
     finish_kept_row<kKind>(args, rows.index[thread], kProbability ? 1.0f : rows.weight[thread],
                            rows.states[thread], kProbability ? rows.q_sums[thread] : 0.0f,
-                           kProbability ? 0.0f : rows.x_at_index[thread],
+                           kProbability ? 0.0f : rows.x_at_index[thread],  // fault: long-rows-index
                            first_row + thread * stride, rows.outputs[thread], partial);
   }
   if (args.reduction != Reduction::kNone) {

@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     const PieceState state = combine_pieces<kKind, true>(states_of(n), pieces, num_classes, lane);
     if (lane == 0) {
       rows.states[n] = KeptState::of(state);
-      rows.q_sums[n] = state.q_sum;
+      rows.q_sums[n] = state.q_sum;  // fault: probability-sums
     }
   }
   __syncthreads();

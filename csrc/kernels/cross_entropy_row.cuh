@@ -409,6 +409,7 @@ struct LogitGradient<float, true> {
     const float magnitude = ::fabsf(scale);
     const float factor = ::fabsf(multiple.factor);
     // A NaN among the logits is one in rest, and in the factor.
+    // fault: exp-of-logits
     if (::fabsf(softmax.max) <= kMaxDistance && magnitude >= kMinScale && magnitude <= kMaxScale &&
         factor >= kMinFactor && factor < math::infinity<float>()) {
       lowest = multiple.lowest();

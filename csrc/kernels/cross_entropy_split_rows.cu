@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       rows.logits[thread] = offsets[1];
       rows.gradients[thread] = offsets[2];
       rows.index[thread] = own_index;
-      rows.next[thread] = lowest_bit(with_loss & ~1u << thread);
+      rows.next[thread] = lowest_bit(with_loss & ~1u << thread);  // fault: split-rows-next
       rows.weight[thread] = row_weight(args, own_index);
       rows.x_at_index[thread] =
           own_index >= 0 ? to_acc<float>(input[offsets[1] + own_index]) : 0.0f;

@@ -497,7 +497,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       if (batches.row(n).index >= 0) {
         current = stage.reduce(whole, smoothing);
         __syncwarp();
-        if (pieces.count > 1 && lane == 0) {
+        if (pieces.count > 1 && lane == 0) {  // fault: staged-last-piece
           current.template publish<kKind>(states_of(n) + piece, pieces.count);
         }
       }

@@ -180,6 +180,7 @@ __global__ void __launch_bounds__(kStridedThreads)
     const bool read = !target.ignored;
     const auto of_class = [&](acc_t x, int64_t c) {
       if (args.grad_input.data != nullptr) {
+        // fault: strided-ignored
         Loader::store(args.grad_input, offsets[3] + c * args.grad_input_class_stride,
                       target.has_loss() ? gradient.of_logit(x, c) : gradient.without_loss());
       }

@@ -29,7 +29,7 @@ static __global__ void __launch_bounds__(kDenominatorThreads)
   const Operand* const operands[1] = {&args.target};
   const int64_t threads = int64_t{gridDim.x} * kDenominatorThreads;
   int64_t row = int64_t{blockIdx.x} * kDenominatorThreads + threadIdx.x;
-  wait_for_previous_kernel();
+  wait_for_previous_kernel();  // fault: denominator-waits
   let_next_kernel_start();
   Partial total;
   if (targets_in_line) {
@@ -68,7 +68,7 @@ static __global__ void __launch_bounds__(kDenominatorThreads)
     cross_entropy_indices_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                  bool in_vectors, bool in_line, int8_t* indices, double* partials) {
 #if LOSSOPS_HOPPER_CODE
-  wait_for_previous_kernel();
+  wait_for_previous_kernel();  // fault: byte-indices-wait
   let_next_kernel_start();
   const auto* const targets = static_cast<const int64_t*>(args.target.data);
   const auto* const pairs = reinterpret_cast<const longlong2*>(targets);
@@ -180,7 +180,7 @@ static __global__ void first_invalid_target_kernel(const __grid_constant__ Cross
     row_offsets(args.rows, operands, row, offsets);
     if (!RowTarget<float>(args, offsets[0]).valid) {
       // A minimum of integers: the same in any order. -1 is the largest unsigned value.
-      atomicMin(first, static_cast<unsigned long long>(row));
+      atomicMin(first, static_cast<unsigned long long>(row));  // fault: first-invalid-target
     }
   }
 }

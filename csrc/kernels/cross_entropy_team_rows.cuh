@@ -141,7 +141,7 @@ struct RowReader {
   // Calls body(c) for every class after the last whole vector that is this thread's.
   template <typename Body>
   __device__ __forceinline__ void for_each_single(Body&& body) const {
-    for (int c = vectors * kSize + lane; c < num_classes; c += team) {
+    for (int c = vectors * kSize + lane; c < num_classes; c += team) {  // fault: team-singles
       body(c);
     }
   }
@@ -370,6 +370,7 @@ __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_
       reader.for_each_vector([&](int u) { write(reader.vector(u), reader.loaded[u]); });
     }
   }
+  // fault: team-gradient-singles
   for (int c = num_classes / kSize * kSize + lane; c < num_classes; c += team) {
     grad_input[c] = from_acc<scalar_t>(gradient.of_logit(to_acc<acc_t>(row[c]), c));
   }

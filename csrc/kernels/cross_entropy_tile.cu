@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           const scalar_t last = own[num_others - 1];
           float values[kPerWord] = {to_acc<float>(last)};
           see(pack_word<scalar_t>(values));
-          last_terms += term(values[0]);
+          last_terms += term(values[0]);  // fault: tile-odd-element
         }
         sum.add(last_terms);
         return warp_sum(sum.total(), kTeam);

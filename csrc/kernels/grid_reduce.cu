@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(threads_of_block(kBlocks))
       loaded[u] = partials[i + u * threads];
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kUnroll; ++u) {  // fault: fold-in-flight
       total.combine(loaded[u]);
     }
   }

@@ -113,7 +113,7 @@ struct IndexRow {
     float scaled;
     if (!kMayBeFar || (distance >= kLowest && reference == reference)) {
       scaled = math::MultipleOfExp{reference}(distance);
-      scaled = ::fmaf(scaled, is_max ? -lost : lost, scaled);
+      scaled = ::fmaf(scaled, is_max ? -lost : lost, scaled);  // fault: distance-at-index
     } else {
       // 0, but NaN of a NaN, and of a logit of infinity at the class index.
       scaled = reference * math::exp2(2 * distance) + 0.0f * math::max_number(x_at_index, 0.0f);

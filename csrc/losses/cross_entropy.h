@@ -23,7 +23,7 @@ namespace lossops {
 // then 0 and a NaN is still a NaN.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t softmax_shift(acc_t max) {
-  return max == -math::infinity<acc_t>() ? acc_t(0) : max;
+  return max == -math::infinity<acc_t>() ? acc_t(0) : max;  // fault: softmax-shift
 }
 
 // A NaN logit does not raise max, but makes the sum NaN. sum of exp(x - max) = ones + below.
@@ -125,7 +125,7 @@ template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t dense_row_loss(acc_t rest, acc_t q_sum, acc_t dot) {
   // A row of -inf only (or of NaN) has no softmax, and its loss is NaN.
   const acc_t empty_row = rest > acc_t(-1) ? acc_t(0) : math::quiet_nan<acc_t>();
-  return q_sum * math::log1p(rest) + dot + empty_row;
+  return q_sum * math::log1p(rest) + dot + empty_row;  // fault: ce-loss
 }
 
 // The softmax of a row from what its forward left behind, and the gradient of its loss with
@@ -159,7 +159,7 @@ struct RowSoftmax {
 
   // scale Q (softmax(x) - 1)
   LOSSOPS_HOST_DEVICE acc_t gradient_at_index(acc_t x) const {
-    return -factor * (rest + (acc_t(1) - times_exp(acc_t(1), x)));
+    return -factor * (rest + (acc_t(1) - times_exp(acc_t(1), x)));  // fault: ce-at-index
   }
 
   // scale (Q softmax(x) - q)
@@ -178,6 +178,7 @@ struct RowSoftmax {
       // For the class that outweighs all others, from the others: q is then about Q.
       const acc_t others = all_but(e);
       if (e > others) {
+        // fault: ce-outweighs
         return math::difference_of_products(scale, q_sum - q, factor, others);
       }
     }
@@ -195,7 +196,7 @@ struct RowSoftmax {
 // Label smoothing of one class probability.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t smoothed(acc_t probability, acc_t smoothing, acc_t smoothing_per_class) {
-  return (acc_t(1) - smoothing) * probability + smoothing_per_class;
+  return (acc_t(1) - smoothing) * probability + smoothing_per_class;  // fault: ce-smoothed
 }
 
 }  // namespace lossops

@@ -75,6 +75,7 @@ struct KlDivTerm {
         log_ratio = math::log_quotient<true>(target, input);
       }
       // Not differentiable at 0: NaN, as torch's xlogy gives.
+      // fault: kl-target
       return target == acc_t(0) ? math::quiet_nan<acc_t>() : log_ratio + acc_t(1);
     }
   }
@@ -87,6 +88,7 @@ struct KlDivTerm {
       const acc_t t = math::exp(target);
       return t == acc_t(0) ? math::zero_unless_nan(x) : t * (target - x);
     } else if constexpr (kLogInput) {
+      // fault: kl-zero-target
       const acc_t zero_weight = input == -math::infinity<acc_t>() ? acc_t(0) : acc_t(0) * input;
       const acc_t log_target = math::log_in_sum<kExact>(target, math::kLn2OfProbability);
       const acc_t term = target * (log_target - input);
@@ -116,14 +118,14 @@ struct KlDivTerm {
       const float ln_2 = kLogInput ? math::kLn2OfProbability : math::kLn2;
       const float term = target * (math::log_in_sum<false, kSubnormal>(target, ln_2) - x);
       // A zero weight silences the -inf that is the logarithm of 0, nothing else.
-      return target == 0.0f ? 0.0f * math::at_least(x, -1.0f) : term;
+      return target == 0.0f ? 0.0f * math::at_least(x, -1.0f) : term;  // fault: kl-half-zero-target
     }
   }
 
   template <typename acc_t>
   static LOSSOPS_HOST_DEVICE acc_t probability(acc_t target) {
     if constexpr (kLogTarget) {
-      return math::exp(target);
+      return math::exp(target);  // fault: kl-log-target
     } else {
       return target;
     }

@@ -21,12 +21,12 @@ struct MseTerm {
 
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t backward_input(acc_t x, acc_t t) const {
-    return acc_t(2) * (x - t);
+    return acc_t(2) * (x - t);  // fault: mse-input
   }
 
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t backward_target(acc_t x, acc_t t) const {
-    return acc_t(2) * (t - x);
+    return acc_t(2) * (t - x);  // fault: mse-target
   }
 };
 
