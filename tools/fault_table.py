@@ -454,4 +454,33 @@ FAULTS = [
         "1",
         "test_cross_entropy_kernels.py test_cross_entropy.py",
     ),
+    # ------------------------------------------------------------------ csrc/kernels/elementwise.cu
+    Fault(
+        "cuda: last element of a tail",
+        "elementwise-tail",
+        "i < numel",
+        "i < numel - 1",
+        "test_values.py",
+    ),
+    Fault(
+        "cuda: offset of int32",
+        "elementwise-offset",
+        "offsets[0]",
+        "static_cast<int32_t>(offsets[0])",
+        "test_offsets.py",
+    ),
+    Fault(
+        "cuda: each broadcast copy of a weight in the denominator",
+        "elementwise-weight-copies",
+        "= args.weight_copies",
+        "= 1",
+        "test_mse_loss.py",
+    ),
+    Fault(
+        "cuda: kept gradient taken for right whatever grad_output is",
+        "elementwise-kept",
+        "kept_is_right(args)",
+        "args.kept",
+        "test_kept_gradients.py",
+    ),
 ]

@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<scalar_t>)
   }
   if (tile == whole_tiles) {
 #pragma unroll 4
+    // fault: elementwise-tail
     for (int64_t i = tile * kTile<scalar_t> + threadIdx.x; i < numel; i += kThreads) {
       acc_t value;
       const acc_t own = kWeighted ? to_acc<acc_t>(weight[i]) : acc_t(1);
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(kThreads)
       Term::kHasWeight ? static_cast<const scalar_t*>(args.weight.data) : nullptr;
   const auto* const grad_output = static_cast<const scalar_t*>(args.grad_output.data);
   wait_for_previous_kernel();
-  if (kept_is_right(args)) {
+  if (kept_is_right(args)) {  // fault: elementwise-kept
     return;
   }
   const bool full_grad_output = args.reduction == Reduction::kNone;
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(kThreads)
        i += gridDim.x * int64_t{kThreads}) {
     int64_t offsets[5] = {};
     strided_offsets(args.space, operands, i, offsets);
-    const acc_t x = load_operand<acc_t>(args.input, offsets[0]);
+    const acc_t x = load_operand<acc_t>(args.input, offsets[0]);  // fault: elementwise-offset
     const acc_t t = load_operand<acc_t>(args.target, offsets[1]);
     const acc_t weight = element_weight<acc_t>(args, offsets[2]);
     const acc_t value = term.forward(x, t) * weight;
@@ -413,7 +414,7 @@ Finalize make_finalize(const ElementwiseForwardArgs& args) {
   finalize.mean = args.reduction == Reduction::kMean;
   finalize.denominator_is_weight = args.weight.data != nullptr;
   finalize.denominator = args.denominator;
-  finalize.weight_copies = args.weight_copies;
+  finalize.weight_copies = args.weight_copies;  // fault: elementwise-weight-copies
   finalize.mean_terms = args.mean_terms;
   return finalize;
 }
