@@ -145,6 +145,7 @@ ScalarType promote(ScalarType a, ScalarType b) {
   if (a == ScalarType::Double || b == ScalarType::Double) {
     return ScalarType::Double;
   }
+  // fault: promotion-half
   return ScalarType::Float;  // two different of float32, float16, bfloat16
 }
 
@@ -155,7 +156,7 @@ struct TypedRank {
 
 // torch.result_type: a 0-d operand does not widen one with dimensions.
 ScalarType result_type(TypedRank a, TypedRank b) {
-  if (a.dim > 0 && b.dim == 0 && is_floating(a.dtype)) {
+  if (a.dim > 0 && b.dim == 0 && is_floating(a.dtype)) {  // fault: promotion-0d
     return a.dtype;
   }
   if (b.dim > 0 && a.dim == 0 && is_floating(b.dtype)) {
@@ -166,7 +167,7 @@ ScalarType result_type(TypedRank a, TypedRank b) {
 
 ScalarType widen_if(bool float32_result, ScalarType dtype) {
   const bool is_half = dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
-  return float32_result && is_half ? ScalarType::Float : dtype;
+  return float32_result && is_half ? ScalarType::Float : dtype;  // fault: widened-result
 }
 
 // -------------------------------------------------------------------- tensors
@@ -476,6 +477,7 @@ struct ElementwiseProblem {
     }
     args.acc_double = input.dtype == ScalarType::Double || target.dtype == ScalarType::Double ||
                       (weight && weight->dtype == ScalarType::Double);
+    // fault: batchmean
     args.denominator = choice.batch ? (input.sizes.size > 0 ? input.sizes[0] : 1)
                                     : static_cast<double>(shape.numel());
     if (weight && shape.numel() == 0 && weight->sizes.numel() > 0) {
@@ -509,6 +511,7 @@ struct ElementwiseProblem {
     const auto allowed = [&](ScalarType dtype) {
       return is_floating(dtype) || (takes_integers && is_integral(dtype));
     };
+    // fault: dtype-of-target
     for (const auto& [name, view] : {std::pair<const char*, const View*>{"input", &input},
                                      std::pair<const char*, const View*>{"target", &target}}) {
       LOSSOPS_CHECK(op, allowed(view->dtype), name, " must be floating point, but is ",
@@ -577,6 +580,7 @@ ElementwiseResult elementwise_forward(const char* op, ElementwiseLoss loss, cons
   const bool weighted_mean = problem.weighted_mean(args);
 
   ElementwiseResult result{
+      // fault: result-strides
       reduce
           ? empty_dense(Dims{}, dtype, input)
           : empty_strided(problem.shape, dense_strides(problem.shape, problem.order), dtype, input),
@@ -687,6 +691,7 @@ std::vector<Tensor> elementwise_backward(const char* op, ElementwiseLoss loss,
   const View* operands[3] = {&problem.input, &problem.target,
                              problem.weight ? &*problem.weight : nullptr};
   const char* names[3] = {"input", "target", "weight"};
+  // fault: gradient-order
   Operand ElementwiseBackwardArgs::* const gradients[3] = {&ElementwiseBackwardArgs::grad_input,
                                                            &ElementwiseBackwardArgs::grad_target,
                                                            &ElementwiseBackwardArgs::grad_weight};
@@ -872,6 +877,7 @@ struct CrossEntropyProblem {
     LOSSOPS_CHECK(
         kCrossEntropy, input.sizes.size >= 1,
         "input must have at least 1 dimension, (C,), (N, C) or (N, C, d1, ...), but is 0-d");
+    // fault: smoothing-range
     LOSSOPS_CHECK(kCrossEntropy, label_smoothing >= 0 && label_smoothing <= 1,
                   "label_smoothing must be between 0 and 1, but is ", label_smoothing);
     rows = without_class_dim(input.sizes);
@@ -919,6 +925,7 @@ struct CrossEntropyProblem {
                   "target of input's shape holds class probabilities and must be floating point, "
                   "but is ",
                   name_of(target.dtype));
+    // fault: ignore-index-range
     LOSSOPS_CHECK(kCrossEntropy, ignore_index < 0,
                   "ignore_index is not supported for class probabilities, but is ", ignore_index);
   }
@@ -967,7 +974,7 @@ ScalarType acc_dtype(const CrossEntropyArgs& args) {
   int64_t offset = 0;
   int64_t index = row;
   for (int dim = 0; dim < args.rows.ndim; ++dim) {
-    offset += index % args.rows.sizes[dim] * args.target.strides[dim];
+    offset += index % args.rows.sizes[dim] * args.target.strides[dim];  // fault: index-in-error
     index /= args.rows.sizes[dim];
   }
   int64_t value = 0;
@@ -1129,6 +1136,7 @@ ForwardTerms check_forward_terms(const CrossEntropyProblem& problem, const Cross
   Dims stats_shape;
   stats_shape.push_back(args.dense() ? 3 : 2);
   stats_shape.push_back(problem.rows.numel());
+  // fault: row-stats-size
   LOSSOPS_CHECK(
       kCrossEntropy,
       stats.sizes == stats_shape && stats.dtype == acc_dtype(args) && row_stats.is_contiguous(),
