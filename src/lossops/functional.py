@@ -174,7 +174,7 @@ def mse_loss(
         return loss
     try:
         same_shape = input.shape == target.shape
-        if not same_shape:
+        if not same_shape:  # fault: broadcast-warning
             warnings.warn(
                 f"Using a target size ({target.size()}) that is different to the input size "
                 f"({input.size()}). This will likely lead to incorrect results due to "
@@ -236,7 +236,7 @@ def kl_div(
         return loss
     try:
         is_autocast = _is_any_autocast_enabled() and _is_autocast(input)
-        options = (reduction, is_autocast, log_target, log_input)
+        options = (reduction, is_autocast, log_target, log_input)  # fault: kl-options
         return _kl_div(input, target, None, options)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise _as_torch_raises(
@@ -445,7 +445,7 @@ def _as_torch_raises(
                 }
             )
     except (IndexError, NotImplementedError, TypeError, ValueError) as torch_error:
-        return type(torch_error)(message)
+        return type(torch_error)(message)  # fault: type-of-error
     except Exception:
         pass
     return type(error)(message)

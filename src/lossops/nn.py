@@ -101,6 +101,6 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
+            label_smoothing=self.label_smoothing,  # fault: module-options
             inplace_backward=self.inplace_backward,
         )

@@ -79,12 +79,13 @@ def _widened(dtype: torch.dtype, float32_result: bool) -> torch.dtype:
 
 def _wide(tensors: Sequence[Tensor | None], float32_result: bool) -> list[Tensor | None]:
     """As autocast of torch's losses has its operands."""
+    # fault: wide
     return [x if x is None else x.to(_widened(x.dtype, float32_result)) for x in tensors]
 
 
 def _has_tangents(*tensors: Tensor | None) -> bool:
     """Whether forward-mode derivatives are wanted; in torch.func that cannot be seen: perhaps."""
-    if forward_ad._current_level < 0:
+    if forward_ad._current_level < 0:  # fault: tangents
         return False
     return _functorch_is_active() or any(
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
@@ -177,7 +178,7 @@ def _differentiable(tensor: Tensor | None, needed: bool) -> Any:
         return None
     # A pull-back of torch.func may be called when the level of its vjp is gone.
     alias = _unwrap_if_dead(tensor)
-    alias = alias.view_as(alias)
+    alias = alias.view_as(alias)  # fault: second-alias
     return alias.requires_grad_() if needed and not alias.requires_grad else alias
 
 
@@ -194,7 +195,7 @@ def _call_for_each(op: Any, info: Any, in_dims: Any, *args: Any, **kwargs: Any) 
             return arg
         if info.batch_size == 0:
             return arg.new_zeros(arg.shape[:dim] + arg.shape[dim + 1 :])
-        return arg.select(dim, index)
+        return arg.select(dim, index)  # fault: vmap-dimension
 
     # A batch of none still needs one call, to learn what its results look like.
     results = [
@@ -278,7 +279,7 @@ class _Loss:
             return self.call_of_torch(input, target, weight, *options)
         if _functorch_is_active():
             return self.call_under_functorch(input, target, weight, *options)
-        if _is_tracing() or _dispatch_modes() > 0:
+        if _is_tracing() or _dispatch_modes() > 0:  # fault: traced
             # A graph is made of what is called here: the operators below have no gradients.
             return self.public_call(input, target, weight, options)
         try:
@@ -295,7 +296,7 @@ class _Loss:
                 input = _unwrap_if_dead(input)
                 if may_keep is None:
                     may_keep = self.may_keep(input, target, weight, options)
-                if may_keep and _keeps_gradients:
+                if may_keep and _keeps_gradients:  # fault: keep-switch
                     loss = self.apply_keeping(input, (target, weight, short))
                 else:
                     loss = self.apply(input, target, weight, *options)
@@ -392,14 +393,14 @@ class _Loss:
                 if grad is None:
                     return None, None
                 # The gradient that forward left is given away once: nothing may change it then.
-                kept, ctx.kept = ctx.kept, None
+                kept, ctx.kept = ctx.kept, None  # fault: kept-given-away
                 if (
                     kept is None
                     or _grad_is_enabled()
                     or _is_compiling()
                     or _is_batched(grad)
                     or _functorch_is_active()
-                    or forward_ad._current_level >= 0
+                    or forward_ad._current_level >= 0  # fault: tangent-of-grad-output
                 ):
                     saved = ctx.saved_tensors  # raises where one has changed
                     try:
@@ -407,8 +408,9 @@ class _Loss:
                     except RuntimeError as error:
                         raise as_memory_error(error) from None
                     return loss.gradients([True, False, False], grad, *arguments)[0], None
+                # fault: kept-changed
                 saved = ctx.saved_tensors  # raises where one has changed
-                if not (grad.is_cpu and _is_one(grad)):
+                if not (grad.is_cpu and _is_one(grad)):  # fault: kept-scaled
                     try:
                         backward_kept_op(kept, grad, *saved, *ctx.options)
                     except RuntimeError as error:  # it may allocate what forward left out
@@ -455,7 +457,7 @@ class _Loss:
         position = self.option_names.index("reduction")
         for reduction in ("sum", "batchmean"):
             options = (*self.defaults[:position], reduction, *self.defaults[position + 1 :])
-            shortened[options] = options[: position + 1]
+            shortened[options] = options[: position + 1]  # fault: short-options
         return shortened
 
     def completed(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -495,7 +497,7 @@ class _Loss:
         return self.public_kernel(False, *args, **kwargs)
 
     def autocast_kernel(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.public_kernel(True, *args, **kwargs)
+        return self.public_kernel(True, *args, **kwargs)  # fault: autocast-kernel
 
     # -------------------------------------------------------------------- fakes
 
@@ -564,6 +566,7 @@ class _Loss:
         arguments = (grad_output, *arguments[:position], needed, *arguments[position:])
         is_compiling = _is_compiling()  # the graph of a backward pass, or compiled autograd
         try:
+            # fault: backward-tangents
             if not is_compiling and (_is_batched(grad_output) or _has_tangents(grad_output)):
                 by_torch = self.gradients_of_torch
                 if _functorch_is_active():
@@ -596,6 +599,7 @@ class _Loss:
             operands = list(map(_differentiable, arguments[:3], needed))
             wanted = [x for x, needs in zip(operands, needed, strict=True) if needs]
             loss = self.reference_loss(grad_output, operands, arguments[3:])
+            # fault: batched-graph
             return torch.autograd.grad(loss, wanted, grad_output, create_graph=create_graph)
 
     def gradients_under_functorch(
@@ -618,7 +622,7 @@ class _Loss:
     ) -> Tensor:
         """The loss by torch, of input, target and weight; args: the last ones of *_backward."""
         # Of half types it is one of autocast where its gradient is float32.
-        operands = _wide(operands, grad_output.dtype == torch.float32)
+        operands = _wide(operands, grad_output.dtype == torch.float32)  # fault: second-wide
         first, mask = self.options_position - 4, self.mask_position - 4
         return self.reference(*operands, *args[first:mask], *args[mask + 1 :])
 
@@ -641,6 +645,7 @@ class _Loss:
             operands = (input, target, weight)
             loss = self.reference_loss(grad_output, operands, ctx.arguments)
             wanted = [x for x, is_wanted in zip(operands, ctx.mask, strict=True) if is_wanted]
+            # fault: second-grad-output
             first = torch.autograd.grad(loss, wanted, grad_output, create_graph=True)
             roots = [
                 (value, grad)
@@ -744,9 +749,11 @@ class ElementwiseLoss(_Loss):
         if not (input.is_floating_point() or target.is_floating_point()):
             _check_dtype(self.name, "input or target", input, _FLOATING)
         with _naming_arguments(self.name, input, target):
+            # fault: fake-dtype
             dtype = _widened(self.result_dtype(input, target, weight, reduction), float32_result)
             if reduction == "none":
                 # TensorIterator's layout of a binary operator, which the kernel copies.
+                # fault: fake-strides
                 pair = (target, input) if self.target_first else (input, target)
                 loss = torch.empty_like(torch.ne(*pair), dtype=dtype)
             else:
@@ -814,7 +821,7 @@ def _row_stats_of(
     for size in _rows_of(input):
         num_rows = num_rows * size
     shape = (3 if is_probability or label_smoothing > 0 else 2, num_rows)
-    return shape, torch.float64 if acc_double else torch.float32
+    return shape, torch.float64 if acc_double else torch.float32  # fault: fake-row-stats
 
 
 def _count_versions(name: str) -> None:
@@ -822,7 +829,7 @@ def _count_versions(name: str) -> None:
     overload = getattr(torch.ops.lossops, name).default
 
     def kernel(keyset: Any, changed: Tensor, *args: Any) -> None:
-        torch.autograd.graph.increment_version(changed)
+        torch.autograd.graph.increment_version(changed)  # fault: overwritten-version
         with torch._C._AutoDispatchBelowADInplaceOrView():
             overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, changed, *args)
 
@@ -898,7 +905,7 @@ class CrossEntropyLoss(_Loss):
         _check_transforms(input, target, weight)
         if not (torch.is_grad_enabled() and input.requires_grad) or _is_tracing():
             return self.call(input, target, weight, options)
-        _check_overwritable(input, target=target, weight=weight)
+        _check_overwritable(input, target=target, weight=weight)  # fault: overwritable
         loss: Tensor = self.apply_overwriting(input, target, weight, *options)
         return loss
 
@@ -921,7 +928,7 @@ class CrossEntropyLoss(_Loss):
             def backward(ctx: Any, grad: Tensor | None) -> Any:
                 if grad is None or not ctx.needs_input_grad[0] or _is_compiling():
                     return loss.backward(ctx, grad)
-                if ctx.is_overwritten:
+                if ctx.is_overwritten:  # fault: overwritten-twice
                     raise RuntimeError(
                         "cross_entropy: a backward pass has overwritten input, and with "
                         "inplace_backward=True there cannot be another; leave out retain_graph or "
@@ -933,7 +940,7 @@ class CrossEntropyLoss(_Loss):
                     )
                 _check_transforms(grad)
                 input, *others = ctx.saved_tensors
-                _check_storage(input, grad_output=grad)
+                _check_storage(input, grad_output=grad)  # fault: overwritten-storage
                 # The other gradients first, while the logits are there.
                 needed = [False, *ctx.needs_input_grad[1:3]]
                 rest: list[Tensor | None] = [None, None]
@@ -1006,6 +1013,7 @@ class CrossEntropyLoss(_Loss):
         self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ) -> None:
         _input, target, weight = inputs[:3]
+        # fault: weight-needs-grad
         if weight is not None and weight.requires_grad and not target.is_floating_point():
             raise RuntimeError(
                 "cross_entropy: weight requires grad, but is not differentiable where target "
