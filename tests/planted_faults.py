@@ -69,7 +69,11 @@ TYPES = "csrc/scalar_types.h"
 BLOCK = "csrc/cpu/block.h"
 CPU_ELEMENTWISE = "csrc/cpu/elementwise.cpp"
 CPU_CE = "csrc/cpu/cross_entropy.cpp"
-BINDINGS = "csrc/bindings.cpp"
+BINDING_DTYPES = "csrc/bindings/dtypes.h"
+BINDING_ELEMENTWISE = "csrc/bindings/elementwise.cpp"
+BINDING_ELEMENTWISE_PROBLEM = "csrc/bindings/elementwise_problem.cpp"
+BINDING_CE = "csrc/bindings/cross_entropy.cpp"
+BINDING_CE_PROBLEM = "csrc/bindings/cross_entropy_problem.cpp"
 OPS = "src/lossops/ops.py"
 FUNCTIONAL = "src/lossops/functional.py"
 NN = "src/lossops/nn.py"
@@ -385,35 +389,35 @@ FAULTS = [
     # ----------------------------------------------------------------- csrc/bindings
     Fault(
         "kl_div: batchmean by the broadcast batch",
-        BINDINGS,
+        BINDING_ELEMENTWISE_PROBLEM,
         "choice.batch ? (input.sizes.size > 0 ? input.sizes[0] : 1)",
         "choice.batch ? (shape.size > 0 ? shape[0] : 1)",
         "test_kl_div.py",
     ),
     Fault(
         "promotion: a 0-d operand widens one with dimensions",
-        BINDINGS,
+        BINDING_DTYPES,
         "if (a.dim > 0 && b.dim == 0 && is_floating(a.dtype)) {",
         "if (false) {",
         "test_values.py::test_promotion",
     ),
     Fault(
         "promotion: float16 with bfloat16 is float16",
-        BINDINGS,
+        BINDING_DTYPES,
         "return ScalarType::Float;  // two different",
         "return a;  // two different",
         "test_values.py::test_promotion",
     ),
     Fault(
         "strides of a result in row-major order",
-        BINDINGS,
+        BINDING_ELEMENTWISE,
         "dense_strides(problem.shape, problem.order)",
         "dense_strides(problem.shape, row_major_order(problem.shape.size))",
         "test_values.py::test_layouts",
     ),
     Fault(
         "gradients of input and target swapped",
-        BINDINGS,
+        BINDING_ELEMENTWISE,
         "{&ElementwiseBackwardArgs::grad_input,\n"
         "                                                           "
         "&ElementwiseBackwardArgs::grad_target,",
@@ -424,42 +428,42 @@ FAULTS = [
     ),
     Fault(
         "error about the dtype of target names input",
-        BINDINGS,
+        BINDING_ELEMENTWISE_PROBLEM,
         '{"target", &target}}) {',
         '{"input", &target}}) {',
         "test_kl_div.py test_mse_loss.py test_robustness.py",
     ),
     Fault(
         "error about a class index shows another one",
-        BINDINGS,
+        BINDING_CE,
         "offset += index % args.rows.sizes[dim] * args.target.strides[dim];",
         "offset += index % args.rows.sizes[dim];",
         "test_cross_entropy.py",
     ),
     Fault(
         "row_stats of any size accepted",
-        BINDINGS,
+        BINDING_CE,
         "stats.sizes == stats_shape && stats.dtype",
         "stats.dtype",
         "test_robustness.py",
     ),
     Fault(
         "label_smoothing above 1 accepted",
-        BINDINGS,
+        BINDING_CE_PROBLEM,
         "label_smoothing >= 0 && label_smoothing <= 1,",
         "label_smoothing >= 0,",
         "test_cross_entropy.py",
     ),
     Fault(
         "ignore_index accepted beside probabilities",
-        BINDINGS,
+        BINDING_CE_PROBLEM,
         "LOSSOPS_CHECK(kCrossEntropy, ignore_index < 0,",
         "LOSSOPS_CHECK(kCrossEntropy, ignore_index < INT64_MAX,",
         "test_cross_entropy.py",
     ),
     Fault(
         "autocast: result of half types not widened",
-        BINDINGS,
+        BINDING_DTYPES,
         "return float32_result && is_half ? ScalarType::Float : dtype;",
         "return dtype;",
         "test_autocast.py",
