@@ -653,6 +653,9 @@ struct RowGradients {
     const int width = padded(count);
     if (args.reduction == Reduction::kNone) {
       load_block(args.grad_output, grad_output_at, count, scale);
+      for (int j = 0; j < width && args.num_classes == 1; ++j) {
+        scale[j] = gradient_scale(args, scale[j]);
+      }
     } else {
       std::fill_n(scale, width, row_scale<acc_t>(args, 0));
     }
