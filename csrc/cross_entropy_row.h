@@ -147,4 +147,11 @@ LOSSOPS_HOST_DEVICE acc_t row_scale(const CrossEntropyBackwardArgs& args, int64_
                                   : grad_output);
 }
 
+// Whether the mean over a denominator of 0, where all class weights are 0, is NaN instead of the
+// sum over 0. With label smoothing torch adds two means: the one of the class indices alone is then
+// 0 / 0, although all other classes add to the sum.
+LOSSOPS_HOST_DEVICE bool has_mean_of_indices(const CrossEntropyArgs& args) {
+  return args.label_smoothing > 0 && !args.target_is_probability;
+}
+
 }  // namespace lossops

@@ -419,6 +419,27 @@ def test_weights_of_sum_zero(dtype: torch.dtype, smoothing: float, device: str) 
     assert lossops.cross_entropy(x[:2], t[:2], w).isnan()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@per_dtype
+def test_weights_of_zero_where_smoothing_adds_others(
+    dtype: torch.dtype, smoothing: float, device: str
+) -> None:
+    """The weights of the class indices are 0, and smoothing adds a loss of the other class."""
+    x = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=dtype, device=device)
+    w = torch.tensor([0.0, 1.0], dtype=dtype, device=device)
+    for indices in ([0, 0], [0, -100], [-100, -100]):
+        t = torch.tensor(indices, device=device)
+        for reduction in CE.reductions:
+            result = run(x, t, w, reduction=reduction, label_smoothing=smoothing)
+            theirs = torchs(x, t, w, reduction=reduction, label_smoothing=smoothing)
+            what = f"{indices} {reduction}"
+            torch.testing.assert_close(result.value, theirs.value, equal_nan=True, msg=what)
+            torch.testing.assert_close(
+                result.gradients["input"], theirs.gradients["input"], equal_nan=True, msg=what
+            )
+            assert result.value.isnan().any() == (reduction == "mean"), what
+
+
 IGNORE_INDICES = (255, 3, 2**31, 2**31 - 1, 2**40, -1, -(2**31), -(2**63), 2**63 - 1)
 
 

@@ -1059,7 +1059,8 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
     double result = fold_partials(scratch, chunks, 2);
     if (args.reduction == Reduction::kMean) {
       args.mean_terms[0] = fold_partials(scratch + 1, chunks, 2);
-      result /= args.mean_terms[0];
+      result = args.mean_terms[0] == 0 && has_mean_of_indices(args) ? math::quiet_nan<double>()
+                                                                    : result / args.mean_terms[0];
       args.mean_terms[1] = result;
     }
     store_operand(args.output, 0, result);
