@@ -1,5 +1,7 @@
 #include "bindings/elementwise.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include "bindings/elementwise_problem.h"
 #include "bindings/launch.h"
 
@@ -75,6 +77,17 @@ void launch_broadcast_gradient(const ElementwiseProblem& problem,
   LOSSOPS_LAUNCH_WITH_SCRATCH(problem.input.tensor, elementwise_backward_reduce, args);
 }
 
+// Gradient of a target that was broadcast to no elements, for LossTraits::target_has_factor: 0
+// times the derivative at an input of 1.
+Tensor gradient_of_nothing(ElementwiseLoss loss, const LossParams& params, const View& target) {
+  const OnDevice device(target.tensor);
+  const Tensor zero = torch::stable::fill_(empty_dense(Dims{}, target.dtype, target.tensor), 0);
+  const Tensor input = torch::stable::fill_(empty_like(target), 1);
+  return elementwise_backward(loss, zero, input, target.tensor, std::nullopt, std::nullopt, params,
+                              "sum", {false, true, false})
+      .front();
+}
+
 }  // namespace
 
 std::vector<Tensor> elementwise_backward(ElementwiseLoss loss, const Tensor& grad_output_,
@@ -119,6 +132,11 @@ std::vector<Tensor> elementwise_backward(ElementwiseLoss loss, const Tensor& gra
     }
     LOSSOPS_CHECK(op, operands[i] != nullptr && is_floating(operands[i]->dtype),
                   "there is no gradient for ", names[i]);
+    if (i == 1 && problem.shape.numel() == 0 && problem.target.sizes.numel() > 0 &&
+        traits_of(loss).target_has_factor) {
+      results.push_back(gradient_of_nothing(loss, params, problem.target));
+      continue;
+    }
     results.push_back(kept ? check_kept(op, *kept, *operands[i]) : empty_like(*operands[i]));
     // An operand of no elements where the loss has none has nothing to sum either.
     if (operands[i]->sizes.numel() == problem.shape.numel()) {
