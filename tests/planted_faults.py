@@ -429,8 +429,8 @@ FAULTS = [
     Fault(
         "error about the dtype of target names input",
         BINDING_ELEMENTWISE_PROBLEM,
-        '{"target", &target}}) {',
-        '{"input", &target}}) {',
+        'check(op, "target", target);',
+        'check(op, "input", target);',
         "test_kl_div.py test_mse_loss.py test_robustness.py",
     ),
     Fault(

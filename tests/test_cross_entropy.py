@@ -1186,6 +1186,7 @@ def test_row_does_not_depend_on_its_batch(device: str) -> None:
 @pytest.mark.cuda
 def test_tensors_on_two_devices(call: LossFunction) -> None:
     x, t, w = torch.randn(2, 3), torch.tensor([0, 1]), torch.ones(3)
-    assert_raises(ANY_ERROR, lambda: call(x.cuda(), t), "target", "cpu", "cuda")
-    assert_raises(ANY_ERROR, lambda: call(x, t.cuda()), "cpu", "cuda")
-    assert_raises(ANY_ERROR, lambda: call(x.cuda(), t.cuda(), w), "weight", "cpu", "cuda")
+    cpu, cuda = "is on cpu", "is on cuda:0"
+    assert_raises(ANY_ERROR, lambda: call(x.cuda(), t), f"target {cpu} but input {cuda}")
+    assert_raises(ANY_ERROR, lambda: call(x, t.cuda()), f"target {cuda} but input {cpu}")
+    assert_raises(ANY_ERROR, lambda: call(x.cuda(), t.cuda(), w), f"weight {cpu} but input {cuda}")

@@ -437,8 +437,12 @@ def test_half_precision_batchmean_does_not_overflow(device: str) -> None:
 @pytest.mark.cuda
 def test_tensors_on_two_devices(call: LossFunction) -> None:
     x = torch.rand(3)
-    for arguments in ((x, x.cuda()), (x.cuda(), x)):
-        assert_raises((RuntimeError, ValueError), lambda a=arguments: call(*a), "cpu", "cuda")
+    cpu, cuda = "is on cpu", "is on cuda:0"
+    for input, target, words in (
+        (x, x.cuda(), f"target {cuda} but input {cpu}"),
+        (x.cuda(), x, f"target {cpu} but input {cuda}"),
+    ):
+        assert_raises((RuntimeError, ValueError), lambda a=input, b=target: call(a, b), words)
 
 
 @pytest.mark.parametrize("name", ["log_target", "log_input"])

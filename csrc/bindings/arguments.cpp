@@ -21,6 +21,16 @@ ReductionChoice parse_reduction(const char* op, const std::string& name, bool ha
        ", but is '", name, "'");
 }
 
+void check_floating(const char* op, const char* name, const View& view) {
+  LOSSOPS_CHECK(op, is_floating(view.dtype), name, " must be ", kFloatingDtypes, ", but is ",
+                name_of(view.dtype));
+}
+
+void check_real(const char* op, const char* name, const View& view) {
+  LOSSOPS_CHECK(op, is_floating(view.dtype) || is_integral(view.dtype), name, " must be ",
+                kRealDtypes, ", but is ", name_of(view.dtype));
+}
+
 void check_device(const char* op, const char* name, const View& view, const View& input) {
   LOSSOPS_CHECK(op, same_device(view.tensor, input.tensor), name, " is on ", device_of(view.tensor),
                 " but input is on ", device_of(input.tensor));

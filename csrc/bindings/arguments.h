@@ -18,6 +18,11 @@ struct ReductionChoice {
 
 ReductionChoice parse_reduction(const char* op, const std::string& name, bool has_batchmean);
 
+void check_floating(const char* op, const char* name, const View& view);
+
+// Floating or integral.
+void check_real(const char* op, const char* name, const View& view);
+
 void check_device(const char* op, const char* name, const View& view, const View& input);
 
 // Before anything is allocated or launched: torch's own errors do not say what to do.

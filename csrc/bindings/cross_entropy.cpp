@@ -196,8 +196,7 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
   const bool reduce = args.reduction != Reduction::kNone;
   const Dims loss_shape = reduce ? Dims{} : problem.rows;
   LOSSOPS_CHECK(kCrossEntropy, reduce || !is_kept, "no gradient is kept without a reduction");
-  LOSSOPS_CHECK(kCrossEntropy, is_floating(grad_output.dtype),
-                "grad_output must be floating point, but is ", name_of(grad_output.dtype));
+  check_floating(kCrossEntropy, "grad_output", grad_output);
   LOSSOPS_CHECK(kCrossEntropy, grad_output.sizes == loss_shape, "grad_output of shape ",
                 grad_output.sizes, " must have the shape of the loss, ", loss_shape);
   check_device(kCrossEntropy, "grad_output", grad_output, problem.input);

@@ -8,8 +8,7 @@ CrossEntropyProblem::CrossEntropyProblem(const Tensor& input_, const Tensor& tar
                                          bool float32_result, CrossEntropyArgs& args)
     : input(input_), target(target_), result_dtype(input.dtype) {
   args.reduction = parse_reduction(kCrossEntropy, reduction, false).reduction;
-  LOSSOPS_CHECK(kCrossEntropy, is_floating(input.dtype), "input must be floating point, but is ",
-                name_of(input.dtype));
+  check_floating(kCrossEntropy, "input", input);
   check_device(kCrossEntropy, "target", target, input);
   check_cuda(kCrossEntropy, "input", input_);
   LOSSOPS_CHECK(
@@ -48,10 +47,7 @@ void CrossEntropyProblem::add_inputs(RowSpace& space, CrossEntropyArgs& args) co
 }
 
 void CrossEntropyProblem::check_probabilities(int64_t ignore_index) const {
-  LOSSOPS_CHECK(kCrossEntropy, is_floating(target.dtype),
-                "target of input's shape holds class probabilities and must be floating point, "
-                "but is ",
-                name_of(target.dtype));
+  check_floating(kCrossEntropy, "target of input's shape, of class probabilities,", target);
   LOSSOPS_CHECK(kCrossEntropy, ignore_index < 0,
                 "ignore_index is not supported for class probabilities, but is ", ignore_index);
 }
@@ -68,10 +64,7 @@ void CrossEntropyProblem::add_weight(const Tensor& tensor, bool float32_result,
                                      CrossEntropyArgs& args) {
   weight.emplace(tensor);
   check_device(kCrossEntropy, "weight", *weight, input);
-  LOSSOPS_CHECK(
-      kCrossEntropy,
-      is_floating(weight->dtype) || (args.target_is_probability && is_integral(weight->dtype)),
-      "weight must be floating point, but is ", name_of(weight->dtype));
+  (args.target_is_probability ? check_real : check_floating)(kCrossEntropy, "weight", *weight);
   LOSSOPS_CHECK(kCrossEntropy, weight->sizes.size == 1 && weight->sizes[0] == args.num_classes,
                 "weight must have shape (", args.num_classes, ",), one for each class, but has ",
                 weight->sizes);

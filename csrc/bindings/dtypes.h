@@ -53,6 +53,11 @@ inline bool is_integral(ScalarType dtype) {
          dtype == ScalarType::Char || dtype == ScalarType::Byte || dtype == ScalarType::Bool;
 }
 
+// Of is_floating() and is_integral(), for errors.
+constexpr char kFloatingDtypes[] = "float64, float32, float16 or bfloat16";
+constexpr char kRealDtypes[] =
+    "float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8 or bool";
+
 // torch.promote_types of two of which at least one is floating.
 inline ScalarType promote(ScalarType a, ScalarType b) {
   if (a == b || !is_floating(b)) {

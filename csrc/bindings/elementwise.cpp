@@ -106,8 +106,7 @@ std::vector<Tensor> elementwise_backward(ElementwiseLoss loss, const Tensor& gra
   LOSSOPS_CHECK(op, reduce || !kept, "no gradient is kept without a reduction");
   LOSSOPS_CHECK(op, output_mask.size() == 3, "output_mask must have 3 entries, but has ",
                 output_mask.size());
-  LOSSOPS_CHECK(op, is_floating(grad_output.dtype), "grad_output must be floating point, but is ",
-                name_of(grad_output.dtype));
+  check_floating(op, "grad_output", grad_output);
   LOSSOPS_CHECK(op, grad_output.sizes == (reduce ? Dims{} : problem.shape), "grad_output of shape ",
                 grad_output.sizes, " must have the shape of the loss, ",
                 reduce ? Dims{} : problem.shape);

@@ -1,7 +1,5 @@
 #include "bindings/elementwise_problem.h"
 
-#include <utility>
-
 #include "bindings/launch.h"
 
 namespace lossops::bindings {
@@ -51,24 +49,18 @@ ElementwiseProblem::ElementwiseProblem(ElementwiseLoss loss, const Tensor& input
 }
 
 void ElementwiseProblem::check_dtypes(bool takes_integers) const {
-  const auto allowed = [&](ScalarType dtype) {
-    return is_floating(dtype) || (takes_integers && is_integral(dtype));
-  };
-  for (const auto& [name, view] : {std::pair<const char*, const View*>{"input", &input},
-                                   std::pair<const char*, const View*>{"target", &target}}) {
-    LOSSOPS_CHECK(op, allowed(view->dtype), name, " must be floating point, but is ",
-                  name_of(view->dtype));
-  }
+  const auto check = takes_integers ? check_real : check_floating;
+  check(op, "input", input);
+  check(op, "target", target);
   LOSSOPS_CHECK(op, is_floating(input.dtype) || is_floating(target.dtype),
-                "input or target must be floating point, but they are ", name_of(input.dtype),
-                " and ", name_of(target.dtype));
+                "input or target must be ", kFloatingDtypes, ", but they are ",
+                name_of(input.dtype), " and ", name_of(target.dtype));
 }
 
 void ElementwiseProblem::add_weight(const Tensor& tensor, Reduction reduction) {
   weight.emplace(tensor);
   check_device(op, "weight", *weight, input);
-  LOSSOPS_CHECK(op, is_floating(weight->dtype) || is_integral(weight->dtype),
-                "weight must be real, but is ", name_of(weight->dtype));
+  check_real(op, "weight", *weight);
   LOSSOPS_CHECK(op, weight->sizes == input.sizes, "weight of shape ", weight->sizes,
                 " must have the shape of input, ", input.sizes);
   result_dtype = result_type({result_dtype, shape.size}, {weight->dtype, weight->sizes.size});
