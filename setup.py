@@ -25,7 +25,17 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent
 
 # CMakeLists.txt names the same files; tests/test_packaging.py holds the lists equal.
-BINDING_SOURCES = ["csrc/bindings.cpp"]
+BINDING_SOURCES = [
+    "csrc/bindings.cpp",
+    "csrc/bindings/arguments.cpp",
+    "csrc/bindings/cross_entropy.cpp",
+    "csrc/bindings/cross_entropy_problem.cpp",
+    "csrc/bindings/dtypes.cpp",
+    "csrc/bindings/elementwise.cpp",
+    "csrc/bindings/elementwise_problem.cpp",
+    "csrc/bindings/launch.cpp",
+    "csrc/bindings/tensors.cpp",
+]
 CPU_SOURCES = ["csrc/cpu/elementwise.cpp", "csrc/cpu/cross_entropy.cpp"]
 CUDA_SOURCES = [
     "csrc/kernels/elementwise.cu",
@@ -50,7 +60,7 @@ CUDA_SOURCES = [
 # own would be 2 MB more.
 DEFAULT_CUDA_ARCHS = ["7.5", "8.0", "9.0", "10.0", "12.0"]
 
-# torch 2.10: the oldest release whose stable ABI has all that csrc/bindings.cpp uses.
+# torch 2.10: the oldest release whose stable ABI has all that the bindings use.
 TORCH_TARGET_VERSION = "0x020a000000000000"
 
 COMMON_FLAGS = ["-O3", "-std=c++17", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]

@@ -130,13 +130,29 @@ inline CrossEntropyBackwardArgs unit_backward(const CrossEntropyForwardArgs& arg
   return backward;
 }
 
-// grad_output of one row, divided by what the mean divides by.
+// What a row's gradients are multiplied by, of its share of grad_output. The softmax of one class
+// is 1, whatever its logit: a factor of 0 makes Q softmax - q exactly 0 where rounding would leave
+// something, and NaN where there is no softmax.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t gradient_scale(const CrossEntropyArgs& args, acc_t share) {
+  return args.num_classes == 1 && args.dense() ? acc_t(0) * share : share;
+}
+
+// The scale of one row: grad_output, divided by what the mean divides by.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t row_scale(const CrossEntropyBackwardArgs& args, int64_t offset) {
   const acc_t grad_output = load_grad_output<acc_t>(args.grad_output, offset);
   // fault: ce-mean-scale
-  return args.reduction == Reduction::kMean ? grad_output / static_cast<acc_t>(args.mean_terms[0])
-                                            : grad_output;
+  return gradient_scale(args, args.reduction == Reduction::kMean
+                                  ? grad_output / static_cast<acc_t>(args.mean_terms[0])
+                                  : grad_output);
+}
+
+// Whether the mean over a denominator of 0, where all class weights are 0, is NaN instead of the
+// sum over 0. With label smoothing torch adds two means: the one of the class indices alone is then
+// 0 / 0, although all other classes add to the sum.
+LOSSOPS_HOST_DEVICE bool has_mean_of_indices(const CrossEntropyArgs& args) {
+  return args.label_smoothing > 0 && !args.target_is_probability;
 }
 
 }  // namespace lossops

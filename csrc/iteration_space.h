@@ -195,6 +195,9 @@ class SpaceBuilder {
     ++count_;
   }
 
+  int size() const { return count_; }
+  const Operand& operand(int i) const { return *operands_[i]; }
+
   // Dimensions in `order`, neighbours merged where every operand allows, except
   // across position `split` of the order. Returns how many merged dimensions lie
   // before the split, or -1 where more than kMaxDims are left.

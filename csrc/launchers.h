@@ -1,5 +1,5 @@
 // What both backends implement: raw pointers, sizes and an execution context in,
-// nothing of torch. bindings.cpp fills these structs; kernels/ and cpu/ read them.
+// nothing of torch. bindings/ fills these structs; kernels/ and cpu/ read them.
 #pragma once
 
 #include <cstdint>

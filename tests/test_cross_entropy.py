@@ -419,6 +419,27 @@ def test_weights_of_sum_zero(dtype: torch.dtype, smoothing: float, device: str) 
     assert lossops.cross_entropy(x[:2], t[:2], w).isnan()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@per_dtype
+def test_weights_of_zero_where_smoothing_adds_others(
+    dtype: torch.dtype, smoothing: float, device: str
+) -> None:
+    """The weights of the class indices are 0, and smoothing adds a loss of the other class."""
+    x = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=dtype, device=device)
+    w = torch.tensor([0.0, 1.0], dtype=dtype, device=device)
+    for indices in ([0, 0], [0, -100], [-100, -100]):
+        t = torch.tensor(indices, device=device)
+        for reduction in CE.reductions:
+            result = run(x, t, w, reduction=reduction, label_smoothing=smoothing)
+            theirs = torchs(x, t, w, reduction=reduction, label_smoothing=smoothing)
+            what = f"{indices} {reduction}"
+            torch.testing.assert_close(result.value, theirs.value, equal_nan=True, msg=what)
+            torch.testing.assert_close(
+                result.gradients["input"], theirs.gradients["input"], equal_nan=True, msg=what
+            )
+            assert result.value.isnan().any() == (reduction == "mean"), what
+
+
 IGNORE_INDICES = (255, 3, 2**31, 2**31 - 1, 2**40, -1, -(2**31), -(2**63), 2**63 - 1)
 
 
@@ -797,6 +818,46 @@ def test_one_class(dtype: torch.dtype, device: str) -> None:
                     assert_same(result.gradients["input"], torch.zeros_like(x), reduction)
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed"])
+@per_dtype
+def test_gradient_of_one_class_is_exactly_zero(dtype: torch.dtype, kept: bool, device: str) -> None:
+    """Also where rounding leaves a difference between Q softmax(x) and q."""
+    lossops.keep_gradients(kept)
+    try:
+        for shape in ((1,), (4, 1), (2000, 1), (2, 1, 3), (3, 1, 40, 40)):
+            x = (30 * torch.randn(shape)).to(dtype).to(device).requires_grad_()
+            rows = shape[:-1] if len(shape) < 3 else shape[:1] + shape[2:]
+            w = torch.rand(1).to(dtype).to(device) + 0.5
+            for target in (
+                torch.zeros(rows, dtype=torch.int64, device=device),
+                torch.rand(shape).to(dtype).to(device),
+            ):
+                for reduction in CE.reductions:
+                    for smoothing in (0.0, 0.1, 0.3, 1.0):
+                        for weight in (None, w):
+                            loss = lossops.cross_entropy(
+                                x, target, weight, reduction=reduction, label_smoothing=smoothing
+                            )
+                            (grad,) = torch.autograd.grad(loss, x, torch.rand_like(loss) + 0.5)
+                            what = f"{shape} {target.dtype} {reduction} {smoothing} {weight}"
+                            assert not grad.any(), what
+    finally:
+        lossops.keep_gradients(True)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@per_dtype
+def test_one_class_without_a_softmax(dtype: torch.dtype, value: float, device: str) -> None:
+    x = torch.tensor([[1.0], [value]], dtype=dtype, device=device)
+    for target in (torch.zeros(2, dtype=torch.int64, device=device), torch.ones_like(x)):
+        for reduction in CE.reductions:
+            for smoothing in (0.0, 0.1):
+                result = run(x, target, reduction=reduction, label_smoothing=smoothing)
+                theirs = torchs(x, target, reduction=reduction, label_smoothing=smoothing)
+                assert_same(result.value, theirs.value, reduction)
+                assert_same(result.gradients["input"], theirs.gradients["input"], reduction)
+
+
 def test_no_classes(device: str) -> None:
     x = torch.empty(4, 0, device=device)
     t = torch.zeros(4, dtype=torch.int64, device=device)
@@ -1125,6 +1186,7 @@ def test_row_does_not_depend_on_its_batch(device: str) -> None:
 @pytest.mark.cuda
 def test_tensors_on_two_devices(call: LossFunction) -> None:
     x, t, w = torch.randn(2, 3), torch.tensor([0, 1]), torch.ones(3)
-    assert_raises(ANY_ERROR, lambda: call(x.cuda(), t), "target", "cpu", "cuda")
-    assert_raises(ANY_ERROR, lambda: call(x, t.cuda()), "cpu", "cuda")
-    assert_raises(ANY_ERROR, lambda: call(x.cuda(), t.cuda(), w), "weight", "cpu", "cuda")
+    cpu, cuda = "is on cpu", "is on cuda:0"
+    assert_raises(ANY_ERROR, lambda: call(x.cuda(), t), f"target {cpu} but input {cuda}")
+    assert_raises(ANY_ERROR, lambda: call(x, t.cuda()), f"target {cuda} but input {cpu}")
+    assert_raises(ANY_ERROR, lambda: call(x.cuda(), t.cuda(), w), f"weight {cpu} but input {cuda}")

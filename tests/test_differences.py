@@ -17,7 +17,7 @@ from torch import Tensor
 
 import lossops
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 
 def outcome(call: Callable[[], Tensor]) -> Any:
@@ -87,8 +87,37 @@ def test_ignored_rows_without_classes(device: str) -> None:
 
 def test_infinite_target_of_kl_div(device: str) -> None:
     x, t = torch.tensor([2.0], device=device), torch.tensor([INF], device=device)
-    assert lossops.kl_div(x, t, reduction="sum").item() == INF
-    assert F.kl_div(x, t, reduction="sum").isnan()
+    t.requires_grad_()
+    for call, is_expected in ((lossops.kl_div, Tensor.isposinf), (F.kl_div, Tensor.isnan)):
+        loss = call(x, t, reduction="sum")
+        (grad,) = torch.autograd.grad(loss, t)
+        assert is_expected(loss) and is_expected(grad)
+
+
+def test_infinite_probability_at_the_largest_logit(device: str) -> None:
+    x = torch.tensor([[1.0, 2.0, 0.0]], device=device, requires_grad=True)
+    p = torch.tensor([[0.5, INF, 0.5]], device=device)
+    assert lossops.cross_entropy(x, p).isnan()
+    assert F.cross_entropy(x, p).item() == INF
+    for call, expected in (
+        (lossops.cross_entropy, [[NAN, NAN, INF]]),
+        (F.cross_entropy, [[NAN, INF, INF]]),
+    ):
+        loss = call(x, p.roll(-1, 1))
+        assert loss.item() == INF
+        (grad,) = torch.autograd.grad(loss, x)
+        assert torch.equal(grad.nan_to_num(nan=7), torch.tensor(expected).nan_to_num(nan=7).to(x))
+
+
+def test_smoothing_over_huge_logits(device: str) -> None:
+    """The distances from the largest logit add up to more than float32 holds, the loss does not."""
+    x = torch.tensor([[3e38, 0.0, 0.0]], device=device)
+    t = torch.tensor([0], device=device)
+    for smoothing in (0.1, 1.0):
+        found = lossops.cross_entropy(x, t, label_smoothing=smoothing)
+        exact = F.cross_entropy(x.double(), t, label_smoothing=smoothing)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+        assert F.cross_entropy(x, t, label_smoothing=smoothing).item() == INF
 
 
 def test_masked_class_index_with_all_of_the_target_smoothed(device: str) -> None:

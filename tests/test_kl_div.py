@@ -310,6 +310,29 @@ def test_empty(dtype: torch.dtype, log_target: bool, log_input: bool, device: st
                 assert gradient.shape == shape
 
 
+@pytest.mark.parametrize("log_input", [True, False], ids=["log_input", "input"])
+@pytest.mark.parametrize("log_target", [False, True], ids=["target", "log_target"])
+@per_dtype
+def test_operand_broadcast_to_no_elements(
+    dtype: torch.dtype, log_target: bool, log_input: bool, device: str
+) -> None:
+    """A factor of torch's derivative is computed before the target is broadcast: 0 times NaN."""
+    values = torch.tensor([0.5, 1.0, -0.0, 0.0, INF, NAN] + [-INF] * log_target)
+    t = values[:, None].to(dtype).to(device)
+    x = torch.ones(len(t), 0, dtype=dtype, device=device)
+    for target in (t, t.expand(-1, 1)[None], t[:0, :0].sum()):
+        for reduction in ("none", "sum", "mean", "batchmean"):
+            options = {"reduction": reduction, "log_target": log_target}
+            given = sample_of(x, target, log_input=log_input, **options)
+            result = evaluate(lossops.kl_div, given)
+            theirs = evaluate(F.kl_div, sample_of(x, target, **options))
+            assert_same(result.value, theirs.value, reduction)
+            assert_same(result.gradients["target"], theirs.gradients["target"], reduction)
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    result = evaluate(lossops.kl_div, sample_of(one, x, log_input=log_input, reduction="sum"))
+    assert_same(result.gradients["input"], torch.zeros_like(one), "input")
+
+
 @pytest.mark.parametrize(
     ("dtype", "target_dtype", "expected"),
     [
@@ -414,8 +437,12 @@ def test_half_precision_batchmean_does_not_overflow(device: str) -> None:
 @pytest.mark.cuda
 def test_tensors_on_two_devices(call: LossFunction) -> None:
     x = torch.rand(3)
-    for arguments in ((x, x.cuda()), (x.cuda(), x)):
-        assert_raises((RuntimeError, ValueError), lambda a=arguments: call(*a), "cpu", "cuda")
+    cpu, cuda = "is on cpu", "is on cuda:0"
+    for input, target, words in (
+        (x, x.cuda(), f"target {cuda} but input {cpu}"),
+        (x.cuda(), x, f"target {cpu} but input {cuda}"),
+    ):
+        assert_raises((RuntimeError, ValueError), lambda a=input, b=target: call(a, b), words)
 
 
 @pytest.mark.parametrize("name", ["log_target", "log_input"])

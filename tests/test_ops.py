@@ -230,3 +230,22 @@ def test_fake_kernels_name_a_wrong_dtype(loss: Loss, dtype: torch.dtype) -> None
     for name, tensor in sample.tensors.items():
         with pytest.raises(RuntimeError, match=f"{name} must be .* {str(dtype)[6:]}"):
             sample.with_tensors(**{name: tensor.to(dtype)}).call(loss.op)
+
+
+@per_loss
+def test_float8_is_told_which_dtypes_are_taken(loss: Loss, device: str) -> None:
+    given = loss.variants[0].sample((4, 5))
+    for where in (device, "meta"):
+        sample = given.map(lambda t, where=where: t.to(where))
+        wrong = sample.with_tensors(input=sample.tensors["input"].to(torch.float8_e4m3fn))
+        words = "input must be float64, float32, float16.* bfloat16.* but is float8_e4m3fn"
+        with pytest.raises(RuntimeError, match=words):
+            wrong.call(loss.op)
+
+
+@per_loss
+def test_fake_kernels_say_which_argument_is_where(loss: Loss) -> None:
+    sample = loss.variants[0].sample((4, 5))
+    wrong = sample.with_tensors(input=sample.tensors["input"].to("meta"))
+    with pytest.raises(RuntimeError, match="target is on cpu but input is on meta"):
+        wrong.call(loss.op)

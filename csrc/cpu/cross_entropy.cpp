@@ -655,6 +655,9 @@ struct RowGradients {
     const int width = padded(count);
     if (args.reduction == Reduction::kNone) {
       load_block(args.grad_output, grad_output_at, count, scale);
+      for (int j = 0; j < width && args.num_classes == 1; ++j) {
+        scale[j] = gradient_scale(args, scale[j]);
+      }
     } else {
       std::fill_n(scale, width, row_scale<acc_t>(args, 0));
     }
@@ -1060,7 +1063,8 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
     double result = fold_partials(scratch, chunks, 2);
     if (args.reduction == Reduction::kMean) {
       args.mean_terms[0] = fold_partials(scratch + 1, chunks, 2);  // fault: ce-mean-terms
-      result /= args.mean_terms[0];
+      result = args.mean_terms[0] == 0 && has_mean_of_indices(args) ? math::quiet_nan<double>()
+                                                                    : result / args.mean_terms[0];
       args.mean_terms[1] = result;
     }
     store_operand(args.output, 0, result);

@@ -269,6 +269,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args, doubl
   finalize.dtype = args.output.dtype;
   finalize.mean = args.reduction == Reduction::kMean;
   finalize.denominator_is_weight = true;  // fault: ce-cuda-mean
+  finalize.nan_over_zero = has_mean_of_indices(args);
   finalize.mean_terms = args.mean_terms;
   const bool one_pass = args.grad_input.data != nullptr;
   Denominator denominator;

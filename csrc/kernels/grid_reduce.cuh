@@ -6,6 +6,7 @@
 
 #include "kernels/block_reduce.cuh"
 #include "kernels/launch.cuh"
+#include "losses/math.h"
 #include "scalar_types.h"
 
 namespace lossops::cuda {
@@ -30,6 +31,7 @@ struct Finalize {
   bool mean = false;
   bool denominator_is_weight = false;  // mean: divide by the total weight, else by denominator
   bool denominator_is_known = false;   // mean: divide by mean_terms[0]
+  bool nan_over_zero = false;          // mean: NaN where the denominator is 0
   double denominator = 1;
   double weight_copies = 1;      // how often the total counts each weight
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; may be null
@@ -41,7 +43,7 @@ struct Finalize {
                              : denominator_is_weight && weight_copies > 0
                                  ? total.weight / weight_copies
                                  : denominator;
-      result /= divisor;
+      result = nan_over_zero && divisor == 0 ? math::quiet_nan<double>() : result / divisor;
       if (mean_terms != nullptr) {
         mean_terms[0] = divisor;
         mean_terms[1] = result;

@@ -146,8 +146,10 @@ struct KlDivLoss {
   static constexpr char kSchema[] = ", bool log_target=False, bool log_input=True";
   static constexpr LossTraits kTraits{/*has_weight=*/KlDivTerm<false, false>::kHasWeight,
                                       /*takes_integers=*/false,
-                                      /*has_batchmean=*/true, /*expands_first=*/false,
-                                      /*target_first=*/true};
+                                      /*has_batchmean=*/true,
+                                      /*expands_first=*/false,
+                                      /*target_first=*/true,
+                                      /*target_has_factor=*/true};
 
   template <typename Body>
   static void visit(const LossParams& params, Body&& body) {

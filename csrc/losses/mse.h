@@ -33,9 +33,12 @@ struct MseTerm {
 struct MseLoss {
   using Params = ParamTypes<>;
   static constexpr char kSchema[] = "";
-  static constexpr LossTraits kTraits{/*has_weight=*/MseTerm::kHasWeight, /*takes_integers=*/true,
-                                      /*has_batchmean=*/false, /*expands_first=*/true,
-                                      /*target_first=*/false};
+  static constexpr LossTraits kTraits{/*has_weight=*/MseTerm::kHasWeight,
+                                      /*takes_integers=*/true,
+                                      /*has_batchmean=*/false,
+                                      /*expands_first=*/true,
+                                      /*target_first=*/false,
+                                      /*target_has_factor=*/false};
 
   // Calls body with the term that the run-time parameters choose.
   template <typename Body>

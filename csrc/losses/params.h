@@ -15,6 +15,9 @@ struct LossTraits {
   bool has_batchmean;   // the reduction of that name
   bool expands_first;   // a 0-d operand promotes as if it were expanded already
   bool target_first;    // the result takes the layout of target, not of input, where they differ
+  // A factor of the derivative with respect to target is computed at target's own size: over no
+  // elements the sum is 0 times that factor, which may be NaN.
+  bool target_has_factor;
 };
 
 // Their C++ types: bool, int64_t or double.

@@ -19,6 +19,18 @@ enum class ElementwiseLoss {
 #undef LOSSOPS_ROW
 };
 
+// The op's name.
+inline const char* name_of(ElementwiseLoss loss) {
+  switch (loss) {
+#define LOSSOPS_ROW(name, Loss) \
+  case ElementwiseLoss::name:   \
+    return #name;
+    LOSSOPS_ELEMENTWISE_LOSSES(LOSSOPS_ROW)
+#undef LOSSOPS_ROW
+  }
+  return "";
+}
+
 inline LossTraits traits_of(ElementwiseLoss loss) {
   switch (loss) {
 #define LOSSOPS_ROW(name, Loss) \

@@ -130,13 +130,11 @@ def as_memory_error(error: Exception) -> Exception:
     return torch.OutOfMemoryError(message) if is_one else error
 
 
-def _check_devices(name: str, input: Tensor, *others: Tensor | None) -> None:
+def _check_devices(op: str, input: Tensor, **others: Tensor | None) -> None:
     """As the kernels do: fake kernels also meet a real tensor beside one without data."""
-    for tensor in others:
+    for name, tensor in others.items():
         if tensor is not None and tensor.device != input.device:
-            raise RuntimeError(
-                f"{name}: a tensor is on {tensor.device} but input is on {input.device}"
-            )
+            raise RuntimeError(f"{op}: {name} is on {tensor.device} but input is on {input.device}")
 
 
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -150,10 +148,12 @@ def _check_dtype(
     name: str,
     tensor: Tensor | None,
     allowed: tuple[torch.dtype, ...],
-    what: str = "floating point",
+    what: str = "",
 ) -> None:
     """As the kernels do, for fake ones."""
     if tensor is not None and tensor.dtype not in allowed:
+        *most, last = [str(dtype).removeprefix("torch.") for dtype in allowed]
+        what = what or f"{', '.join(most)} or {last}"
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise RuntimeError(f"{op}: {name} must be {what}, but is {dtype}")
 
@@ -523,7 +523,7 @@ class _Loss:
     def fake_backward(
         self, grad_output: Tensor, input: Tensor, target: Tensor, weight: Tensor | None, *args: Any
     ) -> list[Tensor]:
-        _check_devices(self.name, input, grad_output, target, weight)
+        _check_devices(self.name, input, grad_output=grad_output, target=target, weight=weight)
         output_mask = args[self.mask_position - 4]
         operands = (input, target, weight)
         return [
@@ -742,7 +742,7 @@ class ElementwiseLoss(_Loss):
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, reduction, float32_result = args[:5]
-        _check_devices(self.name, input, target, weight)
+        _check_devices(self.name, input, target=target, weight=weight)
         allowed = DTYPES if self.takes_integers else _FLOATING
         for name, tensor in (("input", input), ("target", target), ("weight", weight)):
             _check_dtype(self.name, name, tensor, allowed)
@@ -958,7 +958,7 @@ class CrossEntropyLoss(_Loss):
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         input, target, weight, _ignore_index, reduction, label_smoothing, float32_result = args
-        _check_devices(self.name, input, target, weight)
+        _check_devices(self.name, input, target=target, weight=weight)
         _check_dtype(self.name, "input", input, _FLOATING)
         dtype = input.dtype
         if not _is_probability(input, target):

@@ -1,0 +1,49 @@
+// The ops of cross entropy, with the arguments of their schemas in bindings.cpp.
+#pragma once
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/tensors.h"
+
+namespace lossops::bindings {
+
+// The public op without autograd, whose kernel is in ops.py.
+Tensor cross_entropy(Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index,
+                     std::string reduction, double label_smoothing);
+
+Tensor cross_entropy_value(Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index,
+                           std::string reduction, double label_smoothing, bool float32_result);
+
+// loss, row_stats, mean_terms
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(
+    Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index, std::string reduction,
+    double label_smoothing, bool float32_result);
+
+// loss, grad_input, saved
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward_gradient(
+    Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index, std::string reduction,
+    double label_smoothing, bool float32_result);
+
+std::vector<Tensor> cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target,
+                                           OptionalTensor weight, Tensor row_stats,
+                                           OptionalTensor mean_terms, int64_t ignore_index,
+                                           std::string reduction, double label_smoothing,
+                                           std::vector<bool> output_mask);
+
+void cross_entropy_backward_kept(Tensor grad_input, Tensor grad_output, Tensor input, Tensor target,
+                                 Tensor saved, OptionalTensor weight, int64_t ignore_index,
+                                 std::string reduction, double label_smoothing,
+                                 bool float32_result);
+
+// Writes the gradient of input over input. Its memory is its own, as ops.py has checked.
+void cross_entropy_backward_inplace(Tensor input, Tensor grad_output, Tensor target,
+                                    OptionalTensor weight, Tensor row_stats,
+                                    OptionalTensor mean_terms, int64_t ignore_index,
+                                    std::string reduction, double label_smoothing);
+
+// The first row whose class index is out of range, or -1: an int64 scalar on target's device.
+Tensor first_invalid_target(Tensor target, int64_t num_classes, int64_t ignore_index);
+
+}  // namespace lossops::bindings

@@ -1,0 +1,48 @@
+// Tensors of rows of classes: (C,), (N, C) or (N, C, d1, ...). A row is all classes at one place of
+// the other dimensions; the rows' shape is the tensor's without the class dimension.
+#pragma once
+
+#include "bindings/arguments.h"
+
+namespace lossops::bindings {
+
+inline int class_dim(const Dims& dims) { return dims.size == 1 ? 0 : 1; }
+
+// The number of classes of sizes, or their stride of strides.
+inline int64_t class_entry(const Dims& dims) { return dims[class_dim(dims)]; }
+
+inline Dims without_class_dim(const Dims& dims) {
+  Dims result;
+  for (int i = 0; i < dims.size; ++i) {
+    if (i != class_dim(dims)) {
+      result.push_back(dims[i]);
+    }
+  }
+  return result;
+}
+
+// The rows as one launch runs over them, numbered in the row-major order of their shape. The only
+// place that fills a space of rows and the strides of its operands.
+class RowSpace {
+ public:
+  explicit RowSpace(const Dims& rows) : order_(row_major_order(rows.size)), builder_(rows) {}
+
+  // One element a row.
+  void add_values(Operand& operand, const Dims& strides) { builder_.add(operand, strides); }
+
+  // One element a class.
+  void add_classes(Operand& operand, int64_t& class_stride, const Dims& strides) {
+    class_stride = class_entry(strides);
+    builder_.add(operand, without_class_dim(strides));
+  }
+
+  void finish(const char* op, IterationSpace& rows) {
+    check_ndim(op, builder_.finish(order_, rows));
+  }
+
+ private:
+  Dims order_;
+  SpaceBuilder builder_;
+};
+
+}  // namespace lossops::bindings

@@ -1,0 +1,86 @@
+#include "bindings/tensors.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <sstream>
+#include <stdexcept>
+
+#include "cpu/huge_pages.h"
+
+// What torch's last error said; torch 2.13 or newer.
+extern "C" const char* torch_exception_get_what_without_backtrace() __attribute__((weak));
+
+namespace lossops::bindings {
+
+std::string device_of(const Tensor& tensor) {
+  return tensor.is_cpu()
+             ? std::string("cpu")
+             : (tensor.is_cuda() ? "cuda:" : "device ") + std::to_string(tensor.get_device_index());
+}
+
+namespace {
+
+// A tensor that was just allocated, on its way to whoever fills it.
+Tensor fresh(Tensor tensor) {
+  if (tensor.is_cpu()) {
+    cpu::advise_huge_pages(tensor.mutable_data_ptr(),
+                           tensor.numel() * static_cast<int64_t>(tensor.element_size()));
+  }
+  return tensor;
+}
+
+// ops.py knows the first words, and makes torch.OutOfMemoryError of them, as programs that catch
+// torch's own do.
+[[noreturn]] void fail_allocation(const Dims& sizes, ScalarType dtype, const Tensor& like) {
+  std::ostringstream message;
+  const char* const said = torch_exception_get_what_without_backtrace == nullptr
+                               ? ""
+                               : torch_exception_get_what_without_backtrace();
+  if (*said != '\0') {
+    message << said << " (lossops: ";
+  } else {
+    message << (like.is_cuda() ? "CUDA out of memory. (lossops: " : "out of memory (lossops: ");
+  }
+  message << "cannot allocate a tensor of shape " << sizes << ", " << name_of(dtype) << ", on "
+          << device_of(like) << ")";
+  throw std::runtime_error(message.str());
+}
+
+}  // namespace
+
+Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& like) {
+  const int32_t device_type = device_type_of(like);
+  AtenTensorHandle handle;
+  if (aoti_torch_empty_strided(
+          sizes.size, sizes.values, strides.values,
+          torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
+          device_type == aoti_torch_device_type_cpu() ? 0 : like.get_device_index(),
+          &handle) != AOTI_TORCH_SUCCESS) {
+    fail_allocation(sizes, dtype, like);
+  }
+  return fresh(Tensor(handle));
+}
+
+Tensor empty_dense(const Dims& sizes, ScalarType dtype, const Tensor& like) {
+  return empty_strided(sizes, dense_strides(sizes, row_major_order(sizes.size)), dtype, like);
+}
+
+Tensor empty_vector(int64_t length, ScalarType dtype, const Tensor& like) {
+  Dims sizes;
+  sizes.push_back(length);
+  return empty_dense(sizes, dtype, like);
+}
+
+// Without the search for the operator of that name where the layout is plain.
+Tensor empty_like(const View& view) {
+  if (is_dense(view.sizes, view.strides)) {
+    return empty_strided(view.sizes, view.strides, view.dtype, view.tensor);
+  }
+  try {
+    return fresh(torch::stable::empty_like(view.tensor));
+  } catch (const std::runtime_error&) {
+    fail_allocation(view.sizes, view.dtype, view.tensor);
+  }
+}
+
+}  // namespace lossops::bindings
