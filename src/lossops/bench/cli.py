@@ -17,7 +17,7 @@ import torch
 
 from .. import info
 from .._version import __version__
-from . import plot
+from . import drawn, plot
 from .cases import ALL, PEERS
 from .meter import Meter, Progress, measure_bandwidths, measure_overheads, measure_plain
 from .report import Compiled, Report, Result, Small, render
@@ -58,6 +58,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--output", metavar="FILE.json", help="writes all numbers there, and FILE.png beside it"
     )
     parser.add_argument("--plot", metavar="FILE.png", help="draws the numbers there (or .svg)")
+    parser.add_argument(
+        "--random",
+        type=int,
+        metavar="SEED",
+        help="shapes and layouts drawn at random instead of the cases; a new seed each time",
+    )
+    parser.add_argument("--count", type=int, default=100, help="how many --random draws")
     parser.add_argument(
         "--from", dest="source", metavar="FILE.json", help="measures nothing: shows a file again"
     )
@@ -180,6 +187,30 @@ def measure(options: argparse.Namespace) -> Report:
     return Report(about, peers, bandwidth, rates, cases, sizes, small, compiled, overheads)
 
 
+def measure_drawn(options: argparse.Namespace) -> int:
+    """Runs --random. 1 when a result of ours is wrong, else 0."""
+    device = options.device
+    name = device_name(device)
+    print(f"lossops {__version__} on {name}, torch {torch.__version__}, seed {options.random}")
+    meter = Meter(device)
+    rates = measure_bandwidths(meter)
+    bandwidth = {kind: max(of.values()) for kind, of in rates.items()}
+    print(f"memory: reads {bandwidth['read']:.0f} GB/s, copies {bandwidth['copy']:.0f} GB/s\n")
+    found = drawn.run(options.random, options.count, options.peers, meter, bandwidth)
+    print(drawn.render(found, options.peers))
+    if options.output:
+        about = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "device": name,
+            "torch": str(torch.__version__),
+            "lossops": __version__,
+            "seed": options.random,
+            "bandwidth_gb_per_s": bandwidth,
+        }
+        drawn.save(options.output, about, found)
+    return int(not all(one.passed for one in found))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark. 1 when a result of ours is wrong or missing, else 0."""
     options = parse(arguments)
@@ -192,10 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.list:
         print("\n".join(case.name(options.device) for case in options.cases))
         return 0
-    if options.plot and not plot.available():
+    if options.plot and not plot.available() and options.random is None:
         print(f"{plot.MISSING}: {options.plot} is not drawn.", file=sys.stderr)
         if options.source:
             return 2
+    if options.random is not None:
+        return measure_drawn(options)
     name = report.about["device"] if options.source else device_name(options.device)
     versions = (
         report.about if options.source else {"lossops": __version__, "torch": torch.__version__}
