@@ -81,14 +81,8 @@ torch_function_mode_is_on: Callable[[], bool] = _look_for(
 ) or (lambda: torch.overrides.has_torch_function((None,)))
 
 
-@functools.cache
-def _functionalize_question() -> Callable[[], bool]:
-    return _asks_dispatcher("_is_functionalized", "Functionalize")
-
-
-def is_functionalized() -> bool:
-    """Whether torch.func.functionalize is one of the transforms that are on."""
-    return _functionalize_question()()
+# Whether torch.func.functionalize is one of the transforms that are on; no private name says so.
+is_functionalized: Callable[[], bool] = _asks_dispatcher("_is_functionalized", "Functionalize")
 
 
 class _PerhapsALevel:
