@@ -25,7 +25,7 @@ struct ElementwiseOps;
 
 template <typename Loss, ElementwiseLoss kLoss, typename... Params>
 struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
-  // The public op without autograd, whose kernel is in ops.py.
+  // The public op without autograd, whose kernel is in lossops/_ops/calling.py.
   static Tensor loss(Tensor input, Tensor target, std::string reduction, Params... params) {
     return value(input, target, std::nullopt, reduction, false, params...);
   }

@@ -781,6 +781,40 @@ def test_forward_mode_in_torch_func(loss: Loss, variant: Variant, device: str) -
             torch.testing.assert_close(actual, expected, msg=lambda m: f"{sample.name}: {m}")  # noqa: B023
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@per_variant
+def test_functionalize(loss: Loss, variant: Variant, device: str) -> None:
+    """Alone, with other transforms in any order, and in a graph: as torch's losses."""
+    func = torch.func
+    for reduction in ("mean", "none"):
+        sample = variant.sample((3, 4), device=device, dtype=torch.float64, reduction=reduction)
+        x = sample.tensors["input"].detach()
+        others = sample.map(Tensor.detach)
+
+        def results(call: LossFunction, *, is_op: bool) -> list[Tensor]:
+            def f(a: Tensor) -> Tensor:
+                return others.with_tensors(input=a.clone().mul_(2)).call(call).sum()  # noqa: B023
+
+            leaf = x.clone().requires_grad_()  # noqa: B023
+            value = func.functionalize(f)(leaf)
+            found = [
+                func.functionalize(f)(x),  # noqa: B023
+                make_fx(func.functionalize(f))(x)(x),  # noqa: B023
+                func.functionalize(func.vmap(f))(x[None]),  # noqa: B023
+                value.detach(),
+                *torch.autograd.grad(value, leaf),
+            ]
+            if not is_op:  # torch.func.grad straight through an operator is an error of torch's
+                found.append(func.functionalize(func.grad(f))(x))  # noqa: B023
+                found.append(func.grad(func.functionalize(f))(x))  # noqa: B023
+            return found
+
+        expected = results(loss.reference, is_op=False)
+        for call, is_op in ((loss.function, False), (loss.op, True)):
+            for found, exact in zip(results(call, is_op=is_op), expected, strict=is_op is False):
+                torch.testing.assert_close(found, exact, msg=lambda m: f"{sample.name}: {m}")  # noqa: B023
+
+
 @per_variant
 def test_second_derivatives_have_no_graph_of_their_own(
     loss: Loss, variant: Variant, device: str

@@ -1,6 +1,6 @@
 """The smaller differences from torch that the README lists, and that they are still differences.
 
-Its eight numbered ones have tests of their own: docs/reliability.md names them.
+Its nine numbered ones have tests of their own: docs/reliability.md names them.
 """
 
 from __future__ import annotations

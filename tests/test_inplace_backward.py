@@ -181,14 +181,20 @@ def test_without_a_gradient_nothing_is_written(device: str) -> None:
     ids=["square", "view", "mse_loss", "cross_entropy", "inplace"],
 )
 def test_other_use_of_the_logits(other: Callable[[Tensor], Tensor], device: str) -> None:
-    """An error of torch's about the tensor's version, or the right gradient; never a wrong one."""
+    """An error about the tensor's version, or the right gradient; never a wrong one."""
     leaf, logits, target = logits_of(device)
-    first, second = overwriting(logits, target), other(logits)
-    first.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        second.backward()
-
     reference = leaf.detach().clone().requires_grad_()
+    (expected,) = torch.autograd.grad(other(reference * 2), reference)
+    first, second = overwriting(logits, target), other(logits)
+    is_kept = getattr(second.grad_fn, "kept", None) is not None
+    first.backward(retain_graph=True)
+    if is_kept:  # it was computed while the logits were there
+        (found,) = torch.autograd.grad(second, leaf)
+        assert same_bits(found, expected)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.backward()
+
     (lossops.cross_entropy(reference * 2, target) + other(reference * 2)).backward()
     for swapped in (False, True):
         leaf.grad = None
@@ -209,6 +215,70 @@ def test_other_use_that_needs_no_logits(device: str) -> None:
     reference = leaf.detach().clone().requires_grad_()
     (lossops.cross_entropy(reference * 2, target) + (reference * 2).exp().sum()).backward()
     (overwriting(logits, target) + logits.exp().sum()).backward()
+    assert leaf.grad is not None and reference.grad is not None
+    torch.testing.assert_close(leaf.grad, reference.grad)
+
+
+PARTS: tuple[tuple[str, Callable[[Tensor], list[Tensor]]], ...] = (
+    ("chunk", lambda x: list(x.chunk(2))),
+    ("split", lambda x: list(x.split(3))),
+    ("slices", lambda x: [x[:3], x[3:]]),
+    ("unbind", lambda x: list(x.view(2, 3, 9).unbind())),
+)
+
+
+@pytest.mark.parametrize(("name", "parts"), PARTS, ids=[name for name, _ in PARTS])
+def test_parts_of_one_tensor(
+    name: str, parts: Callable[[Tensor], list[Tensor]], device: str
+) -> None:
+    """They share a version: the second loss cannot know that its part was left alone."""
+    leaf, logits, target = logits_of(device)
+    losses = [overwriting(x, t) for x, t in zip(parts(logits), target.chunk(2), strict=True)]
+    with pytest.raises(RuntimeError, match=r"inplace_backward=True .*compute each part's logits"):
+        sum(losses).backward()  # type: ignore[union-attr]
+    assert leaf.grad is None
+    # One of the parts alone is overwritten, and the remedy works.
+    _, logits, target = logits_of(device)
+    part = parts(logits)[1]
+    overwriting(part, target[3:]).backward()
+    (expected,) = torch.autograd.grad(
+        lossops.cross_entropy(found := (leaf.detach()[:3] * 2).requires_grad_(), target[:3]), found
+    )
+    separate = leaf.detach().requires_grad_()
+    total = sum(
+        overwriting(x * 2, t) for x, t in zip(separate.chunk(2), target.chunk(2), strict=True)
+    )
+    total.backward()  # type: ignore[union-attr]
+    assert separate.grad is not None
+    assert same_bits(separate.grad[:3], expected * 2)
+
+
+def test_loss_that_read_the_logits_before(device: str) -> None:
+    """A z-loss and the loss: backward passes run in the reverse order of the calls.
+
+    So the one that overwrites is called first. After another, torch refuses; with a reduction that
+    leaves a gradient, lossops' own losses have theirs already.
+    """
+
+    def z_loss(x: Tensor) -> Tensor:
+        return x.logsumexp(1).square().mean()
+
+    leaf, logits, target = logits_of(device)
+    reference = leaf.detach().requires_grad_()
+    (z_loss(reference * 2) + lossops.cross_entropy(reference * 2, target)).backward()
+    first = overwriting(logits, target)
+    (z_loss(logits) + first).backward()
+    assert leaf.grad is not None and reference.grad is not None
+    torch.testing.assert_close(leaf.grad, reference.grad)
+    _, logits, target = logits_of(device)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (z_loss(logits) + overwriting(logits, target)).backward()
+    leaf, logits, target = logits_of(device)
+    reference = leaf.detach().requires_grad_()
+    zeros = torch.zeros_like(leaf)
+    both = lossops.mse_loss(reference * 2, zeros) + lossops.cross_entropy(reference * 2, target)
+    both.backward()
+    (lossops.mse_loss(logits, zeros) + overwriting(logits, target)).backward()
     assert leaf.grad is not None and reference.grad is not None
     torch.testing.assert_close(leaf.grad, reference.grad)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import lossops
-from lossops import ops
+from lossops._ops import settings
 
 per_variant = pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
 
@@ -110,16 +110,144 @@ def test_given_away_once(loss: Loss, through: str, device: str) -> None:
     assert same_bits(third, expected)
 
 
+# --- operands that are changed in place before the backward pass ---------------------------------
+
+
+def changed(loss: Loss, sample: Sample, name: str, through: str = "function") -> tuple[Any, Tensor]:
+    """The loss of intermediate tensors, of which `name` was overwritten since; and its leaf."""
+    inner = sample.map(Tensor.clone)
+    leaf = inner.tensors["input"].clone().requires_grad_()
+    inner = inner.with_tensors(input=leaf * 1)
+    value = inner.call(getattr(loss, through))
+    inner.tensors[name].detach().fill_(1)
+    return value, leaf
+
+
+@pytest.mark.parametrize("through", ["function", "op"])
+@pytest.mark.parametrize("name", ["input", "target"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-def test_changed_input_is_an_error(loss: Loss, device: str) -> None:
-    sample = loss.variants[0].sample((6, 9), device=device, reduction="sum")
-    x = sample.tensors["input"].detach().clone().requires_grad_()
-    y = x * 1
-    value = sample.with_tensors(input=y).call(loss.function)
-    with torch.no_grad():
-        y.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+def test_changed_operand_and_a_kept_gradient(
+    loss: Loss, name: str, through: str, device: str
+) -> None:
+    """The gradient of the forward pass, times grad_output; float16 has lost what is small."""
+    for dtype in DTYPES:
+        sample = loss.variants[0].sample((33, 9), device=device, dtype=dtype, reduction="mean")
+        before = gradient_of_input(loss, sample)
+        for grad_output in (1.0, 0.0, -3.0, 1000.0):
+            value, leaf = changed(loss, sample, name, through)
+            g = torch.full_like(value, grad_output)
+            known = grad_output == 1 and device == "cpu"
+            if dtype == torch.float16 and not known:
+                with pytest.raises(RuntimeError, match=r"float16, in which small .* a copy"):
+                    torch.autograd.grad(value, leaf, g)
+                continue
+            (found,) = torch.autograd.grad(value, leaf, g)
+            assert found.dtype == dtype
+            assert same_bits(found, before * grad_output), f"{sample.name}, {grad_output}"
+
+
+def test_changed_logits_as_programs_do(device: str) -> None:
+    """A temperature for a metric; a mask: with or without autograd, and torch's results."""
+    changes: dict[str, Any] = {
+        "div_": lambda x: x.div_(2),
+        "no_grad": lambda x: torch.no_grad()(x.div_)(2),
+        "detached": lambda x: x.detach().div_(2),
+        "masked": lambda x: x.masked_fill_(torch.ones_like(x, dtype=torch.bool), -torch.inf),
+        "view": lambda x: x.view(-1)[3:9].mul_(5),
+    }
+    t = torch.randint(9, (6,), device=device)
+    for name, change in changes.items():
+        for scale in (1.0, 128.0):
+            gradients = []
+            for call in (lossops.cross_entropy, torch.nn.functional.cross_entropy):
+                leaf = torch.linspace(-2, 2, 54, device=device).view(6, 9).requires_grad_()
+                logits = leaf * 3
+                value = call(logits, t) * scale
+                change(logits)
+                value.backward()
+                gradients.append(leaf.grad)
+            assert gradients[0] is not None and gradients[1] is not None
+            torch.testing.assert_close(*gradients, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(
+    "part", [lambda x: x.chunk(2)[1], lambda x: x[3:], lambda x: x.unbind()[4][None]]
+)
+def test_changed_tensor_that_logits_are_a_part_of(part: Any, device: str) -> None:
+    """torch has another error for the outputs of chunk and the like."""
+    t = torch.randint(9, (6,), device=device)
+    gradients = []
+    for call in (lossops.cross_entropy, torch.nn.functional.cross_entropy):
+        leaf = torch.linspace(-2, 2, 54, device=device).view(6, 9).requires_grad_()
+        whole = leaf * 3
+        logits = part(whole)
+        value = call(logits, t[: len(logits)])
+        with torch.no_grad():
+            whole.div_(2)
         value.backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+    whole = (leaf * 3).detach().requires_grad_() * 1
+    value = lossops.cross_entropy(part(whole), t[: len(logits)], reduction="none").sum()
+    with torch.no_grad():
+        whole.div_(2)
+    with pytest.raises(RuntimeError, match="no gradient was kept"):
+        value.backward()
+
+
+def test_changed_logits_under_autocast(device: str) -> None:
+    """bfloat16 logits have float32's range: a scaler's grad_output finds every number."""
+    leaf = torch.randn(6, 9, device=device, dtype=torch.bfloat16, requires_grad=True)
+    t = torch.randint(9, (6,), device=device)
+    with torch.autocast(device, torch.bfloat16):
+        value = lossops.cross_entropy(leaf, t)
+    with torch.no_grad():
+        leaf.add_(1)  # as an optimiser does
+    (found,) = torch.autograd.grad(value, leaf, torch.full_like(value, 65536.0))
+    x = (leaf.detach() - 1).double().requires_grad_()
+    (exact,) = torch.autograd.grad(torch.nn.functional.cross_entropy(x, t), x)
+    torch.testing.assert_close(found.double() / 65536, exact, rtol=2**-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_changed_operand_without_a_kept_gradient(loss: Loss, device: str) -> None:
+    """An error that says what to do, whoever asks for what was not kept."""
+    what_to_do = r"modified by an inplace operation.*no gradient was kept.*Modify a copy"
+    none = loss.variants[0].sample((6, 9), device=device, reduction="none")
+    value, leaf = changed(loss, none, "input")
+    with pytest.raises(RuntimeError, match=what_to_do):
+        value.sum().backward()
+    reduced = loss.variants[0].sample((6, 9), device=device, reduction="sum")
+    value, leaf = changed(loss, reduced, "input")
+    with pytest.raises(RuntimeError, match=what_to_do):
+        torch.autograd.grad(value, leaf, create_graph=True)
+    value, leaf = changed(loss, reduced, "input")
+    batch = torch.ones(2, device=device)
+    with pytest.raises(RuntimeError, match=what_to_do):
+        torch.autograd.grad(value, leaf, batch, is_grads_batched=True)
+    value, leaf = changed(loss, reduced, "input")
+    torch.autograd.grad(value, leaf, retain_graph=True)
+    with pytest.raises(RuntimeError, match=what_to_do):  # the first pass has what was kept
+        torch.autograd.grad(value, leaf)
+    lossops.keep_gradients(False)
+    value, leaf = changed(loss, reduced, "input")
+    with pytest.raises(RuntimeError, match=f"{loss.name}: .*{what_to_do}"):
+        value.backward()
+
+
+def test_unpacking_errors_are_left_alone(device: str) -> None:
+    """What a hook of saved tensors raises is no changed operand."""
+
+    def unpack(x: Tensor) -> Tensor:
+        raise RuntimeError("the file is gone")
+
+    x = torch.randn(6, 9, device=device, requires_grad=True)
+    t = torch.randint(9, (6,), device=device)
+    for reduction in ("mean", "none"):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            value = lossops.cross_entropy(x, t, reduction=reduction)
+        with pytest.raises(RuntimeError, match=r"^the file is gone$"):
+            value.sum().backward()
 
 
 @per_variant
@@ -371,6 +499,14 @@ def test_memory_of_few_classes() -> None:
 
 def test_switch() -> None:
     lossops.keep_gradients(False)
-    assert not ops._keeps_gradients
+    assert not settings.gradients_are_kept
     x = torch.randn(3, requires_grad=True)
     assert not hasattr(lossops.mse_loss(x, torch.zeros(3)).grad_fn, "kept")
+
+
+@pytest.mark.parametrize("switch", [lossops.keep_gradients, lossops.check_targets])
+def test_switches_take_bools(switch: Any) -> None:
+    for wrong in ("no", 0, None, 1.0):
+        with pytest.raises(TypeError, match=f"{switch.__name__}: enabled must be a bool"):
+            switch(wrong)
+    assert settings.gradients_are_kept and not settings.targets_are_checked

@@ -40,10 +40,13 @@ def sample_of(input: Tensor, target: Tensor, **options: object) -> Sample:
 
 def test_signature() -> None:
     parameters = inspect.signature(lossops.kl_div).parameters
-    assert list(parameters) == ["input", "target", "reduction", "log_target", "log_input"]
-    for name, default in (("reduction", "mean"), ("log_target", False), ("log_input", True)):
-        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[name].default == default
+    theirs = inspect.signature(F.kl_div).parameters
+    assert list(parameters) == [*theirs, "log_input"]  # in torch's order, by position too
+    assert parameters["log_input"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert parameters["log_input"].default is True
+    for name, parameter in theirs.items():
+        assert parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        assert parameters[name].default == parameter.default
     assert str(OP.default._schema) == (
         'lossops::kl_div(Tensor input, Tensor target, *, str reduction="mean", '
         "bool log_target=False, bool log_input=True) -> Tensor"

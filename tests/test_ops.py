@@ -196,7 +196,7 @@ ANY_DTYPES = (
 @pytest.mark.parametrize("second", ["target", "weight"])
 @per_loss
 def test_fake_kernels_take_the_dtypes_of_real_ones(loss: Loss, second: str) -> None:
-    """What ops.py says of dtypes beside the traits and checks in C++."""
+    """What fakes.py says of dtypes beside the traits and checks in C++."""
 
     def result(dtypes: tuple[torch.dtype, torch.dtype], device: str, *, indices: bool) -> Any:
         tensors = {"input": torch.ones(4, 3), "target": torch.ones(4, 3)}

@@ -217,7 +217,8 @@ def test_wheel_fits_every_python() -> None:
 def test_wheel_contents() -> None:
     files = [line.split(",")[0] for line in dist_info("RECORD").splitlines()]
     packaged = {Path(name).name for name in files if name.startswith("lossops/")}
-    assert packaged >= {"__init__.py", "_C.so", "functional.py", "nn.py", "ops.py", "py.typed"}
+    assert packaged >= {"__init__.py", "_C.so", "functional.py", "nn.py", "py.typed"}
+    assert "lossops/_ops/losses.py" in files
     assert "lossops/bench/__main__.py" in files
     for name in files:
         assert name.startswith(("lossops/", "lossops-")), f"{name} is outside the package"

@@ -395,14 +395,14 @@ FAULTS = [
     Fault(
         "kept gradient not scaled by grad_output",
         "kept-scaled",
-        "not (grad.is_cpu and _is_one(grad))",
-        "not grad.is_cpu",
+        " and grad.item() == 1",
+        "",
         "test_kept_gradients.py",
     ),
     Fault(
         "LOSSOPS_KEEP_GRADIENTS=0 ignored",
         "keep-switch",
-        " and _keeps_gradients",
+        " and settings.gradients_are_kept",
         "",
         "test_kept_gradients.py::test_switch",
     ),
@@ -410,14 +410,14 @@ FAULTS = [
         "kept gradient: inputs that have changed go unnoticed",
         "kept-changed",
         "ctx.saved_tensors",
-        "() if grad.is_cpu and _is_one(grad) else ctx.saved_tensors",
-        "test_kept_gradients.py::test_changed_input_is_an_error",
+        "() if grad.is_cpu else ctx.saved_tensors",
+        "test_kept_gradients.py::test_changed_operand_and_a_kept_gradient",
     ),
     Fault(
         "options cut short by one: sum becomes mean",
         "short-options",
-        "position + 1",
-        "position",
+        "[:needed]",
+        "[: max(needed - 1, 0)]",
         "test_values.py",
     ),
     Fault(
@@ -472,7 +472,7 @@ FAULTS = [
     Fault(
         "forward mode: the tangent of grad_output is lost",
         "tangent-of-grad-output",
-        "forward_ad._current_level >= 0",
+        "levels._current_level >= 0",
         "False",
         "test_autograd.py::test_tangent_of_grad_output",
     ),
@@ -493,21 +493,21 @@ FAULTS = [
     Fault(
         "torch.jit.trace: an operator without a formula",
         "traced",
-        "_is_tracing() or ",
+        "is_tracing() or ",
         "",
         "test_autograd.py::test_traced_losses_keep_their_gradients",
     ),
     Fault(
         "a dual level of any thread sends backward passes to torch",
         "backward-tangents",
-        "_has_tangents(grad_output)",
-        "forward_ad._current_level >= 0",
+        "has_tangents(grad_output)",
+        "levels._current_level >= 0",
         "test_autograd.py::test_dual_level_alone_keeps_ignored_rows_at_zero",
     ),
     Fault(
         "forward mode under autocast: in half precision",
         "wide",
-        "x if x is None else x.to(_widened(x.dtype, float32_result))",
+        "x if x is None else x.to(widened(x.dtype, float32_result))",
         "x",
         "test_autograd.py::test_forward_mode_under_autocast",
     ),
@@ -528,8 +528,8 @@ FAULTS = [
     Fault(
         "fake kernel: dtype under autocast",
         "fake-dtype",
-        "_widened(self.result_dtype(input, target, weight, reduction), float32_result)",
-        "self.result_dtype(input, target, weight, reduction)",
+        "widened(dtype, arguments.float32_result)",
+        "dtype",
         "test_autocast.py::test_fake_tensors",
     ),
     Fault(
@@ -563,8 +563,8 @@ FAULTS = [
     Fault(
         "kl_div: log_target and log_input swapped",
         "kl-options",
-        "log_target, log_input",
-        "log_input, log_target",
+        "=log_target",
+        "=log_input",
         "test_kl_div.py",
     ),
     Fault(

@@ -29,7 +29,7 @@ Tensor fresh(Tensor tensor) {
   return tensor;
 }
 
-// ops.py knows the first words, and makes torch.OutOfMemoryError of them, as programs that catch
+// errors.py knows the first words, and makes torch.OutOfMemoryError of them, as programs that catch
 // torch's own do.
 [[noreturn]] void fail_allocation(const Dims& sizes, ScalarType dtype, const Tensor& like) {
   std::ostringstream message;

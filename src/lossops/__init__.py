@@ -6,9 +6,9 @@ from ._version import __version__ as __version__
 if not _extension.reporting():  # python -m lossops.info runs also where the library does not load
     _extension.load()
 
-    from .functional import check_targets, cross_entropy, kl_div, mse_loss
+    from ._ops.settings import check_targets, keep_gradients
+    from .functional import cross_entropy, kl_div, mse_loss
     from .nn import CrossEntropyLoss, KLDivLoss, MSELoss
-    from .ops import keep_gradients
     from .patching import patch, patch_report, patched, unpatch
 
     __all__ = [

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from . import functional
+from ._ops import errors
+from .functional import BatchReduction, Reduction
 
 __all__ = ["CrossEntropyLoss", "KLDivLoss", "MSELoss"]
 
@@ -22,9 +24,18 @@ class MSELoss(torch.nn.MSELoss):
         shape for "none".
     """
 
+    reduction: Reduction
     weight: Tensor | None
 
-    def __init__(self, *, reduction: str = "mean", weight: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        size_average: None = None,
+        reduce: None = None,
+        reduction: Reduction = "mean",
+        weight: Tensor | None = None,
+    ) -> None:
+        if size_average is not None or reduce is not None:
+            raise errors.deprecated_argument("MSELoss", size_average, reduce)
         super().__init__(reduction=reduction)
         self.register_buffer("weight", weight)
 
@@ -45,9 +56,19 @@ class KLDivLoss(torch.nn.KLDivLoss):
         shape for "none".
     """
 
+    reduction: BatchReduction
+
     def __init__(
-        self, *, reduction: str = "mean", log_target: bool = False, log_input: bool = True
+        self,
+        size_average: None = None,
+        reduce: None = None,
+        reduction: BatchReduction = "mean",
+        log_target: bool = False,
+        *,
+        log_input: bool = True,
     ) -> None:
+        if size_average is not None or reduce is not None:
+            raise errors.deprecated_argument("KLDivLoss", size_average, reduce)
         super().__init__(reduction=reduction, log_target=log_target)
         self.log_input = log_input
 
@@ -77,15 +98,21 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         shape; the result is a scalar, or of the shape without classes for "none".
     """
 
+    reduction: Reduction
+
     def __init__(
         self,
         weight: Tensor | None = None,
-        *,
+        size_average: None = None,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduce: None = None,
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
+        *,
         inplace_backward: bool = False,
     ) -> None:
+        if size_average is not None or reduce is not None:
+            raise errors.deprecated_argument("CrossEntropyLoss", size_average, reduce)
         super().__init__(
             weight=weight,
             ignore_index=ignore_index,

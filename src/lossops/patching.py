@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import functional, ops
+from . import functional
+from ._ops import by_torch, fakes
+from ._privates import functorch_is_active, torch_function_mode_is_on
 
 __all__ = ["patch", "patch_report", "patched", "unpatch"]
 
@@ -28,7 +30,7 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
 # Of torch's functions, in order: what is in their place may have another signature.
 _PARAMETERS = {
     name: tuple(inspect.signature(function).parameters)
-    for name, function in functional.TORCH_LOSSES.items()
+    for name, function in by_torch.LOSSES.items()
 }
 _DEPRECATED = ("size_average", "reduce")
 
@@ -47,8 +49,6 @@ _calls: Counter[str] = Counter()
 _fallbacks: dict[str, Counter[str]] = {name: Counter() for name in _LOSSES}
 _routes: dict[str, Callable[..., Tensor]] = {}  # what is in torch.nn.functional now, by name
 
-_is_mode_enabled = torch._C._is_torch_function_mode_enabled
-_functorch_is_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -155,7 +155,7 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return loss(**arguments) if reason is None else original(*args, **kwargs)
         values = tuple(arguments.values())
         if has_torch_function(values):
-            if _is_mode_enabled():
+            if torch_function_mode_is_on():
                 return original(*args, **kwargs)  # comes back with what is inside
             # Their tables have torch's function, from before the patch.
             result = handle_torch_function(original, values, *args, **kwargs)
@@ -196,7 +196,7 @@ def _why_not(name: str, deprecated: list[str], arguments: dict[str, Any]) -> str
     """Why lossops does not take the call, where that is known before it is made."""
     if deprecated:
         return f"{' and '.join(deprecated)}, which torch has deprecated"
-    if _functorch_is_active():
+    if functorch_is_active():
         return "torch.func, whose transforms lossops has in part"
     smoothing = arguments.get("label_smoothing", 0.0)
     if not (isinstance(smoothing, numbers.Real) and 0 <= float(smoothing) <= 1):
@@ -207,7 +207,7 @@ def _why_not(name: str, deprecated: list[str], arguments: dict[str, Any]) -> str
                 return f"{key} is a {type(value).__name__}"
             if value.device.type not in ("cpu", "cuda"):
                 return f"{key} is on {value.device.type}"
-            if value.dtype not in ops.DTYPES:
+            if value.dtype not in fakes.DTYPES:
                 return f"{key} is {value.dtype}"
     if name == "cross_entropy":
         logits = arguments.get("input")

@@ -1,0 +1,1 @@
+"""What torch must know of the operators beyond their kernels; docs/design.md draws the modules."""

@@ -1,0 +1,283 @@
+"""First derivatives: the autograd functions of a loss, and its backward pass.
+
+`Differentiable` is the loss as autograd sees it. A gradient that the forward pass left is handed
+out by `KeepingFunction`; any other is computed by `gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import _privates
+from .._privates import (
+    CONTEXT_HAS_ATTRIBUTES,
+    dispatch_modes,
+    functorch_is_active,
+    has_tangents,
+    is_batched,
+    levels,
+)
+from . import by_torch, errors
+from .description import HALF_DTYPES, Loss
+from .double_backward import gradient_function
+
+_grad_is_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+
+# Gradients of input, target and weight, None where none is needed: by which are needed,
+# grad_output, the operands, what *_forward returned beside the loss, and the options.
+Gradients: TypeAlias = Callable[..., list[Tensor | None]]
+
+
+class Differentiable:
+    """What the other modules call of a loss that is to be differentiated."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.gradients = _make_gradients(loss)
+        # By input, target, weight and the options: the loss.
+        self.apply = _privates.short_apply(_make_function(self))
+        # By input and a tuple of the others: the loss, whose gradient comes with it.
+        self.apply_keeping = _privates.short_apply(_make_keeping_function(self))
+        torch.library.register_autograd(
+            f"lossops::{loss.name}_forward", self.backward, setup_context=self.setup_context
+        )
+
+    def save_for_backward(
+        self,
+        ctx: Any,
+        operands: tuple[Tensor, Tensor, Tensor | None],
+        options: Any,
+        output: Sequence[Tensor],
+    ) -> None:
+        """What `backward` needs, by what *_forward got and returned."""
+        check = self.loss.check_differentiable
+        if check is not None:
+            check(*operands[1:])
+        ctx.set_materialize_grads(False)
+        *terms, mean_terms = output[1:]
+        ctx.save_for_backward(*operands, *terms, mean_terms if mean_terms.numel() > 0 else None)
+        ctx.options = options
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """As torch.library and torch.func want it, by the arguments and results of *_forward."""
+        ctx.mark_non_differentiable(*output[1:])
+        self.save_for_backward(ctx, inputs[:3], self.loss.ops.Options(*inputs[3:]), output)
+
+    def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
+        """By what save_for_backward left."""
+        others = (None,) * (len(ctx.needs_input_grad) - 3)
+        if grads[0] is None:
+            return None, None, None, *others
+        input, target, weight, *terms = errors.saved_tensors(self.loss.name, ctx)
+        needed = list(ctx.needs_input_grad[:3])
+        operands = (input, target, weight)
+        return *self.gradients(needed, grads[0], operands, terms, ctx.options), *others
+
+
+def _make_gradients(loss: Loss) -> Gradients:
+    ops = loss.ops
+    recorded = ops.backward
+    computed = _privates.below_autograd(ops.backward)
+    differentiated = gradient_function(loss)
+    differentiated_plainly = _privates.short_apply(differentiated)
+
+    def gradients(
+        needed: list[bool],
+        grad_output: Tensor,
+        operands: Sequence[Tensor | None],
+        terms: Sequence[Tensor | None],
+        options: Any,
+    ) -> list[Tensor | None]:
+        is_compiling = _is_compiling()  # the graph of a backward pass, or compiled autograd
+        found: Any
+        try:
+            # fault: backward-tangents
+            if not is_compiling and (is_batched(grad_output) or has_tangents(grad_output)):
+                formula = ops.formula(options)
+                found = by_torch.gradients(loss, needed, grad_output, operands, formula)
+            else:
+                arguments = ops.backward_arguments(grad_output, operands, terms, options, needed)
+                if _grad_is_enabled():  # create_graph=True
+                    if functorch_is_active():
+                        found = differentiated.apply(*arguments)
+                    else:
+                        found = differentiated_plainly(*arguments)
+                elif is_compiling:
+                    found = _pointwise(loss, arguments) or recorded(*arguments)
+                elif dispatch_modes() > 0:  # torch.compile before 2.12, too
+                    found = _pointwise(loss, arguments) or computed(*arguments)
+                else:
+                    found = computed(*arguments)
+        except RuntimeError as error:
+            raise errors.as_memory_error(error) from None
+        each = iter(found)
+        return [next(each) if needs else None for needs in needed]
+
+    return gradients
+
+
+def _pointwise(loss: Loss, arguments: tuple[Any, ...]) -> list[Tensor] | None:
+    """For Inductor the gradient of input in what it fuses, rounded as the kernels do.
+
+    Of half types alone: their derivative in float32 is larger than what it is computed from, so
+    that torch leaves all of it to the backward pass. One of float32 it computes in a pass of its
+    own, beside the forward pass, and keeps.
+    """
+    if (
+        loss.derivative is None
+        or torch.compiler.is_dynamo_compiling()  # compiled autograd, where Python is traced
+        or not _privates.inductor_is_loaded()
+    ):
+        return None
+    given = loss.ops.Backward(*arguments)
+    if (
+        given.input.dtype not in HALF_DTYPES
+        or given.target.dtype not in HALF_DTYPES
+        or given.input.shape != given.target.shape
+        or given.weight is not None
+        or list(given.output_mask) != [True, False, False]
+    ):
+        return None
+    parameters = loss.ops.formula(given)
+    reduction = parameters.pop("reduction")
+    scale = given.grad_output.float()
+    if reduction == "mean":
+        scale = scale / given.input.numel()
+    elif reduction == "batchmean" and given.input.dim() > 0:
+        scale = scale / given.input.size(0)
+    derivative = loss.derivative(given.input.float(), given.target.float(), **parameters)
+    return [(derivative * scale).to(given.input.dtype)]
+
+
+def _make_function(self: Differentiable) -> Any:
+    forward_op = _privates.below_autograd(self.loss.ops.forward)
+
+    class Function(torch.autograd.Function):
+        """The loss; any of its operands may need a gradient."""
+
+        @staticmethod
+        def forward(
+            ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None, options: Any
+        ) -> Tensor:
+            output = forward_op(input, target, weight, *options)
+            self.save_for_backward(ctx, (input, target, weight), options, output)
+            result: Tensor = output[0]
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor | None) -> Any:
+            return self.backward(ctx, grad)
+
+    _privates.name_nodes(Function, f"lossops_{self.loss.name}")
+    return Function
+
+
+def _is_one(grad: Tensor) -> bool:
+    """Whether a number on the CPU is 1; False where looking at it would disturb a tracer."""
+    is_plain = type(grad) is Tensor and dispatch_modes() == 0
+    return is_plain and grad.item() == 1
+
+
+def _make_keeping_function(self: Differentiable) -> Any:
+    loss, ops = self.loss, self.loss.ops
+    forward_gradient_op, backward_kept_op = ops.forward_gradient, ops.backward_kept
+    only_input = [True, False, False]
+
+    def computed_again(ctx: Any, grad: Tensor) -> Tensor | None:
+        saved = ops.Kept(*errors.saved_tensors(loss.name, ctx), *ctx.options)
+        operands = (saved.input, saved.target, saved.weight)
+        try:
+            terms = loss.restored_terms(ops, saved)
+        except RuntimeError as error:
+            raise errors.as_memory_error(error) from None
+        return self.gradients(only_input, grad, operands, terms, ops.options(saved))[0]
+
+    class KeepingFunction(torch.autograd.Function):
+        """The gradient of input comes with the loss, for a grad_output of 1."""
+
+        @staticmethod
+        def forward(
+            ctx: Any, input: Tensor, others: tuple[Tensor, Tensor | None, tuple[Any, ...]]
+        ) -> Tensor:
+            # A tuple, in which autograd does not look for more that requires a gradient. Options
+            # are those that are not left out as defaults.
+            target, weight, options = others
+            saved: tuple[Tensor | None, ...]
+            if options or weight is not None:
+                output = forward_gradient_op(input, target, weight, *options)
+                saved = (input, target, *output[2:], weight)
+            else:
+                output = forward_gradient_op(input, target)
+                saved = (input, target, *output[2:])
+            if CONTEXT_HAS_ATTRIBUTES:
+                ctx.to_save = saved
+                ctx.materialize_grads = False
+            else:
+                ctx.save_for_backward(*saved)
+                ctx.set_materialize_grads(False)
+            if options or not has_default:
+                ctx.options = options
+            ctx.kept = output[1]
+            result: Tensor = output[0]
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor | None) -> Any:
+            if grad is None:
+                return None, None
+            # The gradient that forward left is given away once: nothing may change it then.
+            kept, ctx.kept = ctx.kept, None  # fault: kept-given-away
+            if (
+                kept is None
+                or _grad_is_enabled()
+                or _is_compiling()
+                or is_batched(grad)
+                or functorch_is_active()
+                or levels._current_level >= 0  # fault: tangent-of-grad-output
+            ):
+                return computed_again(ctx, grad), None
+            try:
+                # fault: kept-changed
+                saved = ctx.saved_tensors  # raises where one has changed
+            except RuntimeError as error:
+                return _scaled(loss.name, kept, grad, error), None
+            # As _is_one, without its frame.
+            # fault: kept-scaled
+            if not (
+                grad.is_cpu and type(grad) is Tensor and dispatch_modes() == 0 and grad.item() == 1
+            ):
+                try:
+                    backward_kept_op(kept, grad, *saved, *ctx.options)
+                except RuntimeError as error:  # it may allocate what forward left out
+                    raise errors.as_memory_error(error) from None
+            return kept, None
+
+    _privates.name_nodes(KeepingFunction, f"lossops_{loss.name}")
+    has_default = _privates.set_on_nodes(KeepingFunction, options=())
+    return KeepingFunction
+
+
+def _scaled(name: str, kept: Tensor, grad: Tensor, error: RuntimeError) -> Tensor:
+    """The kept gradient for `grad`, without the operands: one of them was changed in place.
+
+    Its product is rounded twice, by half a unit each. In float16 that is not so: what is below
+    2^-24 is lost in a kept gradient, and a grad_output, as a gradient scaler has it, may be large.
+    It cannot be looked at on a GPU without waiting for it.
+    """
+    if not _privates.is_version_error(error):
+        raise error
+    if grad.is_cpu and _is_one(grad):
+        return kept
+    if kept.dtype == torch.float16:
+        raise errors.changed_operand(
+            name,
+            error,
+            "the gradient that was kept is float16, in which small numbers are lost that "
+            "grad_output may make large",
+        ) from None
+    return kept.mul_(grad)

@@ -1,0 +1,141 @@
+"""Which way a call of a loss takes. Small losses take as long as the lines here.
+
+`make_call` is what the functions call. The public operator, such as `torch.ops.lossops.mse_loss`,
+goes the same way where nothing records or transforms it; else through *_forward, whose formula a
+graph then holds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .._privates import (
+    dispatch_modes,
+    functorch_is_active,
+    has_tangents,
+    is_tracing,
+    levels,
+    unwrap_if_dead,
+)
+from . import autocast, by_torch, errors, settings, transforms
+from .autograd import Differentiable
+from .description import Loss, library
+
+_grad_is_enabled = torch.is_grad_enabled
+
+# By input, target, weight, the options, and where the caller knows it whether forward can compute
+# the gradient (`Loss.can_keep`): looking at shapes takes time.
+Call: TypeAlias = Callable[..., Tensor]
+
+
+def make_options(loss: Loss) -> Callable[..., Any]:
+    """Makes the options of a call, by name: `Options`, with what is to be passed as `short`.
+
+    Trailing defaults are left out of it, as each argument of an operator takes time. Options that
+    were there before are found again in half the time of making them.
+    """
+    defaults = loss.ops.defaults
+
+    @functools.lru_cache(maxsize=256)
+    def options(*args: Any, **kwargs: Any) -> Any:
+        made = loss.ops.Options(*args, **kwargs)
+        errors.check_reduction(loss.name, made.reduction)
+        needed = len(made)
+        while needed > 0 and made[needed - 1] == defaults[needed - 1]:
+            needed -= 1
+        made.short = tuple(made[:needed])  # fault: short-options
+        return made
+
+    return options
+
+
+def make_call(derivatives: Differentiable) -> Call:
+    """The loss, by the shortest way to the operators."""
+    loss = derivatives.loss
+    value = loss.ops.value
+    can_keep = loss.can_keep
+    apply, apply_keeping = derivatives.apply, derivatives.apply_keeping
+    transformed = transforms.make_call(derivatives)
+
+    def call(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        options: Any,
+        may_keep: bool | None = None,
+    ) -> Tensor:
+        if functorch_is_active():
+            return transformed(input, target, weight, options)
+        if levels._current_level >= 0 and has_tangents(input, target, weight):
+            return by_torch.call(loss, input, target, weight, options)
+        if is_tracing() or dispatch_modes() > 0:  # fault: traced
+            # A graph is made of what is called here: the operators below have no gradients.
+            return recorded_call(loss, input, target, weight, options)
+        short = options.short
+        result: Tensor
+        if _grad_is_enabled():
+            if target.requires_grad or (weight is not None and weight.requires_grad):
+                result = apply(*by_torch.alive((input, target, weight)), options)
+                return result
+            if input.requires_grad:
+                # A tensor that torch.func left behind has a graph of its own.
+                input = unwrap_if_dead(input)
+                if may_keep is None:
+                    may_keep = can_keep(input, target, weight, options)
+                if may_keep and settings.gradients_are_kept:  # fault: keep-switch
+                    result = apply_keeping(input, (target, weight, short))
+                else:
+                    result = apply(input, target, weight, options)
+                return result
+        if short or weight is not None:
+            result = value(input, target, weight, *short)
+        else:
+            result = value(input, target)
+        return result
+
+    return call
+
+
+def recorded_call(
+    loss: Loss, input: Tensor, target: Tensor, weight: Tensor | None, options: Any
+) -> Tensor:
+    """The public operator."""
+    given = {**options._asdict(), "weight": weight}
+    named = {name: given[name] for name in loss.ops.public_options}
+    result: Tensor = loss.ops.public(input, target, **named)
+    return result
+
+
+def register(loss: Loss, call: Call, options_of: Callable[..., Any]) -> None:
+    """The public operator's kernels under autograd and autocast."""
+    ops = loss.ops
+    # The arguments of *_forward, by those of the public operator, of which the dispatcher leaves
+    # out defaults: `Forward(...)` in half the time.
+    arguments = functools.partial(ops.Forward.__new__, ops.Forward)
+
+    def kernel(float32_result: bool, *args: Any, **kwargs: Any) -> Tensor:
+        input, target, weight, *values = arguments(*args, **kwargs, float32_result=float32_result)
+        for name, tensor in (("input", input), ("target", target)):
+            if tensor is None:  # a schema's Tensor may be one
+                raise TypeError(f"{loss.name}: {name} must be a Tensor, but is None")
+        options = options_of(*values)
+        result: Tensor
+        try:
+            if levels._current_level >= 0 and has_tangents(input, target, weight):
+                result = by_torch.call(loss, input, target, weight, options)
+            elif functorch_is_active() or is_tracing() or dispatch_modes() > 0:
+                # What is recorded, or transformed, has its formula from register_autograd.
+                result = ops.forward(input, target, weight, *options)[0]
+            else:
+                result = call(input, target, weight, options)
+        except RuntimeError as error:
+            raise errors.as_memory_error(error) from None
+        return result
+
+    library.impl(loss.name, functools.partial(kernel, False), "Autograd")
+    autocast.register(loss, functools.partial(kernel, True))  # fault: autocast-kernel

@@ -1,0 +1,108 @@
+"""What the operators of cross entropy return and keep.
+
+`cross_entropy_forward` returns the loss, row_stats and mean_terms. row_stats are {max, sum of
+exp(x - max) less 1[, sum of coefficients]} of every row; mean_terms are the denominator of a mean
+and its value before rounding. `cross_entropy_forward_gradient` packs both into one float64 tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .description import Operators, widened
+from .fakes import DTYPES, FLOATING, check_devices, check_dtype
+
+_CLASS_INDICES = (torch.int64, torch.int32, torch.uint8)
+# Doubles that csrc/ puts before row_stats in what it packs.
+_MEAN_TERMS = 2
+
+
+def _rows_of(input: Tensor) -> list[int]:
+    """The shape without the class dimension."""
+    class_dim = 0 if input.dim() == 1 else 1
+    return [size for dim, size in enumerate(input.shape) if dim != class_dim]
+
+
+def _is_probability(input: Tensor, target: Tensor) -> bool:
+    return target.dim() == input.dim() and target.is_floating_point()
+
+
+def _row_stats_of(arguments: Any) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape and dtype of row_stats."""
+    input, target, weight = arguments.input, arguments.target, arguments.weight
+    is_probability = _is_probability(input, target)
+    operands = [input, target, weight] if is_probability else [input, weight]
+    acc_double = any(x is not None and x.dtype == torch.float64 for x in operands)
+    num_rows = 1
+    for size in _rows_of(input):
+        num_rows = num_rows * size
+    shape = (3 if is_probability or arguments.label_smoothing > 0 else 2, num_rows)
+    return shape, torch.float64 if acc_double else torch.float32  # fault: fake-row-stats
+
+
+def fake_forward(name: str, arguments: Any) -> tuple[Tensor, ...]:
+    input, target, weight = arguments.input, arguments.target, arguments.weight
+    check_devices(name, input, target=target, weight=weight)
+    check_dtype(name, "input", input, FLOATING)
+    dtype = input.dtype
+    if not _is_probability(input, target):
+        what = "int64, int32 or uint8 for class indices"
+        check_dtype(name, "target", target, _CLASS_INDICES, what)
+        check_dtype(name, "weight", weight, FLOATING)
+    else:
+        check_dtype(name, "target", target, FLOATING)
+        check_dtype(name, "weight", weight, DTYPES)
+        dtype = torch.promote_types(dtype, target.dtype)
+        if weight is not None:
+            dtype = torch.promote_types(dtype, weight.dtype)
+    shape = _rows_of(input) if arguments.reduction == "none" else ()
+    loss = input.new_empty(shape, dtype=widened(dtype, arguments.float32_result))
+    stats_shape, stats_dtype = _row_stats_of(arguments)
+    row_stats = input.new_empty(stats_shape, dtype=stats_dtype)
+    is_mean = arguments.reduction == "mean"
+    mean_terms = input.new_empty((2 if is_mean else 0,), dtype=torch.float64)
+    return loss, row_stats, mean_terms
+
+
+def can_keep(input: Tensor, target: Tensor, weight: Tensor | None, options: Any) -> bool:
+    is_reduced: bool = options.reduction != "none"
+    return is_reduced
+
+
+def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Without the scratch memory that may come after it. Some kernels leave row_stats out."""
+    _, row_stats, _ = forward
+    doubles = _MEAN_TERMS + (row_stats.numel() * row_stats.element_size() + 7) // 8
+    return (row_stats.new_empty((doubles,), dtype=torch.float64),)
+
+
+def restored_terms(ops: Operators, saved: Any) -> Sequence[Tensor | None]:
+    packed = saved.saved
+    shape, dtype = _row_stats_of(saved)
+    numel = shape[0] * shape[1]
+    row_stats = packed[_MEAN_TERMS:].view(dtype)[:numel]
+    if row_stats.numel() == numel:
+        row_stats = row_stats.view(shape)
+    else:  # the kernel that left the gradient had no use for them
+        with torch.no_grad():
+            row_stats = ops.forward(saved.input, saved.target, saved.weight, *ops.options(saved))[1]
+    mean_terms = packed[:_MEAN_TERMS] if saved.reduction == "mean" else None
+    return row_stats, mean_terms
+
+
+def check_differentiable(target: Tensor, weight: Tensor | None) -> None:
+    # fault: weight-needs-grad
+    if weight is not None and weight.requires_grad and not target.is_floating_point():
+        raise RuntimeError(
+            "cross_entropy: weight requires grad, but is not differentiable where target holds "
+            "class indices"
+        )
+
+
+@torch.library.register_fake("lossops::first_invalid_target")
+def _fake_first_invalid_target(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    return target.new_empty((), dtype=torch.int64)

@@ -1,0 +1,149 @@
+"""What the other modules must know of a loss: its operators, their arguments, its formulas.
+
+The arguments follow from the schemas that csrc/ defines. Each loss has these operators, the last
+four of which lossops alone calls:
+
+    name                  the loss: what programs call and what graphs hold
+    name_forward          the loss, and terms that its backward pass needs
+    name_backward         the gradients whose output_mask is set
+    name_value            the loss alone
+    name_forward_gradient the loss, the gradient for a grad_output of 1, and what computes it again
+    name_backward_kept    makes that gradient the one for another grad_output, in place
+    name_backward_inplace the gradient in the place of input (cross entropy has it)
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import _extension, _privates
+
+_extension.load()
+
+# What this package adds to the operators of csrc/.
+library = torch.library.Library("lossops", "IMPL")
+
+# The loss by differentiable functions of torch: input, target, weight, and the options by name.
+Reference: TypeAlias = Callable[..., Tensor]
+# The loss of an element differentiated with respect to input, by input, target and the parameters
+# by name, in torch's pointwise functions.
+Derivative: TypeAlias = Callable[..., Tensor]
+# A typed tuple of the arguments of an operator, with the names that its schema gives.
+Arguments: TypeAlias = Any
+
+OPERANDS = ("input", "target", "weight")
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def widened(dtype: torch.dtype, float32_result: bool) -> torch.dtype:
+    """The dtype of a result under autocast, which is what float32_result says."""
+    return torch.float32 if float32_result and dtype in HALF_DTYPES else dtype
+
+
+def _overload(name: str) -> Any:
+    return getattr(torch.ops.lossops, name).default
+
+
+def _typed_tuple(name: str, arguments: dict[str, Any]) -> Any:
+    return collections.namedtuple(name, list(arguments), defaults=list(arguments.values()))
+
+
+class Operators:
+    """The operators of one loss and typed tuples of their arguments, by their schemas."""
+
+    def __init__(self, name: str) -> None:
+        self.public = _overload(name)
+        self.forward = _overload(f"{name}_forward")
+        self.backward = _overload(f"{name}_backward")
+        self.value = _privates.without_autograd(library, f"{name}_value")
+        self.forward_gradient = _privates.without_autograd(library, f"{name}_forward_gradient")
+        self.backward_kept = _privates.without_autograd(library, f"{name}_backward_kept")
+
+        public, _ = _privates.schema_of(self.public)
+        forward, (_, *terms) = _privates.schema_of(self.forward)
+        value, _ = _privates.schema_of(_overload(f"{name}_value"))
+        backward, _ = _privates.schema_of(self.backward)
+        kept, _ = _privates.schema_of(_overload(f"{name}_backward_kept"))
+        _, (_, _, *saved) = _privates.schema_of(_overload(f"{name}_forward_gradient"))
+
+        # *_forward, *_value and *_forward_gradient take the operands and then the options.
+        options = {key: default for key, default in value.items() if key not in OPERANDS}
+        assert tuple(value) == tuple(forward) == (*OPERANDS, *options)
+        # *_backward_kept takes between them what *_forward_gradient returned beside two results.
+        assert tuple(kept) == (
+            "grad_input", "grad_output", "input", "target", *saved, "weight", *options
+        )  # fmt: skip
+        assert tuple(backward)[:4] == ("grad_output", *OPERANDS)
+
+        # The names of what *_forward returns beside the loss.
+        self.terms = terms
+        self.public_options = [key for key in public if key not in ("input", "target")]
+        # The options of a call: reduction and the like, and float32_result.
+        # `short` is what of them is to be passed to an operator: see calling.make_options.
+        fields = _typed_tuple(f"{name}_options", options)
+        self.Options: Any = type(fields.__name__, (fields,), {"short": ()})
+        self.defaults = self.Options()
+        # All arguments of *_forward, with the defaults of *_value.
+        self.Forward: Any = _typed_tuple(f"{name}_forward_arguments", value)
+        # All arguments of *_backward.
+        self.Backward: Any = _typed_tuple(f"{name}_backward_arguments", backward)
+        # What *_backward_kept takes after two gradients: what KeepingFunction saves, and options.
+        given = {key: default for key, default in kept.items() if not key.startswith("grad_")}
+        self.Kept: Any = _typed_tuple(f"{name}_kept_arguments", given)
+        # Those of the reference and of *_backward, which know no float32_result.
+        self.formula_options = [key for key in options if key != "float32_result"]
+        together = ("grad_output", *OPERANDS, *terms, *options, "output_mask")
+        self._order = [together.index(key) for key in backward]
+
+    def backward_arguments(
+        self,
+        grad_output: Tensor,
+        operands: Sequence[Tensor | None],
+        terms: Sequence[Tensor | None],
+        options: Arguments,
+        output_mask: Sequence[bool],
+    ) -> tuple[Any, ...]:
+        """The arguments of *_backward, in the order of its schema: `Backward(*...)` names them.
+
+        terms: what *_forward returned beside the loss.
+        """
+        together = (grad_output, *operands, *terms, *options, output_mask)
+        return tuple([together[position] for position in self._order])
+
+    def options(self, arguments: Arguments) -> Arguments:
+        """`Options` of `Forward` or `Kept`."""
+        return self.Options(*[getattr(arguments, key) for key in self.Options._fields])
+
+    def formula(self, arguments: Arguments) -> dict[str, Any]:
+        """The options of a formula by name, of any of the typed tuples."""
+        return {key: getattr(arguments, key) for key in self.formula_options}
+
+
+@dataclass(eq=False)
+class Loss:
+    """The description of a loss. `losses.py` has the table of them."""
+
+    name: str
+    # torch's own loss.
+    reference: Reference
+    # Shapes and dtypes of what *_forward returns, by its arguments; it raises as the kernel does.
+    fake_forward: Callable[[str, Arguments], tuple[Tensor, ...]]
+    # The same of what *_forward_gradient returns beside the loss and the gradient, by that.
+    fake_saved: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+    # Whether forward can compute the gradient of input: by input, target, weight and options.
+    can_keep: Callable[[Tensor, Tensor, Tensor | None, Arguments], bool]
+    # What *_forward returns beside the loss, by what KeepingFunction saved (`Operators.Kept`).
+    restored_terms: Callable[[Operators, Arguments], Sequence[Tensor | None]]
+    # Raises where a gradient is wanted that there is none of: by target and weight.
+    check_differentiable: Callable[[Tensor, Tensor | None], None] | None = None
+    # For Inductor.
+    derivative: Derivative | None = None
+
+    def __post_init__(self) -> None:
+        self.ops = Operators(self.name)

@@ -1,0 +1,75 @@
+"""What the operators of an elementwise loss return and keep: a row of csrc/losses/registry.h.
+
+`Traits` are those of the loss in C++. *_forward returns the loss and, for a weighted mean, its
+denominator and its value before rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .description import Operators, widened
+from .fakes import DTYPES, FLOATING, check_devices, check_dtype, naming_arguments
+
+
+@dataclass(frozen=True)
+class Traits:
+    # One of input and target may be integral or bool.
+    takes_integers: bool = False
+    # The dtype is that of input and target broadcast, not torch.result_type.
+    expands_first: bool = True
+    # The layout of a result of "none" follows target where the two differ.
+    target_first: bool = False
+
+    def fake_forward(self, name: str, arguments: Any) -> tuple[Tensor, ...]:
+        input, target, weight = arguments.input, arguments.target, arguments.weight
+        check_devices(name, input, target=target, weight=weight)
+        allowed = DTYPES if self.takes_integers else FLOATING
+        for key, tensor in (("input", input), ("target", target), ("weight", weight)):
+            check_dtype(name, key, tensor, allowed)
+        if not (input.is_floating_point() or target.is_floating_point()):
+            check_dtype(name, "input or target", input, FLOATING)
+        with naming_arguments(name, input, target):
+            dtype = self._result_dtype(input, target, weight, arguments.reduction)
+            dtype = widened(dtype, arguments.float32_result)  # fault: fake-dtype
+            if arguments.reduction == "none":
+                # TensorIterator's layout of a binary operator, which the kernel copies.
+                # fault: fake-strides
+                pair = (target, input) if self.target_first else (input, target)
+                loss = torch.empty_like(torch.ne(*pair), dtype=dtype)
+            else:
+                torch.broadcast_shapes(input.shape, target.shape)
+                loss = input.new_empty((), dtype=dtype)
+        weighted_mean = weight is not None and arguments.reduction == "mean"
+        return loss, input.new_empty((2 if weighted_mean else 0,), dtype=torch.float64)
+
+    def _result_dtype(
+        self, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str
+    ) -> torch.dtype:
+        if self.expands_first:
+            dtype = torch.promote_types(input.dtype, target.dtype)
+        else:
+            dtype = torch.result_type(input, target)
+        if weight is not None:
+            keeps = weight.dim() == 0 and max(input.dim(), target.dim()) > 0
+            if not keeps or reduction == "mean":
+                dtype = torch.promote_types(dtype, weight.dtype)
+        return dtype
+
+
+def can_keep(input: Tensor, target: Tensor, weight: Tensor | None, options: Any) -> bool:
+    return options.reduction != "none" and weight is None and input.shape == target.shape
+
+
+def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return ()
+
+
+def restored_terms(ops: Operators, saved: Any) -> Sequence[Tensor | None]:
+    """Without a weight there is no denominator to keep."""
+    return (None,)

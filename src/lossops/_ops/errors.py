@@ -1,0 +1,186 @@
+"""Which exception a wrong call raises, and what it says.
+
+C++ can raise RuntimeError and IndexError only. For the other types torch itself is asked
+(`as_torch_raises`). That costs nothing until a call fails.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._privates import is_version_error
+from .description import Loss
+
+# Elements of the largest call that is repeated to learn the type of an error.
+_SMALL = 1 << 24
+
+
+def as_memory_error(error: Exception) -> Exception:
+    """torch's error where a GPU has no memory left."""
+    message = str(error)
+    is_one = type(error) is RuntimeError and message.startswith("CUDA out of memory.")
+    return torch.OutOfMemoryError(message) if is_one else error
+
+
+# ---------------------------------------------------------------- operands that have changed
+
+
+def changed_operand(name: str, error: Exception, why: str) -> RuntimeError:
+    """The error of a backward pass that has neither the operands nor a gradient to hand out."""
+    return RuntimeError(
+        f"{name}: an argument of the loss was modified by an inplace operation before its backward "
+        f"pass, and {why}. Modify a copy, as in logits = logits / t, or do it after the backward "
+        f"pass. torch says: {error}"
+    )
+
+
+def saved_tensors(name: str, ctx: Any) -> tuple[Any, ...]:
+    """ctx.saved_tensors; where one of them has changed, the error says what to do."""
+    try:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if not is_version_error(error):
+            raise
+        raise changed_operand(
+            name,
+            error,
+            "no gradient was kept that could be handed out instead (one is kept for the first "
+            "backward pass of a loss that is reduced, where only input needs a gradient and "
+            "lossops.keep_gradients is on)",
+        ) from None
+    return saved
+
+
+# ---------------------------------------------------------------- wrong arguments
+
+
+def deprecated_argument(function: str, size_average: object, reduce: object) -> TypeError:
+    """The error of torch's deprecated arguments, which are in the third to sixth place."""
+    name, value = "size_average", size_average
+    if value is None:
+        name, value = "reduce", reduce
+    return TypeError(
+        f"{function}: {name} must be None, but is {value!r}: torch has deprecated it, and it is "
+        "here for torch's order of arguments alone. Write reduction='mean' for it; and if another "
+        f"argument was meant, its name, as in reduction={value!r} or ignore_index={value!r}"
+    )
+
+
+def check_reduction(name: str, reduction: object) -> None:
+    """Raises for what is no text: C++ would take bytes, and end a message at a NUL."""
+    if not isinstance(reduction, str) or "\0" in reduction:
+        choices = "'none', 'mean', 'sum'" + (", 'batchmean'" if name == "kl_div" else "")
+        raise ValueError(f"{name}: reduction must be one of {choices}, but is {reduction!r}")
+
+
+def _check_tensors(name: str, tensors: dict[str, Any]) -> None:
+    """Raises for what no loss takes, whatever the other arguments are."""
+    for key, tensor in tensors.items():
+        if key == "weight" and tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"{name}: {key} must be a Tensor, but is {kind}")
+        if tensor.is_nested or tensor.is_quantized:
+            kind = "nested" if tensor.is_nested else "quantized"
+            raise NotImplementedError(f"{name}: {key} must be a plain tensor, but is {kind}")
+        if tensor.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{name}: {key} must be dense (torch.strided), but has the layout {tensor.layout}"
+            )
+
+
+def check_numbers(message: str, *, ignore_index: int, label_smoothing: object, **_: object) -> None:
+    """Raises for a number that cross_entropy takes with no tensors; message: C++'s."""
+    try:
+        if isinstance(label_smoothing, str):
+            raise TypeError
+        is_negative_or_nan = not float(label_smoothing) >= 0  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"cross_entropy: label_smoothing must be a number, but is {label_smoothing!r}"
+        ) from None
+    except (OverflowError, ValueError, RuntimeError):  # too large, or more than one number
+        raise TypeError(
+            "cross_entropy: label_smoothing must be a number between 0 and 1, but is "
+            f"{label_smoothing!r}"
+        ) from None
+    if is_negative_or_nan:
+        raise ValueError(message)
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(
+            f"cross_entropy: ignore_index must be a 64-bit integer, but is {ignore_index}"
+        )
+
+
+def classes_last_hint(input: Tensor, target: Tensor) -> str:
+    """Of logits (batch, time, classes) with class indices (batch, time): torch wants classes in
+    dimension 1."""
+    if input.dim() < 3 or target.shape != input.shape[:-1]:
+        return ""
+    moved = "input.transpose(1, 2)" if input.dim() == 3 else "input.movedim(-1, 1)"
+    return (
+        f"; the classes are dimension 1 of input: where they are the last one here, pass {moved}, "
+        "which copies nothing"
+    )
+
+
+def as_torch_raises(
+    loss: Loss,
+    error: Exception,
+    tensors: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    refused_by_torch: Callable[..., Any] | None = None,
+    check_options: Callable[..., None] | None = None,
+    hint: Callable[[Tensor, Tensor], str] | None = None,
+) -> Exception:
+    """The error of a function with the type that torch's raises for the same call.
+
+    torch is asked by the same call on zeros of the same shapes and dtypes, without data where that
+    would take long.
+
+    Args:
+        tensors, options: what the function was called with, as the formula takes it.
+        refused_by_torch: the call of torch that is asked; the formula if None.
+        check_options: raises for options that are wrong by themselves, by the message and options.
+        hint: what to add where torch's error is one of shapes.
+    """
+    if type(error).__module__ != "builtins":
+        return error  # of somebody's hook, or what torch has said itself
+    message = str(error)
+    try:
+        _check_tensors(loss.name, tensors)
+        check_reduction(loss.name, options["reduction"])
+        if check_options is not None:
+            check_options(message, **options)
+    except (NotImplementedError, TypeError, ValueError) as refusal:
+        return refusal
+    if isinstance(error := as_memory_error(error), torch.OutOfMemoryError):
+        return error
+    if "reduction must be one of" in message:
+        return ValueError(message)
+    if isinstance(error, TypeError):
+        return error
+    if hint is not None and "but target has shape" in message:
+        message += hint(tensors["input"], tensors["target"])
+    small = sum(x.numel() for x in tensors.values() if x is not None) <= _SMALL
+    device = "cpu" if small else "meta"
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            zeros = {
+                key: None if x is None else torch.zeros_like(x, device=device)
+                for key, x in tensors.items()
+            }
+            (refused_by_torch or loss.reference)(**zeros, **options)
+    except (IndexError, NotImplementedError, TypeError, ValueError) as torch_error:
+        return type(torch_error)(message)  # fault: type-of-error
+    except Exception:
+        pass
+    return type(error)(message)

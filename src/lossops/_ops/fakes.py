@@ -1,0 +1,102 @@
+"""Fake kernels: the shapes, dtypes and strides of results, for torch.compile and torch.export.
+
+`elementwise.py` and `cross_entropy.py` say what *_forward returns; the fakes of the other operators
+of a loss follow from it. A fake raises where the kernel does, as far as it can see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .description import Loss
+
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+# All that some loss takes.
+DTYPES = FLOATING + _INTEGRAL
+
+
+def register(loss: Loss) -> None:
+    name, ops = loss.name, loss.ops
+
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return loss.fake_forward(name, ops.Forward(*args))
+
+    def public(*args: Any, **kwargs: Any) -> Tensor:
+        return loss.fake_forward(name, ops.Forward(*args, **kwargs))[0]
+
+    def value(*args: Any) -> Tensor:
+        return forward(*args)[0]
+
+    def forward_gradient(input: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        results = forward(input, *args)
+        return results[0], torch.empty_like(input), *loss.fake_saved(results)
+
+    def backward(*args: Any) -> list[Tensor]:
+        arguments = ops.Backward(*args)
+        operands = (arguments.input, arguments.target, arguments.weight)
+        check_devices(
+            name,
+            arguments.input,
+            grad_output=arguments.grad_output,
+            target=arguments.target,
+            weight=arguments.weight,
+        )
+        return [
+            torch.empty_like(operand)
+            for operand, wanted in zip(operands, arguments.output_mask, strict=True)
+            if wanted and operand is not None
+        ]
+
+    torch.library.register_fake(f"lossops::{name}", public)
+    torch.library.register_fake(f"lossops::{name}_forward", forward)
+    torch.library.register_fake(f"lossops::{name}_backward", backward)
+    torch.library.register_fake(f"lossops::{name}_value", value)
+    torch.library.register_fake(f"lossops::{name}_forward_gradient", forward_gradient)
+    register_overwriting(f"{name}_backward_kept")
+
+
+def register_overwriting(name: str) -> None:
+    """The fake of an operator that writes over its first argument and returns nothing."""
+    torch.library.register_fake(f"lossops::{name}", lambda *args: None)
+
+
+def check_devices(op: str, input: Tensor, **others: Tensor | None) -> None:
+    """As the kernels do: fake kernels also meet a real tensor beside one without data."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != input.device:
+            raise RuntimeError(f"{op}: {name} is on {tensor.device} but input is on {input.device}")
+
+
+def check_dtype(
+    op: str,
+    name: str,
+    tensor: Tensor | None,
+    allowed: tuple[torch.dtype, ...],
+    what: str = "",
+) -> None:
+    """As the kernels do."""
+    if tensor is not None and tensor.dtype not in allowed:
+        *most, last = [str(dtype).removeprefix("torch.") for dtype in allowed]
+        what = what or f"{', '.join(most)} or {last}"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise RuntimeError(f"{op}: {name} must be {what}, but is {dtype}")
+
+
+@contextlib.contextmanager
+def naming_arguments(name: str, input: Tensor, target: Tensor) -> Iterator[None]:
+    """Adds to torch's errors about shapes and dtypes whose they are."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # what torch.compile throws to itself
+            raise
+        raise RuntimeError(
+            f"{name}: input {tuple(input.shape)} {input.dtype} and target {tuple(target.shape)} "
+            f"{target.dtype} do not go together: {error}"
+        ) from None

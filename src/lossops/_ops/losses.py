@@ -1,0 +1,76 @@
+"""The losses: a description of each, and its registration with torch.
+
+`lossops.functional` calls what stands here.
+"""
+
+from __future__ import annotations
+
+from . import (
+    autograd,
+    by_torch,
+    calling,
+    double_backward,
+    elementwise,
+    fakes,
+    overwriting,
+    transforms,
+)
+from . import (
+    cross_entropy as rows,
+)
+from .description import Loss
+
+
+class RegisteredLoss:
+    """A loss that torch knows, and the ways to call it."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        # By name, the options of a call.
+        self.options = calling.make_options(loss)
+        self.of_reduction = {
+            reduction: self.options(reduction=reduction)
+            for reduction in ("none", "mean", "sum", "batchmean")
+        }
+        self.derivatives = autograd.Differentiable(loss)
+        self.call = calling.make_call(self.derivatives)
+        double_backward.register(loss)
+        fakes.register(loss)
+        transforms.register(self.derivatives)
+        calling.register(loss, self.call, self.options)
+
+
+MSE_LOSS = RegisteredLoss(
+    Loss(
+        "mse_loss",
+        reference=by_torch.mse_loss,
+        derivative=by_torch.mse_loss_derivative,
+        fake_forward=elementwise.Traits(takes_integers=True).fake_forward,
+        fake_saved=elementwise.fake_saved,
+        can_keep=elementwise.can_keep,
+        restored_terms=elementwise.restored_terms,
+    )
+)
+KL_DIV = RegisteredLoss(
+    Loss(
+        "kl_div",
+        reference=by_torch.kl_div,
+        derivative=by_torch.kl_div_derivative,
+        fake_forward=elementwise.Traits(expands_first=False, target_first=True).fake_forward,
+        fake_saved=elementwise.fake_saved,
+        can_keep=elementwise.can_keep,
+        restored_terms=elementwise.restored_terms,
+    )
+)
+CROSS_ENTROPY = RegisteredLoss(
+    Loss(
+        "cross_entropy",
+        reference=by_torch.cross_entropy,
+        fake_forward=rows.fake_forward,
+        fake_saved=rows.fake_saved,
+        can_keep=rows.can_keep,
+        restored_terms=rows.restored_terms,
+        check_differentiable=rows.check_differentiable,
+    )
+)
+cross_entropy_overwriting = overwriting.make_call(CROSS_ENTROPY.derivatives, CROSS_ENTROPY.call)
