@@ -58,7 +58,6 @@ nitpick_ignore = [("py:class", "torch.Tensor"), ("py:class", "collections.abc.It
 # Where files of the repository outside of docs/ are found on the site; see `lead_links`.
 PAGES = {
     "README.md": "index.md",
-    "README.md#different-from-torch": "semantics.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",

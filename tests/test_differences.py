@@ -1,6 +1,6 @@
-"""The smaller differences from torch that the README lists, and that they are still differences.
+"""The single cases that docs/differences.md lists, and that they are still differences.
 
-Its nine numbered ones have tests of their own: docs/reliability.md names them.
+Its numbered ones have tests of their own: docs/reliability.md names them.
 """
 
 from __future__ import annotations
