@@ -26,14 +26,48 @@ class Run:
     peak_mib: float | None  # of GPU memory
 
 
-def parse(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=None)
-    parser.add_argument("--compile", action="store_true", help="the step in torch.compile")
-    parser.add_argument("--autocast", action="store_true", help="bfloat16 where autocast takes it")
-    parser.add_argument("--plot", type=Path, help="a picture of the loss curves (matplotlib)")
-    return parser.parse_args()
+def parse(description: str | None, *, steps_cpu: int, steps_cuda: int) -> argparse.Namespace:
+    """The options of an example, whose docstring is the description."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog="Prints for each loss function the first and the last loss, the median time of a\n"
+        "training step in milliseconds and, on a GPU, the peak of GPU memory in MiB.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to train: cpu, cuda or cuda:N (default here: %(default)s); "
+        "the model and the batches are larger on cuda",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"training steps with each loss (default: {steps_cuda} on cuda, {steps_cpu} on cpu)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the model and the loss by torch.compile (default: no)",
+    )
+    parser.add_argument(
+        "--autocast",
+        action="store_true",
+        help="run the model and the loss under bfloat16 autocast (default: no, float32)",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="write a picture of the loss curves, as curves.png; needs matplotlib (default: none)",
+    )
+    options = parser.parse_args()
+    if options.steps is None:
+        options.steps = steps_cuda if options.device.startswith("cuda") else steps_cpu
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    return options
 
 
 def train(
@@ -84,14 +118,14 @@ def compare(
     data = list(batches)
     runs = {name: train(model, data, step, loss, options) for name, loss in losses.items()}
     print(f"{title}, {len(data)} steps on {options.device}, torch {torch.__version__}")
-    print("| loss by | first | last | ms a step | peak MiB |\n|---|---|---|---|---|")
+    print("| loss function | first loss | last loss | ms a step | peak MiB |\n|---|---|---|---|---|")
     for name, run in runs.items():
         peak = "-" if run.peak_mib is None else f"{run.peak_mib:.0f}"
         first, last = run.losses[0], run.losses[-1]
         print(f"| {name} | {first:.4f} | {last:.4f} | {run.milliseconds:.2f} | {peak} |")
     curves = [torch.tensor(run.losses) for run in runs.values()]
     apart = ((curves[0] - curves[1]).abs() / curves[0].abs().clamp(min=1e-12)).max().item()
-    print(f"the curves are at most {apart:.1e} apart")
+    print(f"the loss curves differ by at most {apart:.1e} of their values")
     if options.plot:
         plot(title, runs, options.plot)
     return runs

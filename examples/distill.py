@@ -1,9 +1,11 @@
-"""A small classifier learns from a large one, by F.kl_div and by lossops.kl_div.
+"""Distillation, a small classifier learns from a large one: F.kl_div beside lossops.kl_div.
 
     python examples/distill.py [--device cuda] [--compile] [--autocast] [--plot curves.png]
 
-The teacher first learns which of several random points is nearest; the student then learns the
+Trains the same student twice on the same batches, once with each loss, and compares them. The
+teacher first learns which of several random points is nearest. The student then learns the
 teacher's probabilities, softened by a temperature (Hinton, Vinyals and Dean, arXiv:1503.02531).
+There are 32000 classes on a GPU and 100 on the CPU.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def step(model: torch.nn.Module, batch: tuple[Tensor, ...], loss: Loss) -> Tenso
 
 
 def main() -> None:
-    options = parse(__doc__)
+    options = parse(__doc__, steps_cpu=200, steps_cuda=30)
     torch.manual_seed(0)
     large = options.device.startswith("cuda")
     classes, rows = (32000, 2048) if large else (100, 512)
@@ -69,7 +71,7 @@ def main() -> None:
     compare(
         f"Distillation, {classes} classes",
         mlp(64, classes).to(options.device),
-        batches(teacher, options.steps or (30 if large else 200), rows, options.device),
+        batches(teacher, options.steps, rows, options.device),
         step,
         losses,
         options,

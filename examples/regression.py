@@ -1,8 +1,11 @@
-"""A regression with F.mse_loss and with lossops.mse_loss.
+"""A regression, an autoencoder of signals: F.mse_loss beside lossops.mse_loss.
 
     python examples/regression.py [--device cuda] [--compile] [--autocast] [--plot curves.png]
 
-An autoencoder of sums of sines: input and output are the same signal, sampled at many points.
+Trains the same model twice on the same batches, once with each loss, and compares them. The signals
+are sums of sines, sampled at 16384 points on a GPU and at 1024 on the CPU. The model learns to
+return its input. The 20 steps that it takes on a GPU by default are too few to learn anything: they
+compare time and memory, and the loss may rise.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def step(model: torch.nn.Module, batch: tuple[Tensor, ...], loss: Loss) -> Tenso
 
 
 def main() -> None:
-    options = parse(__doc__)
+    options = parse(__doc__, steps_cpu=200, steps_cuda=20)
     torch.manual_seed(0)
     large = options.device.startswith("cuda")
     points, rows = (16384, 8192) if large else (1024, 256)
@@ -43,7 +46,7 @@ def main() -> None:
     compare(
         f"Autoencoder of signals, {points} points",
         model,
-        batches(options.steps or (20 if large else 200), rows, points, options.device),
+        batches(options.steps, rows, points, options.device),
         step,
         {"F.mse_loss": F.mse_loss, "lossops.mse_loss": lossops.mse_loss},
         options,
