@@ -118,7 +118,8 @@ def compare(
     data = list(batches)
     runs = {name: train(model, data, step, loss, options) for name, loss in losses.items()}
     print(f"{title}, {len(data)} steps on {options.device}, torch {torch.__version__}")
-    print("| loss function | first loss | last loss | ms a step | peak MiB |\n|---|---|---|---|---|")
+    print("| loss function | first loss | last loss | ms a step | peak MiB |")
+    print("|---|---|---|---|---|")
     for name, run in runs.items():
         peak = "-" if run.peak_mib is None else f"{run.peak_mib:.0f}"
         first, last = run.losses[0], run.losses[-1]
