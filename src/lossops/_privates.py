@@ -1,7 +1,7 @@
 """What lossops takes of torch beyond its public interface, with a public way beside each name.
 
-Every other module takes these names from here. A private name is looked for once, at import. Where
-this torch lacks it, a public way stands in its place: slower, with the same results.
+Every other module takes these names from here. A private name is looked for once, at import. If
+this torch lacks it, a public way takes its place: slower, with the same results.
 `tests/test_privates.py` removes the names, one by one and all together.
 """
 
@@ -43,11 +43,11 @@ def _questions() -> torch.library.Library:
 
 
 def _asks_dispatcher(question: str, key: str) -> Callable[[], bool]:
-    """Whether the dispatcher goes through `key` now, for a call of no tensor."""
+    """A function that tells whether the dispatcher goes through `key` now, without tensors."""
     library = _questions()
     library.define(f"{question}() -> bool")
     library.impl(question, lambda: False, "CompositeExplicitAutograd")
-    for other in ("Tracer", "Python"):  # which would record the question
+    for other in ("Tracer", "Python"):  # they would record the question
         if other != key:
             library.impl(question, lambda: False, other)
     library.impl(question, lambda: True, key)
@@ -65,40 +65,41 @@ is_tracing: Callable[[], bool] = _look_for("torch._C._is_tracing") or _asks_disp
     "_is_tracing", "Tracer"
 )
 
-# How many dispatch modes are on, such as make_fx's; or whether there are any.
+# How many dispatch modes, such as make_fx's, are on. The public way tells only whether any is on.
 dispatch_modes: Callable[[], int] = _look_for(
     "torch._C._len_torch_dispatch_stack"
 ) or _asks_dispatcher("_dispatch_modes", "Python")
 
-# Whether autocast is on for some device; "perhaps" where that costs a question for each device.
+# Whether autocast may be on for some device. The public way always says yes: asking would cost a
+# question for each device.
 autocast_may_be_on: Callable[[], bool] = _look_for("torch._C._is_any_autocast_enabled") or (
     lambda: True
 )
 
-# Whether a TorchFunctionMode is on: then any value counts as one that overrides functions.
+# Whether a TorchFunctionMode is on. If so, torch says of any value that it overrides functions.
 torch_function_mode_is_on: Callable[[], bool] = _look_for(
     "torch._C._is_torch_function_mode_enabled"
 ) or (lambda: torch.overrides.has_torch_function((None,)))
 
 
-# Whether torch.func.functionalize is one of the transforms that are on; no private name says so.
+# Whether torch.func.functionalize is one of the transforms that are on. No private name says so.
 is_functionalized: Callable[[], bool] = _asks_dispatcher("_is_functionalized", "Functionalize")
 
 
 class _PerhapsALevel:
-    """In the place of forward_ad: only the tensors say whether they have tangents."""
+    """Takes the place of forward_ad: a level may be on, and only the tensors say whether."""
 
     _current_level = 0
 
 
-# Its _current_level is below 0 where no forward-mode differentiation is on, in any thread.
+# levels._current_level is below 0 if no thread differentiates in forward mode.
 levels: Any = forward_ad
 if _look_for("torch.autograd.forward_ad._current_level") is None:
     levels = _PerhapsALevel
 
 
 def has_tangents(*tensors: Tensor | None) -> bool:
-    """Whether forward-mode derivatives are wanted; in torch.func that cannot be seen: perhaps."""
+    """Whether a tensor may have a tangent (forward mode); torch.func does not show which has."""
     if levels._current_level < 0:  # fault: tangents
         return False
     return functorch_is_active() or any(
@@ -115,7 +116,7 @@ def _without_any_level(tensor: Tensor) -> Tensor:
     return found
 
 
-# A tensor that torch.func left behind, without the wrapper of the level that is gone.
+# The tensor without the wrapper of a torch.func level that has ended.
 unwrap_if_dead: Callable[[Tensor], Tensor] = (
     _look_for("torch._C._functorch.unwrap_if_dead") or _without_any_level
 )
@@ -130,13 +131,13 @@ def _asks_for_batches() -> Callable[[Tensor], bool]:
     overload = torch.ops.lossops._is_batched.default
 
     def ask(tensor: Tensor) -> bool:
-        # In torch.func a batched tensor is of another kind.
+        # The batched tensors of torch.func are of another kind.
         return not functorch_is_active() and bool(overload(tensor))
 
     return ask
 
 
-# Whether a grad_output is one of is_grads_batched=True.
+# Whether a grad_output comes from is_grads_batched=True.
 is_batched: Callable[[Tensor], bool] = (
     _look_for("torch._C._functorch.is_legacy_batchedtensor") or _asks_for_batches()
 )
@@ -170,7 +171,7 @@ def below_autograd(overload: Any) -> Callable[..., Any]:
 
     def redispatched(*args: Any) -> Any:
         if functorch_is_active() or dispatch_modes() > 0 or is_tracing():
-            with torch.no_grad():  # which the formula of torch.library honours
+            with torch.no_grad():  # the formula of torch.library obeys it
                 return overload(*args)
         return _kernel_of(overload, args)
 
@@ -180,7 +181,7 @@ def below_autograd(overload: Any) -> Callable[..., Any]:
 def without_autograd(library: torch.library.Library, name: str) -> Callable[..., Any]:
     """The operator `lossops::{name}`, which lossops alone calls, by the shortest way.
 
-    It has no formula and no fallback in its place: autograd passes it by.
+    It has neither a formula nor torch's fallback for operators without one: autograd passes it by.
     """
     library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     overload = getattr(torch.ops.lossops, name).default
@@ -205,7 +206,7 @@ def count_versions(library: torch.library.Library, name: str) -> None:
 
 # ---------------------------------------------------------------- autograd.Function
 
-# What save_for_backward and set_materialize_grads set, each of which is a Python frame around it.
+# save_for_backward and set_materialize_grads only set these, each in a Python frame of its own.
 _look_for("torch.autograd.Function.to_save")
 _look_for("torch.autograd.Function.materialize_grads")
 CONTEXT_HAS_ATTRIBUTES = hasattr(torch.autograd.Function, "to_save") and hasattr(
@@ -214,8 +215,8 @@ CONTEXT_HAS_ATTRIBUTES = hasattr(torch.autograd.Function, "to_save") and hasattr
 
 
 def set_on_nodes(function: Any, **attributes: Any) -> bool:
-    """Attributes for the contexts of a Function, which its class of nodes has; whether there is
-    such a class. Without it contexts have what forward sets."""
+    """Sets attributes on the class of a Function's nodes, so that every ctx has them. Returns
+    whether there is such a class. Without it, a ctx has only what forward sets."""
     node = getattr(function, "_backward_cls", None)
     if node is None:
         return False
@@ -227,9 +228,9 @@ def set_on_nodes(function: Any, **attributes: Any) -> bool:
 def short_apply(function: Any) -> Callable[..., Any]:
     """`function.apply` for small tensors, outside torch.func.
 
-    Without Function.apply, whose Python costs a third of the whole and does nothing but look for
-    torch.func and for tensors that it left behind, and without the search for backward and vjp in
-    each backward pass.
+    It spares two things. Function.apply only looks for torch.func and for tensors that torch.func
+    left behind, in Python that costs a third of the whole. And each backward pass searches the
+    Function for backward and vjp.
     """
     set_on_nodes(function, apply=function.backward)
     base = super(torch.autograd.Function, function)
@@ -238,13 +239,13 @@ def short_apply(function: Any) -> Callable[..., Any]:
 
 
 def name_nodes(function: Any, name: str) -> None:
-    """`name` for a Function and, with "Backward" behind it, for the nodes of its graphs."""
+    """Names a Function `name`, and the nodes of its graphs `name` with "Backward" behind it."""
     function.__name__ = function.__qualname__ = name
     set_on_nodes(function, __name__=f"{name}Backward")
 
 
 def _said_of(part: Callable[[Tensor], Tensor]) -> str:
-    """What torch says where `part` of a tensor is saved and the tensor then changed in place."""
+    """torch's error if `part` of a tensor was saved, and the tensor then changed in place."""
     leaf = torch.zeros(2, requires_grad=True)
     with torch.enable_grad():
         x = leaf * 1
@@ -263,10 +264,10 @@ _version_errors: list[str] = []
 
 
 def _known_version_errors() -> list[str]:
-    """The words of torch's errors about saved tensors that have changed, without their names."""
+    """The words that torch's errors about changed saved tensors share, whatever the tensors."""
     if not _version_errors:
         whole = _said_of(lambda x: x).partition(":")[0]
-        # Of an output of a function with several views, as chunk: "Output 0 of Split is a view".
+        # One of several views, as of chunk, has another error: "Output 0 of Split is a view".
         several = "".join(_said_of(lambda x: x.chunk(2)[0]).partition(" is a view")[1:])
         found = [words for words in (whole, several.partition(".")[0]) if words]
         if len(found) < 2:  # asked inside some transform
@@ -276,7 +277,7 @@ def _known_version_errors() -> list[str]:
 
 
 def is_version_error(error: Exception) -> bool:
-    """Whether torch says with it that a saved tensor was changed since; torch itself is asked."""
+    """Whether error is torch's about a changed saved tensor. torch is asked what it says then."""
     message = str(error)
     return type(error) is RuntimeError and any(
         words in message for words in _known_version_errors()
@@ -287,7 +288,7 @@ def is_version_error(error: Exception) -> bool:
 
 
 def _declaration(overload: Any) -> str:
-    """The schema's text, which the error of a call without arguments quotes."""
+    """The text of the schema. The error of a call without arguments quotes it."""
     try:
         overload()
     except RuntimeError as error:
@@ -296,7 +297,7 @@ def _declaration(overload: Any) -> str:
 
 
 def schema_of(overload: Any) -> tuple[dict[str, Any], list[str]]:
-    """The arguments of an operator with their defaults (None where there is none), its results."""
+    """The arguments of an operator with their defaults (or None), and the names of its results."""
     schema = getattr(overload, "_schema", None)
     if schema is not None:
         arguments = {argument.name: argument.default_value for argument in schema.arguments}
@@ -305,7 +306,7 @@ def schema_of(overload: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def parse_schema(text: str) -> tuple[dict[str, Any], list[str]]:
-    """schema_of, by the text of a schema, as "name(Tensor a, *, str b=\"mean\") -> (Tensor c)"."""
+    """`schema_of` by the text of a schema, as "name(Tensor a, *, str b=\"mean\") -> (Tensor c)"."""
     taken, _, returned = text.partition("->")
     arguments: dict[str, Any] = {}
     for argument in taken.partition("(")[2].rstrip().removesuffix(")").split(", "):
@@ -317,5 +318,5 @@ def parse_schema(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def inductor_is_loaded() -> bool:
-    """Whether Inductor may be what a graph is for."""
+    """Whether Inductor is loaded, so that a graph may be for it."""
     return "torch._inductor.compile_fx" in sys.modules

@@ -1,12 +1,12 @@
 """Losses with the names, arguments and results of `torch.nn.functional`.
 
-Every function takes float64, float32, float16 and bfloat16 tensors on the CPU and on CUDA, of any
-strides, and is differentiable once by fused kernels and again by torch. Half-precision arithmetic
-is done in float32. Under autocast the inputs are read as they are and the result is float32. The
-same input gives the same bits on every run.
+Every function takes float64, float32, float16 and bfloat16 tensors of any strides, on the CPU and
+on CUDA. Fused kernels compute first derivatives; torch's own losses compute second derivatives.
+Half-precision arithmetic is done in float32. Under autocast the inputs are read as they are, and
+the result is float32. The same input gives the same bits on every run.
 
-The arguments stand in torch's order, and may be given by position as torch takes them. torch has
-deprecated `size_average` and `reduce`: they must be None.
+The arguments have torch's order, and may be given by position. torch has deprecated `size_average`
+and `reduce`: they must be None.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BatchReduction: TypeAlias = Literal["none", "mean", "sum", "batchmean"]
 _is_compiling = torch.compiler.is_compiling
 _autocast_may_be_on, _autocast_is_on = autocast.may_be_on, autocast.is_on
 
-# The call of each loss, its options by name, and those that differ from the defaults in nothing but
-# the reduction: quick to find.
+# Of each loss: its call; a function that makes its options by name; and a dict of the options that
+# have nothing but a reduction, which is quicker.
 _mse_loss, _mse_options, _mse_of_reduction = MSE_LOSS.call, MSE_LOSS.options, MSE_LOSS.of_reduction
 _kl_div, _kl_options, _kl_of_reduction = KL_DIV.call, KL_DIV.options, KL_DIV.of_reduction
 _cross_entropy, _cross_entropy_options = CROSS_ENTROPY.call, CROSS_ENTROPY.options
@@ -50,7 +50,7 @@ def mse_loss(
 
     Args:
         input: any shape. One of input and target may be integral or bool.
-        target: a shape that broadcasts with input's; another shape than input's warns.
+        target: a shape that broadcasts with input's. A shape other than input's gives a warning.
         reduction: "none", "mean" or "sum". The mean divides by the number of elements, or by the
             sum of `weight`.
         weight: factor of each element's loss, of input's shape.
@@ -68,8 +68,8 @@ def mse_loss(
     if size_average is not None or reduce is not None:
         raise errors.deprecated_argument("mse_loss", size_average, reduce)
     if _is_compiling():
-        # Spelt out here and below: torch.compile guards on all that it reads of other modules'
-        # objects, which are 30 guards and some 5 us a call.
+        # The operator is spelt out, here and below. torch.compile would guard whatever it reads of
+        # objects of other modules: 30 guards, some 5 us a call.
         loss: Tensor = torch.ops.lossops.mse_loss(input, target, reduction=reduction, weight=weight)
         return loss
     try:
@@ -110,9 +110,9 @@ def kl_div(
 ) -> Tensor:
     """Kullback-Leibler divergence KL(target || input), as `torch.nn.functional.kl_div`.
 
-    Each element is `target * (log(target) - input)`: input holds log-probabilities. With
-    `log_input=False` it holds probabilities, and `kl_div(p, t, log_input=False)` equals
-    `torch.nn.functional.kl_div(p.log(), t)` without the logarithm's tensor.
+    Each element is `target * (log(target) - input)`, where input holds log-probabilities. With
+    `log_input=False`, input holds probabilities: `kl_div(p, t, log_input=False)` equals
+    `torch.nn.functional.kl_div(p.log(), t)`, without a tensor for the logarithm.
 
     Args:
         input: any shape.
@@ -124,7 +124,7 @@ def kl_div(
     Returns:
         The loss: a scalar, or of the broadcast shape for "none", in the promoted dtype.
         Differentiable with respect to input and target. A target probability of zero contributes
-        zero, also where input is -inf.
+        zero, even where input is -inf.
 
     Raises:
         ValueError: unknown reduction.
@@ -181,28 +181,27 @@ def cross_entropy(
 ) -> Tensor:
     """Cross entropy between logits and targets, as `torch.nn.functional.cross_entropy`.
 
-    `-sum_c q_c log_softmax(input)_c`, with q the target's distribution, smoothed and weighted. The
-    softmax is computed online in one pass (Milakov and Gimelshein, arXiv:1805.02867).
+    A row's loss is `-sum_c q_c log_softmax(input)_c`. q is the target's distribution, smoothed and
+    weighted. The softmax is computed online in one pass (Milakov and Gimelshein, arXiv:1805.02867).
 
     Args:
         input: logits of shape (C,), (N, C) or (N, C, d1, ...); C classes along dimension 1.
         target: class indices in [0, C), of shape (), (N,) or (N, d1, ...) and dtype int64, int32
             or uint8; or class probabilities of input's shape in a floating dtype.
-        weight: factor of each class, of shape (C,). In input's dtype where target holds indices.
+        weight: factor of each class, of shape (C,). With class indices, of input's dtype.
         ignore_index: rows with this class index have no loss and a gradient of exactly zero. It
-            may lie outside [0, C). Indices only.
+            may lie outside [0, C). It is for class indices only.
         reduction: "none", "mean" or "sum". The mean divides by the sum of `weight[target]` over
             the rows that are not ignored, or by the number of rows for probabilities.
         label_smoothing: share of the target that is spread evenly over all classes, in [0, 1].
         inplace_backward: the backward pass writes the gradient over the logits, so that a step
-            needs no second tensor of that size. Read nothing from input after it: it holds the
-            gradient. What autograd needs of the logits must come before, and backward passes run in
-            the reverse order of the calls: call this loss before others that read the logits. An
-            operation whose own backward pass reads them afterwards, a second backward pass,
-            create_graph, torch.func, and losses of several parts of one tensor (chunk, split) raise
-            RuntimeError: compute each part's logits by themselves. input must not be a leaf, nor a
-            view of one, nor share memory with another argument. Without a gradient for input, and
-            in compiled code, it changes nothing.
+            needs no second tensor of that size. After the backward pass, input holds the gradient.
+            Backward passes run in the reverse order of the calls: call this loss before others that
+            read the logits. These raise RuntimeError: an operation whose own backward pass reads
+            the logits afterwards, a second backward pass, create_graph, torch.func, and losses of
+            several parts of one tensor (chunk, split; compute each part's logits by themselves).
+            input must not be a leaf, nor a view of one, nor share memory with another argument. If
+            input needs no gradient, and in compiled code, inplace_backward changes nothing.
 
     Returns:
         The loss: a scalar, or of the target's shape without classes for "none".
@@ -271,7 +270,7 @@ def cross_entropy(
 
 
 def _index(value: Any) -> int:
-    """An ignore_index that is no int: integers of NumPy and torch, as torch takes them."""
+    """An ignore_index as an int. Integers of NumPy and torch are taken, as torch takes them."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -281,9 +280,9 @@ def _index(value: Any) -> int:
 
 
 def _number(value: Any) -> Any:
-    """A label_smoothing of one number as a float; anything else as it is, for the error."""
+    """A label_smoothing as a float. What is not one number is returned as it is, for the error."""
     try:
-        return float(value) if hasattr(value, "__float__") else value  # which text has not
+        return float(value) if hasattr(value, "__float__") else value  # text has no __float__
     except Exception:
         return value
 

@@ -27,24 +27,24 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
     "kl_div": functional.kl_div,
     "mse_loss": functional.mse_loss,
 }
-# Of torch's functions, in order: what is in their place may have another signature.
+# The parameters of torch's functions, in order. A function in their place may have others.
 _PARAMETERS = {
     name: tuple(inspect.signature(function).parameters)
     for name, function in by_torch.LOSSES.items()
 }
 _DEPRECATED = ("size_average", "reduce")
 
-# What our functions raise for arguments that they do not take. Other exceptions are of somebody's
-# hook, and may mean no error: checkpointing ends its recomputation with one.
+# What the functions of lossops raise for arguments that they do not take. Other exceptions come
+# from hooks, and may mean no error: checkpointing ends its recomputation with one.
 _REFUSALS = (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError)
 
-# A message may have a shape or a value in it, and there is no end of those.
+# Reasons that are counted by themselves. Messages hold shapes and values: there is no end of them.
 _MOST_REASONS = 100
 _OTHERS = "other reasons"
 
 _lock = threading.Lock()
 _is_patched = False
-_scopes = 0  # of patched() that are open
+_scopes = 0  # open blocks of patched()
 _calls: Counter[str] = Counter()
 _fallbacks: dict[str, Counter[str]] = {name: Counter() for name in _LOSSES}
 _routes: dict[str, Callable[..., Tensor]] = {}  # what is in torch.nn.functional now, by name
@@ -56,13 +56,13 @@ def patch() -> None:
     """Makes torch.nn.functional's losses those of lossops, in the whole process.
 
     `torch.nn.functional.mse_loss`, `kl_div` and `cross_entropy` then call lossops, and with them
-    `torch.nn.MSELoss`, `KLDivLoss` and `CrossEntropyLoss`, also of models that exist already. What
-    lossops does not take goes to torch as before, and is counted: see `patch_report`. A second call
-    changes nothing. `unpatch` undoes it; `patched` does both.
+    `torch.nn.MSELoss`, `KLDivLoss` and `CrossEntropyLoss`, also in models that exist already. Calls
+    that lossops does not take go to torch as before, and are counted (`patch_report`). A second
+    call changes nothing. `unpatch` undoes it; `patched` does both.
 
-    Not reached are functions that were imported by name before
-    (`from torch.nn.functional import cross_entropy`) and TorchScript, which cannot compile what is
-    then in the place of torch's: script a model before, or outside.
+    Functions that were imported by name before (`from torch.nn.functional import cross_entropy`)
+    stay torch's. TorchScript cannot compile a patched function: script a model before `patch`, or
+    outside of `patched`.
     """
     global _is_patched
     with _lock:
@@ -71,7 +71,7 @@ def patch() -> None:
 
 
 def unpatch() -> None:
-    """Undoes `patch`. Without one it does nothing."""
+    """Undoes `patch`. Does nothing if nothing is patched."""
     global _is_patched
     with _lock:
         _is_patched = False
@@ -80,11 +80,11 @@ def unpatch() -> None:
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """`patch`, for the time of a `with` block or of a function that it decorates.
+    """`patch` for the time of a `with` block, or of a function that it decorates.
 
-    For the whole process, other threads included. Blocks may be nested. A loss inside
-    `torch.utils.checkpoint` is computed again in the backward pass, which has to be in the block
-    too.
+    It holds for the whole process, other threads included. Blocks may be nested. A loss inside
+    `torch.utils.checkpoint` is computed again in the backward pass, so that pass has to be in the
+    block too.
     """
     global _scopes
     with _lock:
@@ -102,9 +102,9 @@ def patch_report() -> dict[str, dict[str, Any]]:
     """How many calls of the patched functions went where, since the start of the process.
 
     Returns:
-        For each function `"lossops"`, the number of calls that lossops answered, and `"torch"`, for
-        each of the first 100 reasons the number of calls that torch answered instead, and for
-        others together. Calls in compiled code are not counted.
+        A dict for each function. `"lossops"` is the number of calls that lossops answered.
+        `"torch"` has, for each reason, the number of calls that torch answered instead. After the
+        first 100 reasons, the others are counted together. Calls in compiled code are not counted.
     """
     with _lock:
         return {
@@ -124,40 +124,40 @@ def _remove_if_unused() -> None:
     if _is_patched or _scopes > 0:
         return
     for name in _LOSSES:
-        # What somebody else has put there since, stays; it may call the route, which calls torch.
+        # What another program has put there since stays. It may call the route, which calls torch.
         setattr(F, name, _unrouted(getattr(F, name)))
     _routes.clear()
 
 
 def _unrouted(function: Any) -> Any:
-    """What a route took the place of: of an old one too, which somebody has put back."""
+    """The function behind a route, and behind an old route that another program has put back."""
     while getattr(function, "__code__", None) is _ROUTE_CODE:
         function = function.__wrapped__
     return function
 
 
 def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What takes the place of `original`."""
+    """The function that takes the place of `original`."""
     loss = _LOSSES[name]
     parameters = _PARAMETERS[name]
 
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Tensor:
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        # Too many arguments, or one given twice: torch says so.
+        # If there are too many arguments, or one is given twice, torch raises the error.
         as_given = len(arguments) == len(args) + len(kwargs)
         deprecated = [key for key in _DEPRECATED if arguments.pop(key, None) is not None]
         if not (_is_patched or _scopes > 0) or not as_given:
             return original(*args, **kwargs)
         if _is_compiling():
-            # What is refused beyond this is an error when the code is traced, or when it runs.
+            # A call refused for other reasons raises when the code is traced, or when it runs.
             reason = _why_not(name, deprecated, arguments)
             return loss(**arguments) if reason is None else original(*args, **kwargs)
         values = tuple(arguments.values())
         if has_torch_function(values):
             if torch_function_mode_is_on():
-                return original(*args, **kwargs)  # comes back with what is inside
-            # Their tables have torch's function, from before the patch.
+                return original(*args, **kwargs)  # the mode may call this again, inside
+            # Subclasses know torch's function, from before the patch.
             result = handle_torch_function(original, values, *args, **kwargs)
             key, value = next(item for item in arguments.items() if has_torch_function(item[1:]))
             _count_fallback(name, f"{key} is a {type(value).__name__}")
@@ -174,7 +174,7 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 with _lock:
                     _calls[name] += 1
                 return result
-        # Outside the handler: an error of torch's is then the only one that is shown.
+        # This stands outside the handler, so that an error of torch's is shown alone.
         result = original(*args, **kwargs)
         _count_fallback(name, reason)
         return result
@@ -182,7 +182,7 @@ def _route(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return routed
 
 
-# That of every route.
+# The code object of every route.
 _ROUTE_CODE: Any = _route("mse_loss", F.mse_loss).__code__
 
 
@@ -193,7 +193,7 @@ def _count_fallback(name: str, reason: str) -> None:
 
 
 def _why_not(name: str, deprecated: list[str], arguments: dict[str, Any]) -> str | None:
-    """Why lossops does not take the call, where that is known before it is made."""
+    """Why lossops does not take the call, if that is known before the call."""
     if deprecated:
         return f"{' and '.join(deprecated)}, which torch has deprecated"
     if functorch_is_active():

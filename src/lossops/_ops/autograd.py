@@ -1,7 +1,7 @@
 """First derivatives: the autograd functions of a loss, and its backward pass.
 
-`Differentiable` is the loss as autograd sees it. A gradient that the forward pass left is handed
-out by `KeepingFunction`; any other is computed by `gradients`.
+`Differentiable` is the loss as autograd sees it. `KeepingFunction` returns the kept gradient: the
+one that the forward pass computed. `gradients` computes all others.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from .double_backward import gradient_function
 _grad_is_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
-# Gradients of input, target and weight, None where none is needed: by which are needed,
-# grad_output, the operands, what *_forward returned beside the loss, and the options.
+# Returns the gradients of input, target and weight; None for one that is not needed. Arguments: for
+# each operand whether its gradient is needed; grad_output; the operands; what *_forward returned
+# beside the loss; the options.
 Gradients: TypeAlias = Callable[..., list[Tensor | None]]
 
 
 class Differentiable:
-    """What the other modules call of a loss that is to be differentiated."""
+    """A loss as autograd sees it: what the other modules call if a gradient is wanted."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
         self.gradients = _make_gradients(loss)
-        # By input, target, weight and the options: the loss.
+        # Takes input, target, weight and the options. Returns the loss.
         self.apply = _privates.short_apply(_make_function(self))
-        # By input and a tuple of the others: the loss, whose gradient comes with it.
+        # Takes input and a tuple of the others. Returns the loss, and keeps its gradient.
         self.apply_keeping = _privates.short_apply(_make_keeping_function(self))
         torch.library.register_autograd(
             f"lossops::{loss.name}_forward", self.backward, setup_context=self.setup_context
@@ -54,7 +55,7 @@ class Differentiable:
         options: Any,
         output: Sequence[Tensor],
     ) -> None:
-        """What `backward` needs, by what *_forward got and returned."""
+        """Saves what `backward` needs of the arguments and the results of *_forward."""
         check = self.loss.check_differentiable
         if check is not None:
             check(*operands[1:])
@@ -64,12 +65,12 @@ class Differentiable:
         ctx.options = options
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """As torch.library and torch.func want it, by the arguments and results of *_forward."""
+        """`save_for_backward` in the form that torch.library and torch.func call."""
         ctx.mark_non_differentiable(*output[1:])
         self.save_for_backward(ctx, inputs[:3], self.loss.ops.Options(*inputs[3:]), output)
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
-        """By what save_for_backward left."""
+        """The gradients of all arguments of *_forward, computed from what was saved."""
         others = (None,) * (len(ctx.needs_input_grad) - 3)
         if grads[0] is None:
             return None, None, None, *others
@@ -122,11 +123,11 @@ def _make_gradients(loss: Loss) -> Gradients:
 
 
 def _pointwise(loss: Loss, arguments: tuple[Any, ...]) -> list[Tensor] | None:
-    """For Inductor the gradient of input in what it fuses, rounded as the kernels do.
+    """The gradient of input in pointwise operations for Inductor; None where it gains nothing.
 
-    Of half types alone: their derivative in float32 is larger than what it is computed from, so
-    that torch leaves all of it to the backward pass. One of float32 it computes in a pass of its
-    own, beside the forward pass, and keeps.
+    It is rounded as the kernels round it. Only half types gain. Their derivative is float32, larger
+    than the operands, so torch.compile leaves all of it to the backward pass. The derivative of
+    float32 operands would be computed in a pass of its own beside the forward pass, and kept.
     """
     if (
         loss.derivative is None
@@ -178,7 +179,7 @@ def _make_function(self: Differentiable) -> Any:
 
 
 def _is_one(grad: Tensor) -> bool:
-    """Whether a number on the CPU is 1; False where looking at it would disturb a tracer."""
+    """Whether a number on the CPU is 1. False if a tracer is on, which the look would disturb."""
     is_plain = type(grad) is Tensor and dispatch_modes() == 0
     return is_plain and grad.item() == 1
 
@@ -198,14 +199,14 @@ def _make_keeping_function(self: Differentiable) -> Any:
         return self.gradients(only_input, grad, operands, terms, ops.options(saved))[0]
 
     class KeepingFunction(torch.autograd.Function):
-        """The gradient of input comes with the loss, for a grad_output of 1."""
+        """The loss and the kept gradient: that of input, for a grad_output of 1."""
 
         @staticmethod
         def forward(
             ctx: Any, input: Tensor, others: tuple[Tensor, Tensor | None, tuple[Any, ...]]
         ) -> Tensor:
-            # A tuple, in which autograd does not look for more that requires a gradient. Options
-            # are those that are not left out as defaults.
+            # `others` is a tuple, because autograd does not look into one for tensors that require
+            # a gradient. Its options leave out trailing defaults.
             target, weight, options = others
             saved: tuple[Tensor | None, ...]
             if options or weight is not None:
@@ -230,7 +231,7 @@ def _make_keeping_function(self: Differentiable) -> Any:
         def backward(ctx: Any, grad: Tensor | None) -> Any:
             if grad is None:
                 return None, None
-            # The gradient that forward left is given away once: nothing may change it then.
+            # The kept gradient is given away once. The caller may change it from then on.
             kept, ctx.kept = ctx.kept, None  # fault: kept-given-away
             if (
                 kept is None
@@ -243,10 +244,10 @@ def _make_keeping_function(self: Differentiable) -> Any:
                 return computed_again(ctx, grad), None
             try:
                 # fault: kept-changed
-                saved = ctx.saved_tensors  # raises where one has changed
+                saved = ctx.saved_tensors  # raises if one has changed
             except RuntimeError as error:
                 return _scaled(loss.name, kept, grad, error), None
-            # As _is_one, without its frame.
+            # The condition is `_is_one` written out, which saves a Python frame.
             # fault: kept-scaled
             if not (
                 grad.is_cpu and type(grad) is Tensor and dispatch_modes() == 0 and grad.item() == 1
@@ -263,11 +264,11 @@ def _make_keeping_function(self: Differentiable) -> Any:
 
 
 def _scaled(name: str, kept: Tensor, grad: Tensor, error: RuntimeError) -> Tensor:
-    """The kept gradient for `grad`, without the operands: one of them was changed in place.
+    """The kept gradient times `grad`. An operand was changed in place, so none can be read.
 
-    Its product is rounded twice, by half a unit each. In float16 that is not so: what is below
-    2^-24 is lost in a kept gradient, and a grad_output, as a gradient scaler has it, may be large.
-    It cannot be looked at on a GPU without waiting for it.
+    The product is rounded twice, by half a unit in the last place each time. That is too little for
+    float16: a kept gradient has lost what is below 2^-24, and the grad_output of a gradient scaler
+    may be large. On a GPU the value of grad_output is not known without waiting for the device.
     """
     if not _privates.is_version_error(error):
         raise error

@@ -1,9 +1,9 @@
-"""What torch's own losses compute instead: the formulas, and the derivatives that they give.
+"""Each loss as a formula of torch's own functions, and the derivatives that torch computes from it.
 
 A formula takes input, target, weight and, by name, the options that both the operators and torch
-have. torch differentiates it where no kernel does: in forward mode, for is_grads_batched=True, for
-second derivatives (`double_backward.py`) and under torch.func.functionalize. torch also says with
-it which type of error a wrong call has (`errors.py`).
+have. It has two uses. torch differentiates it where no kernel does: in forward mode, for
+is_grads_batched=True, for second derivatives (`double_backward.py`) and under
+torch.func.functionalize. And torch tells by it which type of error a wrong call has (`errors.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from .._privates import functorch_is_active, unwrap_if_dead
 from .description import Loss, widened
 
-# torch's own, whatever is in their place later: see patching.py.
+# torch's own functions. `lossops.patch()` may put others in their place later (patching.py).
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "mse_loss": F.mse_loss,
     "kl_div": F.kl_div,
@@ -32,14 +32,14 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 def mse_loss(input: Tensor, target: Tensor, weight: Tensor | None, *, reduction: str) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of shapes that broadcast: forward has warned
+        warnings.simplefilter("ignore")  # about broadcast shapes: forward has warned
         return LOSSES["mse_loss"](input, target, reduction=reduction, weight=weight)
 
 
 def mse_loss_with_and_without_weight(
     input: Tensor, target: Tensor, weight: Tensor | None, *, reduction: str
 ) -> None:
-    """Raises as torch does for the operands, which it may refuse whatever the weight."""
+    """Raises what torch raises for the operands, without the weight or with it."""
     for each in (None, weight):
         mse_loss(input, target, each, reduction=reduction)
 
@@ -59,7 +59,7 @@ def kl_div(
 ) -> Tensor:
     log_probabilities = input if log_input else input.log()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of reduction="mean"
+        warnings.simplefilter("ignore")  # about reduction="mean"
         return LOSSES["kl_div"](
             log_probabilities, target, reduction=reduction, log_target=log_target
         )
@@ -76,7 +76,7 @@ def kl_div_derivative(
 
 
 def _without_invalid(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Logits of NaN and another class index where one is out of range: torch ends the process."""
+    """Rows with an index out of range become NaN, with index 0: torch would end the process."""
     class_dim = 0 if input.dim() == 1 else 1
     rows = input.shape[:class_dim] + input.shape[class_dim + 1 :]
     if input.dim() == 0 or (target.shape != rows and (target.shape, rows) != ((1,), ())):
@@ -113,13 +113,13 @@ def cross_entropy(
 
 
 def _wide(tensors: Sequence[Tensor | None], float32_result: bool) -> list[Tensor | None]:
-    """As autocast of torch's losses has its operands."""
+    """The operands as torch's losses get them under autocast: half types as float32."""
     # fault: wide
     return [x if x is None else x.to(widened(x.dtype, float32_result)) for x in tensors]
 
 
 def call(loss: Loss, input: Tensor, target: Tensor, weight: Tensor | None, options: Any) -> Tensor:
-    """The loss, with the derivatives of any mode."""
+    """torch's own loss, which torch can differentiate in every mode."""
     if not functorch_is_active():
         loss.ops.value(input, target, weight, *options)  # says what is wrong with the arguments
     operands = _wide((input, target, weight), options.float32_result)
@@ -130,23 +130,23 @@ def loss_of_gradient(
     loss: Loss, grad_output: Tensor, operands: Sequence[Any], formula: dict[str, Any]
 ) -> Tensor:
     """The loss whose backward pass gets grad_output."""
-    # Of half types it is one of autocast where its gradient is float32.
+    # If grad_output is float32 and the operands are half types, autocast was on.
     # fault: second-wide
     return loss.reference(*_wide(operands, grad_output.dtype == torch.float32), **formula)
 
 
 def differentiable(tensor: Tensor | None, needed: bool) -> Any:
-    """An alias of its own, so that a gradient with respect to it is a partial one."""
+    """An alias of the tensor. The gradient with respect to it is a partial one."""
     if tensor is None:
         return None
-    # A pull-back of torch.func may be called when the level of its vjp is gone.
+    # The level of a torch.func.vjp may have ended before its pull-back is called.
     alias = unwrap_if_dead(tensor)
     alias = alias.view_as(alias)  # fault: second-alias
     return alias.requires_grad_() if needed and not alias.requires_grad else alias
 
 
 def alive(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Without the wrappers of levels that are gone."""
+    """The tensors without the wrappers of torch.func levels that have ended."""
     return [None if tensor is None else unwrap_if_dead(tensor) for tensor in tensors]
 
 
@@ -164,7 +164,7 @@ def gradients(
     operands: Sequence[Tensor | None],
     formula: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Those of the operands that need one."""
+    """The gradients of the operands that need one, by torch's own loss."""
     if functorch_is_active():
         return gradients_under_functorch(loss, needed, grad_output, operands, formula)
     create_graph = torch.is_grad_enabled()
@@ -183,7 +183,7 @@ def gradients_under_functorch(
     operands: Sequence[Tensor | None],
     formula: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """The same by torch.func, whose levels torch.autograd.grad does not see."""
+    """`gradients` by torch.func.vjp: torch.autograd.grad does not see the levels of torch.func."""
     tensors = alive(operands)
     wanted = [position for position, needs in enumerate(needed) if needs]
 

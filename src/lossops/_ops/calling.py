@@ -1,8 +1,8 @@
-"""Which way a call of a loss takes. Small losses take as long as the lines here.
+"""Which way a call of a loss takes. For a small loss, the lines here are most of the time.
 
-`make_call` is what the functions call. The public operator, such as `torch.ops.lossops.mse_loss`,
-goes the same way where nothing records or transforms it; else through *_forward, whose formula a
-graph then holds.
+The functions call what `make_call` returns. So does the public operator, such as
+`torch.ops.lossops.mse_loss`, if nothing records or transforms it. Otherwise the public operator
+calls *_forward, and the graph then holds the formula of *_forward.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from .description import Loss, library
 
 _grad_is_enabled = torch.is_grad_enabled
 
-# By input, target, weight, the options, and where the caller knows it whether forward can compute
-# the gradient (`Loss.can_keep`): looking at shapes takes time.
+# Takes input, target, weight and the options. A caller that knows whether forward can compute the
+# gradient (`Loss.can_keep`) passes this too, because looking at shapes takes time.
 Call: TypeAlias = Callable[..., Tensor]
 
 
 def make_options(loss: Loss) -> Callable[..., Any]:
-    """Makes the options of a call, by name: `Options`, with what is to be passed as `short`.
+    """A function that makes the options of a call (`Operators.Options`) from them by name.
 
-    Trailing defaults are left out of it, as each argument of an operator takes time. Options that
-    were there before are found again in half the time of making them.
+    `short` of the options has those that are passed to an operator. It leaves out trailing
+    defaults, because each argument takes time. The function finds options that it made before in
+    half the time of making them.
     """
     defaults = loss.ops.defaults
 
@@ -74,7 +75,7 @@ def make_call(derivatives: Differentiable) -> Call:
         if levels._current_level >= 0 and has_tangents(input, target, weight):
             return by_torch.call(loss, input, target, weight, options)
         if is_tracing() or dispatch_modes() > 0:  # fault: traced
-            # A graph is made of what is called here: the operators below have no gradients.
+            # The graph will hold what is called here, and only the public operator has a formula.
             return recorded_call(loss, input, target, weight, options)
         short = options.short
         result: Tensor
@@ -83,7 +84,7 @@ def make_call(derivatives: Differentiable) -> Call:
                 result = apply(*by_torch.alive((input, target, weight)), options)
                 return result
             if input.requires_grad:
-                # A tensor that torch.func left behind has a graph of its own.
+                # A tensor whose torch.func level has ended has a graph of its own.
                 input = unwrap_if_dead(input)
                 if may_keep is None:
                     may_keep = can_keep(input, target, weight, options)
@@ -104,7 +105,7 @@ def make_call(derivatives: Differentiable) -> Call:
 def recorded_call(
     loss: Loss, input: Tensor, target: Tensor, weight: Tensor | None, options: Any
 ) -> Tensor:
-    """The public operator."""
+    """The loss by the public operator, which graphs can hold."""
     given = {**options._asdict(), "weight": weight}
     named = {name: given[name] for name in loss.ops.public_options}
     result: Tensor = loss.ops.public(input, target, **named)
@@ -112,16 +113,16 @@ def recorded_call(
 
 
 def register(loss: Loss, call: Call, options_of: Callable[..., Any]) -> None:
-    """The public operator's kernels under autograd and autocast."""
+    """Registers the public operator's kernels under autograd and autocast."""
     ops = loss.ops
-    # The arguments of *_forward, by those of the public operator, of which the dispatcher leaves
-    # out defaults: `Forward(...)` in half the time.
+    # Makes the arguments of *_forward from those of the public operator. The dispatcher leaves out
+    # defaults, which this fills in. `Forward(...)` does the same in twice the time.
     arguments = functools.partial(ops.Forward.__new__, ops.Forward)
 
     def kernel(float32_result: bool, *args: Any, **kwargs: Any) -> Tensor:
         input, target, weight, *values = arguments(*args, **kwargs, float32_result=float32_result)
         for name, tensor in (("input", input), ("target", target)):
-            if tensor is None:  # a schema's Tensor may be one
+            if tensor is None:  # a Tensor of a schema may be None
                 raise TypeError(f"{loss.name}: {name} must be a Tensor, but is None")
         options = options_of(*values)
         result: Tensor
@@ -129,7 +130,7 @@ def register(loss: Loss, call: Call, options_of: Callable[..., Any]) -> None:
             if levels._current_level >= 0 and has_tangents(input, target, weight):
                 result = by_torch.call(loss, input, target, weight, options)
             elif functorch_is_active() or is_tracing() or dispatch_modes() > 0:
-                # What is recorded, or transformed, has its formula from register_autograd.
+                # A call that is recorded or transformed needs the formula of register_autograd.
                 result = ops.forward(input, target, weight, *options)[0]
             else:
                 result = call(input, target, weight, options)

@@ -1,8 +1,9 @@
 """What the operators of cross entropy return and keep.
 
-`cross_entropy_forward` returns the loss, row_stats and mean_terms. row_stats are {max, sum of
-exp(x - max) less 1[, sum of coefficients]} of every row; mean_terms are the denominator of a mean
-and its value before rounding. `cross_entropy_forward_gradient` packs both into one float64 tensor.
+`cross_entropy_forward` returns the loss, row_stats and mean_terms. row_stats has for each row the
+maximum, the sum of exp(x - max) less 1, and with smoothing or probabilities the sum of the
+coefficients. mean_terms has the denominator of a mean, and the mean before rounding.
+`cross_entropy_forward_gradient` packs both into one float64 tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .description import Operators, widened
 from .fakes import DTYPES, FLOATING, check_devices, check_dtype
 
 _CLASS_INDICES = (torch.int64, torch.int32, torch.uint8)
-# Doubles that csrc/ puts before row_stats in what it packs.
+# csrc/ packs this many doubles, mean_terms, before row_stats.
 _MEAN_TERMS = 2
 
 
@@ -74,7 +75,7 @@ def can_keep(input: Tensor, target: Tensor, weight: Tensor | None, options: Any)
 
 
 def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Without the scratch memory that may come after it. Some kernels leave row_stats out."""
+    """The packed tensor. Kernels may add scratch memory behind row_stats, or leave them out."""
     _, row_stats, _ = forward
     doubles = _MEAN_TERMS + (row_stats.numel() * row_stats.element_size() + 7) // 8
     return (row_stats.new_empty((doubles,), dtype=torch.float64),)
@@ -87,7 +88,7 @@ def restored_terms(ops: Operators, saved: Any) -> Sequence[Tensor | None]:
     row_stats = packed[_MEAN_TERMS:].view(dtype)[:numel]
     if row_stats.numel() == numel:
         row_stats = row_stats.view(shape)
-    else:  # the kernel that left the gradient had no use for them
+    else:  # the kernel that computed the gradient left row_stats out
         with torch.no_grad():
             row_stats = ops.forward(saved.input, saved.target, saved.weight, *ops.options(saved))[1]
     mean_terms = packed[:_MEAN_TERMS] if saved.reduction == "mean" else None

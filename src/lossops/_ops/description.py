@@ -1,15 +1,16 @@
 """What the other modules must know of a loss: its operators, their arguments, its formulas.
 
-The arguments follow from the schemas that csrc/ defines. Each loss has these operators, the last
-four of which lossops alone calls:
+The arguments follow from the schemas that csrc/ defines. Each loss has these operators. Only
+lossops itself calls the last four:
 
     name                  the loss: what programs call and what graphs hold
     name_forward          the loss, and terms that its backward pass needs
     name_backward         the gradients whose output_mask is set
     name_value            the loss alone
-    name_forward_gradient the loss, the gradient for a grad_output of 1, and what computes it again
-    name_backward_kept    makes that gradient the one for another grad_output, in place
-    name_backward_inplace the gradient in the place of input (cross entropy has it)
+    name_forward_gradient the loss, the gradient for a grad_output of 1 (the kept gradient), and
+                          what is needed to compute it again
+    name_backward_kept    turns the kept gradient into the one for another grad_output, in place
+    name_backward_inplace writes the gradient over input (cross entropy alone has it)
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ _extension.load()
 # What this package adds to the operators of csrc/.
 library = torch.library.Library("lossops", "IMPL")
 
-# The loss by differentiable functions of torch: input, target, weight, and the options by name.
+# Computes the loss by differentiable functions of torch, from input, target, weight, and the
+# options by name.
 Reference: TypeAlias = Callable[..., Tensor]
-# The loss of an element differentiated with respect to input, by input, target and the parameters
-# by name, in torch's pointwise functions.
+# Computes the derivative of an element's loss with respect to input by torch's pointwise functions,
+# from input, target, and the parameters by name.
 Derivative: TypeAlias = Callable[..., Tensor]
 # A typed tuple of the arguments of an operator, with the names that its schema gives.
 Arguments: TypeAlias = Any
@@ -42,7 +44,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def widened(dtype: torch.dtype, float32_result: bool) -> torch.dtype:
-    """The dtype of a result under autocast, which is what float32_result says."""
+    """The dtype of a result: float32 for half types if float32_result is set, as under autocast."""
     return torch.float32 if float32_result and dtype in HALF_DTYPES else dtype
 
 
@@ -55,7 +57,7 @@ def _typed_tuple(name: str, arguments: dict[str, Any]) -> Any:
 
 
 class Operators:
-    """The operators of one loss and typed tuples of their arguments, by their schemas."""
+    """The operators of one loss, and typed tuples of their arguments made from their schemas."""
 
     def __init__(self, name: str) -> None:
         self.public = _overload(name)
@@ -75,7 +77,8 @@ class Operators:
         # *_forward, *_value and *_forward_gradient take the operands and then the options.
         options = {key: default for key, default in value.items() if key not in OPERANDS}
         assert tuple(value) == tuple(forward) == (*OPERANDS, *options)
-        # *_backward_kept takes between them what *_forward_gradient returned beside two results.
+        # *_backward_kept takes the same, and between target and weight what *_forward_gradient
+        # returned beside the loss and the gradient.
         assert tuple(kept) == (
             "grad_input", "grad_output", "input", "target", *saved, "weight", *options
         )  # fmt: skip
@@ -85,7 +88,7 @@ class Operators:
         self.terms = terms
         self.public_options = [key for key in public if key not in ("input", "target")]
         # The options of a call: reduction and the like, and float32_result.
-        # `short` is what of them is to be passed to an operator: see calling.make_options.
+        # `short` has those of them that are passed to an operator (calling.make_options).
         fields = _typed_tuple(f"{name}_options", options)
         self.Options: Any = type(fields.__name__, (fields,), {"short": ()})
         self.defaults = self.Options()
@@ -93,10 +96,11 @@ class Operators:
         self.Forward: Any = _typed_tuple(f"{name}_forward_arguments", value)
         # All arguments of *_backward.
         self.Backward: Any = _typed_tuple(f"{name}_backward_arguments", backward)
-        # What *_backward_kept takes after two gradients: what KeepingFunction saves, and options.
+        # The arguments of *_backward_kept after the two gradients: what KeepingFunction saves, and
+        # the options.
         given = {key: default for key, default in kept.items() if not key.startswith("grad_")}
         self.Kept: Any = _typed_tuple(f"{name}_kept_arguments", given)
-        # Those of the reference and of *_backward, which know no float32_result.
+        # The options of the reference and of *_backward, which do not have float32_result.
         self.formula_options = [key for key in options if key != "float32_result"]
         together = ("grad_output", *OPERANDS, *terms, *options, "output_mask")
         self._order = [together.index(key) for key in backward]
@@ -109,7 +113,7 @@ class Operators:
         options: Arguments,
         output_mask: Sequence[bool],
     ) -> tuple[Any, ...]:
-        """The arguments of *_backward, in the order of its schema: `Backward(*...)` names them.
+        """The arguments of *_backward, in the order of its schema. `Backward(*result)` names them.
 
         terms: what *_forward returned beside the loss.
         """
@@ -117,11 +121,11 @@ class Operators:
         return tuple([together[position] for position in self._order])
 
     def options(self, arguments: Arguments) -> Arguments:
-        """`Options` of `Forward` or `Kept`."""
+        """The `Options` among the arguments, a `Forward` or a `Kept`."""
         return self.Options(*[getattr(arguments, key) for key in self.Options._fields])
 
     def formula(self, arguments: Arguments) -> dict[str, Any]:
-        """The options of a formula by name, of any of the typed tuples."""
+        """The options of a formula by name, from any of the typed tuples."""
         return {key: getattr(arguments, key) for key in self.formula_options}
 
 
@@ -132,17 +136,18 @@ class Loss:
     name: str
     # torch's own loss.
     reference: Reference
-    # Shapes and dtypes of what *_forward returns, by its arguments; it raises as the kernel does.
+    # What *_forward returns, without data, from its arguments. It raises what the kernel raises.
     fake_forward: Callable[[str, Arguments], tuple[Tensor, ...]]
-    # The same of what *_forward_gradient returns beside the loss and the gradient, by that.
+    # What *_forward_gradient returns beside the loss and the gradient, without data, from the
+    # results of fake_forward.
     fake_saved: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-    # Whether forward can compute the gradient of input: by input, target, weight and options.
+    # Whether forward can compute the gradient of input, from input, target, weight and options.
     can_keep: Callable[[Tensor, Tensor, Tensor | None, Arguments], bool]
-    # What *_forward returns beside the loss, by what KeepingFunction saved (`Operators.Kept`).
+    # What *_forward returns beside the loss, from what KeepingFunction saved (`Operators.Kept`).
     restored_terms: Callable[[Operators, Arguments], Sequence[Tensor | None]]
-    # Raises where a gradient is wanted that there is none of: by target and weight.
+    # Raises if target or weight requires a gradient that the loss does not have.
     check_differentiable: Callable[[Tensor, Tensor | None], None] | None = None
-    # For Inductor.
+    # The derivative in pointwise functions, which Inductor fuses with what follows.
     derivative: Derivative | None = None
 
     def __post_init__(self) -> None:

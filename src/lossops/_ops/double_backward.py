@@ -1,7 +1,7 @@
 """Second derivatives, by torch's own losses: exact, but neither fused nor fast.
 
-They are what differentiates a gradient: `GradientFunction` for the functions under
-create_graph=True, `register` for the operator *_backward, where a graph has it.
+Two things differentiate a gradient. `GradientFunction` does it for the functions of lossops under
+create_graph=True. `register` gives the operator *_backward a formula, for graphs that hold it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def register(loss: Loss) -> None:
 
 
 def gradient_function(loss: Loss) -> type[torch.autograd.Function]:
-    """*_backward with a formula, also under torch.func, which takes none of register_autograd."""
+    """*_backward as a Function: torch.func ignores the formula of register_autograd."""
     backward_op = below_autograd(loss.ops.backward)
 
     class GradientFunction(torch.autograd.Function):
@@ -57,11 +57,11 @@ def _setup_context(loss: Loss, ctx: Any, inputs: tuple[Any, ...], output: Any) -
     )
     ctx.formula = loss.ops.formula(arguments)
     ctx.mask = arguments.output_mask
-    ctx.beyond = (None,) * (len(inputs) - 4)  # what has no gradient
+    ctx.beyond = (None,) * (len(inputs) - 4)  # for the arguments that have no gradient
 
 
 def _double_backward(loss: Loss, ctx: Any, grads: Sequence[Tensor | None]) -> Any:
-    """Gradients of grad_output, input, target and weight, by those of *_backward's results."""
+    """Gradients of grad_output, input, target and weight; grads: those of *_backward's results."""
     if functorch_is_active():
         return _under_functorch(loss, ctx, grads)
     create_graph = torch.is_grad_enabled()
@@ -97,7 +97,7 @@ def _double_backward(loss: Loss, ctx: Any, grads: Sequence[Tensor | None]) -> An
 
 
 def _under_functorch(loss: Loss, ctx: Any, grads: Sequence[Tensor | None]) -> Any:
-    """The same by torch.func, whose levels torch.autograd.grad does not see."""
+    """`_double_backward` by torch.func.vjp: torch.autograd.grad does not see its levels."""
     tensors = by_torch.alive(ctx.saved_tensors)  # grad_output, input, target, weight
     sources = [position for position in range(4) if ctx.needs_input_grad[position]]
 

@@ -1,6 +1,6 @@
-"""What the operators of an elementwise loss return and keep: a row of csrc/losses/registry.h.
+"""What the operators of an elementwise loss (csrc/losses/registry.h) return and keep.
 
-`Traits` are those of the loss in C++. *_forward returns the loss and, for a weighted mean, its
+`Traits` has the traits of the loss in C++. *_forward returns the loss and, for a weighted mean, its
 denominator and its value before rounding.
 """
 
@@ -21,9 +21,9 @@ from .fakes import DTYPES, FLOATING, check_devices, check_dtype, naming_argument
 class Traits:
     # One of input and target may be integral or bool.
     takes_integers: bool = False
-    # The dtype is that of input and target broadcast, not torch.result_type.
+    # A 0-d operand counts for the result's dtype like any other, unlike in torch.result_type.
     expands_first: bool = True
-    # The layout of a result of "none" follows target where the two differ.
+    # If the layouts of input and target differ, a result of "none" has that of target.
     target_first: bool = False
 
     def fake_forward(self, name: str, arguments: Any) -> tuple[Tensor, ...]:

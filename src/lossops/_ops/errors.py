@@ -1,7 +1,7 @@
 """Which exception a wrong call raises, and what it says.
 
-C++ can raise RuntimeError and IndexError only. For the other types torch itself is asked
-(`as_torch_raises`). That costs nothing until a call fails.
+C++ can raise RuntimeError and IndexError only. `as_torch_raises` learns the other types from torch
+itself. That costs nothing until a call fails.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from .._privates import is_version_error
 from .description import Loss
 
-# Elements of the largest call that is repeated to learn the type of an error.
+# A call with more elements is repeated without data to learn the type of an error.
 _SMALL = 1 << 24
 
 
 def as_memory_error(error: Exception) -> Exception:
-    """torch's error where a GPU has no memory left."""
+    """torch.OutOfMemoryError if a GPU has no memory left; any other error as it is."""
     message = str(error)
     is_one = type(error) is RuntimeError and message.startswith("CUDA out of memory.")
     return torch.OutOfMemoryError(message) if is_one else error
@@ -31,7 +31,7 @@ def as_memory_error(error: Exception) -> Exception:
 
 
 def changed_operand(name: str, error: Exception, why: str) -> RuntimeError:
-    """The error of a backward pass that has neither the operands nor a gradient to hand out."""
+    """The error of a backward pass whose operands have changed and that has no kept gradient."""
     return RuntimeError(
         f"{name}: an argument of the loss was modified by an inplace operation before its backward "
         f"pass, and {why}. Modify a copy, as in logits = logits / t, or do it after the backward "
@@ -40,7 +40,7 @@ def changed_operand(name: str, error: Exception, why: str) -> RuntimeError:
 
 
 def saved_tensors(name: str, ctx: Any) -> tuple[Any, ...]:
-    """ctx.saved_tensors; where one of them has changed, the error says what to do."""
+    """ctx.saved_tensors. If one of them has changed, the error says what to do."""
     try:
         saved: tuple[Any, ...] = ctx.saved_tensors
     except RuntimeError as error:
@@ -60,7 +60,7 @@ def saved_tensors(name: str, ctx: Any) -> tuple[Any, ...]:
 
 
 def deprecated_argument(function: str, size_average: object, reduce: object) -> TypeError:
-    """The error of torch's deprecated arguments, which are in the third to sixth place."""
+    """The error of size_average and reduce: an argument given by position may be one by mistake."""
     name, value = "size_average", size_average
     if value is None:
         name, value = "reduce", reduce
@@ -72,14 +72,14 @@ def deprecated_argument(function: str, size_average: object, reduce: object) -> 
 
 
 def check_reduction(name: str, reduction: object) -> None:
-    """Raises for what is no text: C++ would take bytes, and end a message at a NUL."""
+    """Raises for what is not a str, or has a NUL: C++ takes bytes, and ends a message at a NUL."""
     if not isinstance(reduction, str) or "\0" in reduction:
         choices = "'none', 'mean', 'sum'" + (", 'batchmean'" if name == "kl_div" else "")
         raise ValueError(f"{name}: reduction must be one of {choices}, but is {reduction!r}")
 
 
 def _check_tensors(name: str, tensors: dict[str, Any]) -> None:
-    """Raises for what no loss takes, whatever the other arguments are."""
+    """Raises for arguments that no loss takes: no tensors, nested, quantized and sparse ones."""
     for key, tensor in tensors.items():
         if key == "weight" and tensor is None:
             continue
@@ -96,7 +96,7 @@ def _check_tensors(name: str, tensors: dict[str, Any]) -> None:
 
 
 def check_numbers(message: str, *, ignore_index: int, label_smoothing: object, **_: object) -> None:
-    """Raises for a number that cross_entropy takes with no tensors; message: C++'s."""
+    """Raises for numbers that cross_entropy never takes. message: what C++ said of the call."""
     try:
         if isinstance(label_smoothing, str):
             raise TypeError
@@ -119,8 +119,8 @@ def check_numbers(message: str, *, ignore_index: int, label_smoothing: object, *
 
 
 def classes_last_hint(input: Tensor, target: Tensor) -> str:
-    """Of logits (batch, time, classes) with class indices (batch, time): torch wants classes in
-    dimension 1."""
+    """The hint for logits (batch, time, classes) with class indices (batch, time): torch wants the
+    classes in dimension 1."""
     if input.dim() < 3 or target.shape != input.shape[:-1]:
         return ""
     moved = "input.transpose(1, 2)" if input.dim() == 3 else "input.movedim(-1, 1)"
@@ -140,19 +140,21 @@ def as_torch_raises(
     check_options: Callable[..., None] | None = None,
     hint: Callable[[Tensor, Tensor], str] | None = None,
 ) -> Exception:
-    """The error of a function with the type that torch's raises for the same call.
+    """The error of a function of lossops, with the type that torch raises for the same call.
 
-    torch is asked by the same call on zeros of the same shapes and dtypes, without data where that
-    would take long.
+    torch gets the same call on zeros of the same shapes and dtypes. If that would take long, the
+    zeros have no data.
 
     Args:
-        tensors, options: what the function was called with, as the formula takes it.
-        refused_by_torch: the call of torch that is asked; the formula if None.
-        check_options: raises for options that are wrong by themselves, by the message and options.
-        hint: what to add where torch's error is one of shapes.
+        error: what the call of lossops raised.
+        tensors, options: the arguments of the function, as the formula takes them.
+        refused_by_torch: calls torch, instead of the formula.
+        check_options: takes the message and the options, and raises for options that are always
+            wrong.
+        hint: returns what to add to an error about shapes.
     """
     if type(error).__module__ != "builtins":
-        return error  # of somebody's hook, or what torch has said itself
+        return error  # raised by a hook of the program, or by torch itself
     message = str(error)
     try:
         _check_tensors(loss.name, tensors)

@@ -1,7 +1,8 @@
 """Fake kernels: the shapes, dtypes and strides of results, for torch.compile and torch.export.
 
-`elementwise.py` and `cross_entropy.py` say what *_forward returns; the fakes of the other operators
-of a loss follow from it. A fake raises where the kernel does, as far as it can see.
+`elementwise.py` and `cross_entropy.py` say what *_forward returns. The fake kernels of the other
+operators of a loss follow from it. A fake kernel raises what the kernel raises, as far as it can
+tell without data.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .description import Loss
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-# All that some loss takes.
+# Every dtype that at least one loss takes.
 DTYPES = FLOATING + _INTEGRAL
 
 
@@ -67,7 +68,7 @@ def register_overwriting(name: str) -> None:
 
 
 def check_devices(op: str, input: Tensor, **others: Tensor | None) -> None:
-    """As the kernels do: fake kernels also meet a real tensor beside one without data."""
+    """Raises as the kernels do: fake kernels also get tensors on different devices."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != input.device:
             raise RuntimeError(f"{op}: {name} is on {tensor.device} but input is on {input.device}")
@@ -80,7 +81,7 @@ def check_dtype(
     allowed: tuple[torch.dtype, ...],
     what: str = "",
 ) -> None:
-    """As the kernels do."""
+    """Raises as the kernels do. what: names the allowed dtypes in the message."""
     if tensor is not None and tensor.dtype not in allowed:
         *most, last = [str(dtype).removeprefix("torch.") for dtype in allowed]
         what = what or f"{', '.join(most)} or {last}"
@@ -90,11 +91,11 @@ def check_dtype(
 
 @contextlib.contextmanager
 def naming_arguments(name: str, input: Tensor, target: Tensor) -> Iterator[None]:
-    """Adds to torch's errors about shapes and dtypes whose they are."""
+    """Adds the names of input and target to torch's errors about shapes and dtypes."""
     try:
         yield
     except RuntimeError as error:
-        if type(error) is not RuntimeError:  # what torch.compile throws to itself
+        if type(error) is not RuntimeError:  # torch.compile's own, which it catches
             raise
         raise RuntimeError(
             f"{name}: input {tuple(input.shape)} {input.dtype} and target {tuple(target.shape)} "

@@ -1,6 +1,6 @@
 """The losses: a description of each, and its registration with torch.
 
-`lossops.functional` calls what stands here.
+`lossops.functional` calls the losses of this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RegisteredLoss:
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
-        # By name, the options of a call.
+        # Makes the options of a call, given by name.
         self.options = calling.make_options(loss)
         self.of_reduction = {
             reduction: self.options(reduction=reduction)

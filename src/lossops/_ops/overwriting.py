@@ -1,7 +1,7 @@
 """inplace_backward of cross entropy: the backward pass writes the gradient over the logits.
 
-Whatever would compute with the overwritten numbers must raise instead: autograd sees the logits'
-version counted up, and what autograd cannot see is checked here.
+Anything that would compute with the overwritten numbers must raise instead. Autograd raises where
+it sees that the version of the logits was counted up. This module checks what it cannot see.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROBLEM = "cross_entropy: inplace_backward=True "
 def make_call(
     derivatives: Differentiable, call: Callable[..., Tensor]
 ) -> Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]:
-    """call: the loss without inplace_backward, where nothing can be overwritten."""
+    """The loss with inplace_backward. call: the loss without it, if nothing can be overwritten."""
     name = f"{derivatives.loss.name}_backward_inplace"
     overwrite = _privates.without_autograd(library, name)
     _privates.count_versions(library, name)
@@ -47,7 +47,7 @@ def make_call(
 def _make_function(
     derivatives: Differentiable, overwrite: Callable[..., Any], names: tuple[str, ...]
 ) -> Any:
-    """names: of the arguments of `overwrite`, in order."""
+    """names: the names of the arguments of `overwrite`, in order."""
     loss = derivatives.loss
     forward_op = _privates.below_autograd(loss.ops.forward)
 
@@ -79,7 +79,7 @@ def _make_function(
             _check_transforms(grad)
             input, target, weight, *terms = _saved(ctx)
             _check_storage(input, grad_output=grad)  # fault: overwritten-storage
-            # The other gradients first, while the logits are there.
+            # The other gradients come first: they need the logits.
             operands = (input, target, weight)
             needed = [False, *ctx.needs_input_grad[1:3]]
             rest: list[Tensor | None] = [None, None]
@@ -119,7 +119,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def _check_transforms(*tensors: Tensor | None) -> None:
-    """Raises where more is wanted than one gradient."""
+    """Raises if more than one gradient is wanted: tangents, torch.func, batches."""
     if has_tangents(*tensors):
         raise NotImplementedError(_PROBLEM + "has no forward-mode derivative")
     if functorch_is_active() or any(x is not None and is_batched(x) for x in tensors):
@@ -127,7 +127,7 @@ def _check_transforms(*tensors: Tensor | None) -> None:
 
 
 def _check_overwritable(input: Tensor, **others: Tensor | None) -> None:
-    """Raises where a gradient in the place of the logits would destroy something else."""
+    """Raises if writing the gradient over the logits would destroy something else."""
     problem = _PROBLEM + "cannot overwrite input, "
     if input.is_leaf:
         raise ValueError(
@@ -152,7 +152,7 @@ def _check_overwritable(input: Tensor, **others: Tensor | None) -> None:
 
 
 def _is_view_of_leaf(input: Tensor) -> bool:
-    """Views have one operand each, down to the leaf."""
+    """Whether input shares memory with a leaf that one chain of operations leads to."""
     node: Any = input.grad_fn
     while node is not None:
         before = [function for function, _ in node.next_functions if function is not None]

@@ -24,15 +24,15 @@ def _switch(function: str, enabled: object) -> bool:
 
 
 def keep_gradients(enabled: bool) -> None:
-    """Whether the forward pass of a loss that is to be differentiated computes the gradient too.
+    """Sets whether the forward pass computes the gradient too, if the loss can be differentiated.
 
     On by default: a training step then reads its inputs once and writes the gradient once. The
-    gradient takes its memory from the forward pass on, not from the backward pass, and a loss that
-    is never differentiated has computed it in vain (`torch.no_grad()` spares it). The environment
-    variable LOSSOPS_KEEP_GRADIENTS=0 switches it off at import.
+    gradient takes its memory from the forward pass on, instead of from the backward pass on. If the
+    loss is never differentiated, the gradient was computed in vain; under `torch.no_grad()` it is
+    not computed. LOSSOPS_KEEP_GRADIENTS=0 in the environment switches it off at import.
 
     Args:
-        enabled: compute gradients in forward from now on, or no longer.
+        enabled: whether forward computes gradients from now on.
 
     Raises:
         TypeError: enabled is no bool.
@@ -42,16 +42,15 @@ def keep_gradients(enabled: bool) -> None:
 
 
 def check_targets(enabled: bool) -> None:
-    """Whether `cross_entropy` looks for out-of-range class indices on CUDA.
+    """Sets whether `cross_entropy` looks for class indices out of range on CUDA.
 
-    Off by default, because the answer must come back from the device: with it every call
-    synchronises, and raises IndexError with the first offending row and value. Without it such a
-    row's loss and gradient are NaN. On the CPU the error is always raised. The environment
-    variable LOSSOPS_CHECK_TARGETS=1 switches it on at import. Compiled code and
-    `torch.ops.lossops.cross_entropy` do not wait for the device and never look.
+    Off by default: the loss and the gradient of such a row are then NaN. If on, each call waits for
+    the device, and raises IndexError with the first such row and its value. On the CPU the error is
+    always raised. LOSSOPS_CHECK_TARGETS=1 in the environment switches it on at import. Compiled
+    code and `torch.ops.lossops.cross_entropy` never look, and never wait for the device.
 
     Args:
-        enabled: check from now on, or no longer.
+        enabled: whether to check from now on.
 
     Raises:
         TypeError: enabled is no bool.

@@ -1,7 +1,7 @@
 """The losses under torch.func: grad, vjp and jacrev, vmap, functionalize.
 
-torch.func wants a Function of another form, which costs 10 us a call, and takes no formula of
-register_autograd. Forward mode and functionalize are torch's own losses (`by_torch.py`).
+torch.func wants a Function of another form (`setup_context`), which costs 10 us a call. It ignores
+the formula of register_autograd. Forward mode and functionalize use torch's losses (`by_torch.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .autograd import Differentiable
 
 
 def register(derivatives: Differentiable) -> None:
-    """vmap of the operators."""
+    """Registers vmap of the operators."""
     for op in (derivatives.loss.ops.forward, derivatives.loss.ops.backward):
         torch.library.register_vmap(op, functools.partial(_call_for_each, op))
 
 
 def make_call(derivatives: Differentiable) -> Callable[..., Tensor]:
-    """The loss where a transform is on, by input, target, weight and the options."""
+    """The loss for calls while a transform is on. It takes input, target, weight and options."""
     loss = derivatives.loss
     forward_op = below_autograd(loss.ops.forward)
 
@@ -46,7 +46,7 @@ def make_call(derivatives: Differentiable) -> Callable[..., Tensor]:
         if wants_tangents or is_functionalized():
             return by_torch.call(loss, input, target, weight, options)
         if torch.is_grad_enabled():
-            # What requires a gradient may do so at another level than this one.
+            # requires_grad shows only this level; a tensor may need a gradient at another one.
             result: Tensor = TransformableFunction.apply(input, target, weight, *options)[0]
         else:
             result = forward_op(input, target, weight, *options)[0]
@@ -56,7 +56,7 @@ def make_call(derivatives: Differentiable) -> Callable[..., Tensor]:
 
 
 def _call_for_each(op: Any, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
-    """vmap by one call for each sample: right for every layout and reduction, not fused."""
+    """vmap as one call for each sample: right for every layout and reduction, but not fused."""
 
     def sample(arg: Any, dim: int | None, index: int) -> Any:
         if not isinstance(dim, int):
@@ -65,7 +65,7 @@ def _call_for_each(op: Any, info: Any, in_dims: Any, *args: Any, **kwargs: Any) 
             return arg.new_zeros(arg.shape[:dim] + arg.shape[dim + 1 :])
         return arg.select(dim, index)  # fault: vmap-dimension
 
-    # A batch of none still needs one call, to learn what its results look like.
+    # An empty batch still needs one call, to learn the shapes and dtypes of its results.
     results = [
         op(*(sample(arg, dim, i) for arg, dim in zip(args, in_dims, strict=True)), **kwargs)
         for i in range(max(info.batch_size, 1))
