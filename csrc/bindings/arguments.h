@@ -8,7 +8,7 @@
 
 namespace lossops::bindings {
 
-// What a forward pass is to return beside the loss. A gradient is for a grad_output of 1.
+// What a forward pass returns beside the loss. kGradient: the gradient for a grad_output of 1.
 enum class Extra : int8_t { kNothing, kBackwardTerms, kGradient };
 
 struct ReductionChoice {
@@ -20,21 +20,22 @@ ReductionChoice parse_reduction(const char* op, const std::string& name, bool ha
 
 void check_floating(const char* op, const char* name, const View& view);
 
-// Floating or integral.
+// Fails for a dtype that is neither floating nor integral.
 void check_real(const char* op, const char* name, const View& view);
 
 void check_device(const char* op, const char* name, const View& view, const View& input);
 
-// Before anything is allocated or launched: torch's own errors do not say what to do.
+// Fails for a CUDA tensor if CUDA cannot be used, before anything is allocated or launched. torch's
+// own errors do not say what to do.
 void check_cuda(const char* op, const char* name, const Tensor& tensor);
 
-// Operands of one op may not need more dimensions than a kernel's arguments hold.
+// Fails if the operands, merged, have more dimensions than a kernel's arguments hold.
 void check_ndim(const char* op, int merged);
 
-// Denominator and value of a mean, as forward returned them.
+// Checks mean_terms, which forward returned: the denominator and the value of a mean.
 const double* check_mean_terms(const char* op, const OptionalTensor& tensor, const View& input);
 
-// A gradient of input that forward returned.
+// Checks a gradient of input that forward returned.
 const Tensor& check_kept(const char* op, const Tensor& tensor, const View& input);
 
 }  // namespace lossops::bindings

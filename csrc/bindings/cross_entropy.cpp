@@ -36,9 +36,9 @@ namespace {
   throw std::out_of_range(message.str());
 }
 
-// Where forward leaves what backward needs beside a gradient, one after the other in one float64
-// tensor: mean_terms (2,), row_stats (2 or 3, rows) of acc_t, and scratch where that is small.
-// Without row_stats, where the launcher needs none, it is shorter than with them.
+// The layout of `saved`, a float64 tensor in which forward leaves what backward needs beside a
+// gradient: mean_terms (2,), row_stats (2 or 3, rows) of acc_t, and scratch memory if it is small.
+// If the launcher needs no row_stats, `saved` is shorter than with them.
 struct SavedLayout {
   static constexpr int64_t kMeanTerms = 2;
   static constexpr int64_t kSmallScratch = 2048;
@@ -52,10 +52,10 @@ struct SavedLayout {
     stats_doubles = args.acc_double ? numbers : (numbers + 1) / 2;
   }
 
-  // With row_stats. Even: what follows is aligned to 16 bytes.
+  // The length with row_stats. It is even, so that the scratch behind it is aligned to 16 bytes.
   int64_t doubles() const { return (kMeanTerms + stats_doubles + 1) / 2 * 2; }
 
-  // Most scratch that may follow.
+  // The most doubles of scratch that may follow.
   int64_t max_scratch(bool has_stats) const {
     return has_stats ? kSmallScratch : std::min(kSmallScratch, stats_doubles - 1);
   }
@@ -139,7 +139,7 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
   return result;
 }
 
-// What backward gets from forward, as the launcher takes it.
+// What the launcher of backward gets from forward.
 struct ForwardTerms {
   const void* row_stats;
   const double* mean_terms;
@@ -179,7 +179,8 @@ ForwardTerms check_saved(const CrossEntropyProblem& problem, const CrossEntropyA
   return {has_stats ? data + SavedLayout::kMeanTerms : nullptr, data};
 }
 
-// GetTerms: ForwardTerms of a problem and its arguments. overwritten: memory for grad_input.
+// get_terms: returns the ForwardTerms of a problem and its arguments. overwritten: the memory that
+// grad_input takes, if not null.
 template <typename GetTerms>
 std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, const Tensor& input,
                                                 const Tensor& target, const OptionalTensor& weight,
@@ -244,7 +245,7 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
   OptionalTensor row_stats;
   if (is_kept && args.row_stats == nullptr &&
       LOSSOPS_ASK(input, cross_entropy_needs_row_stats, forward_of(args))) {
-    // Hooks of saved tensors have changed the layout of input.
+    // A saved-tensor hook has changed the layout of input. The kernel of this one needs row_stats.
     row_stats = cross_entropy_forward_pass(input, target, weight, ignore_index, reduction,
                                            label_smoothing, true, Extra::kBackwardTerms)
                     .row_stats;

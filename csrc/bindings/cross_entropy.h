@@ -9,7 +9,7 @@
 
 namespace lossops::bindings {
 
-// The public op without autograd, whose kernel is in lossops/_ops/calling.py.
+// The public op without autograd. Its autograd kernel is in lossops/_ops/calling.py.
 Tensor cross_entropy(Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index,
                      std::string reduction, double label_smoothing);
 
@@ -37,8 +37,8 @@ void cross_entropy_backward_kept(Tensor grad_input, Tensor grad_output, Tensor i
                                  std::string reduction, double label_smoothing,
                                  bool float32_result);
 
-// Writes the gradient of input over input. Its memory is its own, as lossops/_ops/overwriting.py
-// has checked.
+// Writes the gradient of input over input. lossops/_ops/overwriting.py has checked that no other
+// argument shares its memory.
 void cross_entropy_backward_inplace(Tensor input, Tensor grad_output, Tensor target,
                                     OptionalTensor weight, Tensor row_stats,
                                     OptionalTensor mean_terms, int64_t ignore_index,

@@ -18,7 +18,7 @@ struct CrossEntropyProblem {
   Dims rows;  // shape of the target's rows: input's without the class dimension
   ScalarType result_dtype;
 
-  // Checks the arguments, and fills what args says of them but for the rows.
+  // Checks the arguments, and fills args, except for its rows.
   CrossEntropyProblem(const Tensor& input_, const Tensor& target_, const OptionalTensor& weight_,
                       int64_t ignore_index, const std::string& reduction, double label_smoothing,
                       bool float32_result, CrossEntropyArgs& args);

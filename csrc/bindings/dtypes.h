@@ -53,12 +53,12 @@ inline bool is_integral(ScalarType dtype) {
          dtype == ScalarType::Char || dtype == ScalarType::Byte || dtype == ScalarType::Bool;
 }
 
-// Of is_floating() and is_integral(), for errors.
+// The dtypes of is_floating(), and those of is_floating() and is_integral(), for errors.
 constexpr char kFloatingDtypes[] = "float64, float32, float16 or bfloat16";
 constexpr char kRealDtypes[] =
     "float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8 or bool";
 
-// torch.promote_types of two of which at least one is floating.
+// torch.promote_types of two dtypes, at least one of which is floating.
 inline ScalarType promote(ScalarType a, ScalarType b) {
   if (a == b || !is_floating(b)) {
     return a;
@@ -89,7 +89,7 @@ inline ScalarType result_type(TypedRank a, TypedRank b) {
   return promote(a.dtype, b.dtype);
 }
 
-// float32 for half types where the op was called under autocast.
+// The dtype of a result: float32 for half types if the op was called under autocast.
 inline ScalarType widen_if(bool float32_result, ScalarType dtype) {
   const bool is_half = dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
   return float32_result && is_half ? ScalarType::Float : dtype;  // fault: widened-result

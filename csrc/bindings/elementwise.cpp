@@ -58,7 +58,7 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
 
 namespace {
 
-// Gradient of an operand that was broadcast: summed over the added dimensions.
+// Computes the gradient of an operand that was broadcast: the sum over the added dimensions.
 void launch_broadcast_gradient(const ElementwiseProblem& problem,
                                const ElementwiseBackwardArgs& base,
                                Operand ElementwiseBackwardArgs::* which, const View& operand,
@@ -78,8 +78,8 @@ void launch_broadcast_gradient(const ElementwiseProblem& problem,
   LOSSOPS_LAUNCH_WITH_SCRATCH(problem.input.tensor, elementwise_backward_reduce, args);
 }
 
-// Gradient of a target that was broadcast to no elements, for LossTraits::target_has_factor: 0
-// times the derivative at an input of 1.
+// The gradient of a target that was broadcast to no elements, for losses with
+// LossTraits::target_has_factor: 0 times the derivative at an input of 1.
 Tensor gradient_of_nothing(ElementwiseLoss loss, const LossParams& params, const View& target) {
   const OnDevice device(target.tensor);
   const Tensor zero = torch::stable::fill_(empty_dense(Dims{}, target.dtype, target.tensor), 0);
@@ -139,7 +139,7 @@ std::vector<Tensor> elementwise_backward(ElementwiseLoss loss, const Tensor& gra
       continue;
     }
     results.push_back(kept ? check_kept(op, *kept, *operands[i]) : empty_like(*operands[i]));
-    // An operand of no elements where the loss has none has nothing to sum either.
+    // With as many elements as the loss has, or with none as the loss, there is nothing to sum.
     if (operands[i]->sizes.numel() == problem.shape.numel()) {
       set_result(args.*gradients[i], results.back());
       space.add(args.*gradients[i],

@@ -19,8 +19,8 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
                                       const LossParams& params, const std::string& reduction,
                                       bool float32_result, Extra extra);
 
-// The gradients that output_mask asks for, of input, target and weight. kept: a gradient of input
-// for a grad_output of 1, which becomes the one for grad_output.
+// The gradients of input, target and weight that output_mask asks for. kept: the kept gradient of
+// input, for a grad_output of 1. It becomes the gradient for the actual grad_output, in place.
 std::vector<Tensor> elementwise_backward(ElementwiseLoss loss, const Tensor& grad_output_,
                                          const Tensor& input, const Tensor& target,
                                          const OptionalTensor& weight,

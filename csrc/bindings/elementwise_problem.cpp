@@ -41,7 +41,7 @@ ElementwiseProblem::ElementwiseProblem(ElementwiseLoss loss, const Tensor& input
   args.denominator = choice.batch ? (input.sizes.size > 0 ? input.sizes[0] : 1)
                                   : static_cast<double>(shape.numel());
   if (weight && shape.numel() == 0 && weight->sizes.numel() > 0) {
-    // A sum of nothing over the weights' own sum, which no kernel needs to know.
+    // The mean is a sum of nothing over the weights' own sum. No kernel needs to know that sum.
     args.weight_copies = 0;
     args.denominator = 1;
   }

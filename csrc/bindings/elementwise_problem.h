@@ -18,7 +18,7 @@ struct ElementwiseProblem {
   Dims order;  // of its dimensions, fastest first
   ScalarType result_dtype;
 
-  // Checks the tensors, and fills what args says of them but for their strides.
+  // Checks the tensors, and fills args, except for their strides.
   ElementwiseProblem(ElementwiseLoss loss, const Tensor& input_, const Tensor& target_,
                      const OptionalTensor& weight_, const LossParams& params,
                      const std::string& reduction, ElementwiseArgs& args);
@@ -37,24 +37,24 @@ struct ElementwiseProblem {
   void add_weight(const Tensor& tensor, Reduction reduction);
 };
 
-// The elements of a problem as one launch runs over them. The only place that fills the space of
-// an ElementwiseArgs, the strides of its operands and `contiguous`.
+// The elements of a problem as one launch runs over them. No other code fills the space of an
+// ElementwiseArgs, the strides of its operands and `contiguous`.
 class ElementwiseSpace {
  public:
   // Starts with input, target and weight.
   ElementwiseSpace(const ElementwiseProblem& problem, ElementwiseArgs& args);
 
-  // One more operand, with its strides over the problem's shape.
+  // Adds an operand with its strides over the problem's shape.
   void add(Operand& operand, const Dims& strides) { builder_.add(operand, strides); }
 
   void finish();
 
-  // Dimensions along which a tensor of `sizes` is not broadcast come first. Returns how many are
-  // left of them after merging.
+  // Puts the dimensions first along which a tensor of `sizes` is not broadcast. Returns how many of
+  // these are left after merging.
   int finish_with_kept_first(const Dims& sizes);
 
  private:
-  // One dense run each, of one dtype: what the vectorised kernels take.
+  // Whether each operand is one dense run, and all have one dtype, as the vectorised kernels need.
   bool is_contiguous() const;
 
   const ElementwiseProblem& problem_;

@@ -12,7 +12,7 @@
 
 namespace lossops::bindings {
 
-// Why CUDA tensors cannot be taken here, in one sentence; empty where they can.
+// Why CUDA cannot be used in this process, in one sentence; empty if it can.
 std::string cuda_problem();
 
 // Runs body over [0, count) in torch's threads.
@@ -25,8 +25,7 @@ inline cpu::Context cpu_context() { return cpu::Context{&torch_parallel_for}; }
 cuda::Context current_stream(const Tensor& tensor);
 #endif
 
-// Makes the device of a tensor the current one, for which launchers plan as they are asked, and
-// launch.
+// Makes the device of a tensor the current one. Launchers plan and launch for the current device.
 class OnDevice {
  public:
   explicit OnDevice(const Tensor& tensor) {
@@ -40,7 +39,7 @@ class OnDevice {
 };
 
 // Runs a launcher: its CUDA version on the current stream of the device of `like`, or its CPU
-// version. While an OnDevice of `like` exists, as all that follow.
+// version. An OnDevice of `like` must exist meanwhile. This holds for the macros below too.
 #if defined(LOSSOPS_WITH_CUDA)
 #define LOSSOPS_LAUNCH(like, name, ...)                       \
   do {                                                        \
@@ -57,8 +56,8 @@ class OnDevice {
 #endif
 #define LOSSOPS_SCRATCH(like, name, args) LOSSOPS_ASK(like, name##_scratch, args)
 
-// Memory for one call, of torch's allocator, which may hand it out again as soon as the
-// stream is past the launch. An allocation takes longer than a small loss on the CPU.
+// Memory for one call. torch's allocator may hand it out again as soon as the stream is past the
+// launch. Little memory for the CPU is on the stack: an allocation takes longer than a small loss.
 class Scratch {
  public:
   Scratch(int64_t doubles, const Tensor& like) {

@@ -8,7 +8,7 @@ namespace lossops::bindings {
 
 inline int class_dim(const Dims& dims) { return dims.size == 1 ? 0 : 1; }
 
-// The number of classes of sizes, or their stride of strides.
+// The number of classes if dims are sizes; the stride of the classes if dims are strides.
 inline int64_t class_entry(const Dims& dims) { return dims[class_dim(dims)]; }
 
 inline Dims without_class_dim(const Dims& dims) {
@@ -21,16 +21,16 @@ inline Dims without_class_dim(const Dims& dims) {
   return result;
 }
 
-// The rows as one launch runs over them, numbered in the row-major order of their shape. The only
-// place that fills a space of rows and the strides of its operands.
+// The rows as one launch runs over them, numbered in the row-major order of their shape. No other
+// code fills a space of rows and the strides of its operands.
 class RowSpace {
  public:
   explicit RowSpace(const Dims& rows) : order_(row_major_order(rows.size)), builder_(rows) {}
 
-  // One element a row.
+  // Adds an operand with one element a row.
   void add_values(Operand& operand, const Dims& strides) { builder_.add(operand, strides); }
 
-  // One element a class.
+  // Adds an operand with one element for each class of a row.
   void add_classes(Operand& operand, int64_t& class_stride, const Dims& strides) {
     class_stride = class_entry(strides);
     builder_.add(operand, without_class_dim(strides));

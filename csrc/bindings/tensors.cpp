@@ -7,7 +7,7 @@
 
 #include "cpu/huge_pages.h"
 
-// What torch's last error said; torch 2.13 or newer.
+// What torch's last error said. torch has this function from 2.13 on.
 extern "C" const char* torch_exception_get_what_without_backtrace() __attribute__((weak));
 
 namespace lossops::bindings {
@@ -20,7 +20,7 @@ std::string device_of(const Tensor& tensor) {
 
 namespace {
 
-// A tensor that was just allocated, on its way to whoever fills it.
+// Advises huge pages for a tensor that was just allocated and not filled yet.
 Tensor fresh(Tensor tensor) {
   if (tensor.is_cpu()) {
     cpu::advise_huge_pages(tensor.mutable_data_ptr(),
@@ -29,8 +29,8 @@ Tensor fresh(Tensor tensor) {
   return tensor;
 }
 
-// errors.py knows the first words, and makes torch.OutOfMemoryError of them, as programs that catch
-// torch's own do.
+// Fails with a message whose first words errors.py recognises. It raises torch.OutOfMemoryError
+// then, which programs catch.
 [[noreturn]] void fail_allocation(const Dims& sizes, ScalarType dtype, const Tensor& like) {
   std::ostringstream message;
   const char* const said = torch_exception_get_what_without_backtrace == nullptr
@@ -71,7 +71,7 @@ Tensor empty_vector(int64_t length, ScalarType dtype, const Tensor& like) {
   return empty_dense(sizes, dtype, like);
 }
 
-// Without the search for the operator of that name where the layout is plain.
+// For a dense layout, empty_strided: it spares the search for the operator empty_like by its name.
 Tensor empty_like(const View& view) {
   if (is_dense(view.sizes, view.strides)) {
     return empty_strided(view.sizes, view.strides, view.dtype, view.tensor);

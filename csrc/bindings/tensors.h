@@ -69,8 +69,8 @@ inline void set_result(Operand& operand, const Tensor& tensor) {
 
 // ------------------------------------------------------------------ new tensors
 
-// On the device of `like`. All fail with an error that lossops/_ops/errors.py makes a
-// torch.OutOfMemoryError of.
+// New tensors are on the device of `like`. If memory runs out, each function fails with an error
+// that lossops/_ops/errors.py turns into torch.OutOfMemoryError.
 Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& like);
 Tensor empty_dense(const Dims& sizes, ScalarType dtype, const Tensor& like);
 Tensor empty_vector(int64_t length, ScalarType dtype, const Tensor& like);
