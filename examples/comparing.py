@@ -31,7 +31,9 @@ def parse(description: str | None, *, steps_cpu: int, steps_cuda: int) -> argpar
     parser = argparse.ArgumentParser(
         description=description,
         epilog="Prints for each loss function the first and the last loss, the median time of a\n"
-        "training step in milliseconds and, on a GPU, the peak of GPU memory in MiB.",
+        "training step in milliseconds and, on a GPU, the peak of GPU memory in MiB. The time\n"
+        "leaves out the first quarter of the steps. The losses differ by rounding only, which a\n"
+        "training may amplify. lossops must be installed, or built in a clone with PYTHONPATH=src.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
