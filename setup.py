@@ -38,7 +38,7 @@ BINDING_SOURCES = [
 ]
 CPU_SOURCES = ["csrc/cpu/elementwise.cpp", "csrc/cpu/cross_entropy.cpp"]
 CUDA_SOURCES = [
-    "csrc/kernels/elementwise.cu",
+    "csrc/kernels/elements/elementwise.cu",
     "csrc/kernels/cross_entropy.cu",
     "csrc/kernels/cross_entropy_columns.cu",
     "csrc/kernels/cross_entropy_few.cu",

@@ -77,58 +77,12 @@ LOSSOPS_HOST_DEVICE acc_t reduction_scale(const ElementwiseBackwardArgs& args) {
          static_cast<acc_t>(args.weight.data != nullptr ? args.mean_terms[0] : args.denominator);
 }
 
-// The same for a grad_output of 1, in forward.
-template <typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t unit_scale(const ElementwiseForwardArgs& args) {
-  return args.reduction == Reduction::kMean ? acc_t(1) / static_cast<acc_t>(args.denominator)
-                                            : acc_t(1);
-}
-
 // Whether a kept gradient is the one that is wanted.
 template <typename BackwardArgs>
 LOSSOPS_HOST_DEVICE bool kept_is_right(const BackwardArgs& args) {
   return args.kept && load_operand<double>(args.grad_output, 0) == 1;  // fault: kept-is-right
 }
 
-template <typename Term, typename = void>
-struct HasBackwardHalfInput : std::false_type {};
-template <typename Term>
-struct HasBackwardHalfInput<
-    Term, std::void_t<decltype(std::declval<Term>().backward_half_input(0.0f, 0.0f))>>
-    : std::true_type {};
-
-// scale: of the reduction, or the element's own grad_output. is_half: input's dtype is.
-template <typename acc_t, typename Term>
-LOSSOPS_HOST_DEVICE acc_t input_gradient(const Term& term, bool is_half, acc_t x, acc_t t,
-                                         acc_t weight, acc_t scale) {
-  if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float>) {
-    if (is_half) {
-      return scale * weight * term.backward_half_input(x, t);
-    }
-  }
-  return scale * weight * term.backward_input(x, t);
-}
-
 enum class Wanted : int8_t { kInput, kTarget, kWeight };
-
-// One gradient of one element of the broadcast shape. scale is reduction_scale() for a
-// reduction, the element's own grad_output else. is_half: input's dtype is.
-template <typename acc_t, typename Term>
-LOSSOPS_HOST_DEVICE acc_t elementwise_gradient(Wanted wanted, const ElementwiseBackwardArgs& args,
-                                               const Term& term, bool is_half, acc_t x, acc_t t,
-                                               acc_t weight, acc_t scale) {
-  if (wanted == Wanted::kInput) {
-    return input_gradient(term, is_half, x, t, weight, scale);
-  }
-  if (wanted == Wanted::kTarget) {
-    return scale * weight * term.backward_target(x, t);
-  }
-  acc_t value = term.forward(x, t);
-  if (args.reduction == Reduction::kMean) {
-    // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
-    value -= static_cast<acc_t>(args.mean_terms[1] / args.weight_copies);
-  }
-  return scale * value;
-}
 
 }  // namespace lossops

@@ -83,7 +83,30 @@ struct ColumnReducePlan {
   int64_t scratch(int64_t outputs) const { return splits > 1 ? splits * outputs : 0; }
 };
 
-// sink(output, sum) gets every result once.
+namespace detail {
+
+template <typename Source, typename Sink>
+void launch_column_reduce(const Source& source, const Sink& sink, const ColumnReducePlan& plan,
+                          double* partials, int64_t outputs, int64_t terms, int64_t splits,
+                          int64_t terms_per_split, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(plan.blocks_x), static_cast<unsigned>(splits));
+  // The one grid of two dimensions, which a LaunchShape has not.
+  column_reduce_kernel<<<grid, plan.block, 0, stream>>>(source, sink, partials, outputs, terms,
+                                                        terms_per_split);
+  check_launch("column_reduce_kernel");
+}
+
+}  // namespace detail
+
+// In one stage, for few terms. sink(output, sum) gets every result once.
+template <typename Source, typename Sink>
+void column_fold(const Source& source, const Sink& sink, int64_t outputs, int64_t terms,
+                 cudaStream_t stream) {
+  detail::launch_column_reduce(source, sink, ColumnReducePlan(outputs, terms), nullptr, outputs,
+                               terms, 1, terms, stream);
+}
+
+// In two stages.
 template <typename Source, typename Sink>
 void column_reduce(const Source& source, const Sink& sink, int64_t outputs, int64_t reduced,
                    double* scratch, cudaStream_t stream) {
@@ -91,20 +114,13 @@ void column_reduce(const Source& source, const Sink& sink, int64_t outputs, int6
     return;
   }
   const ColumnReducePlan plan(outputs, reduced);
-  const auto launch = [&](const auto& from, double* partials, int64_t terms, int64_t splits,
-                          int64_t terms_per_split) {
-    const dim3 grid(static_cast<unsigned>(plan.blocks_x), static_cast<unsigned>(splits));
-    // The one grid of two dimensions, which a LaunchShape has not.
-    column_reduce_kernel<<<grid, plan.block, 0, stream>>>(from, sink, partials, outputs, terms,
-                                                          terms_per_split);
-    check_launch("column_reduce_kernel");
-  };
   if (plan.splits == 1) {
-    launch(source, nullptr, reduced, 1, reduced);
+    column_fold(source, sink, outputs, reduced, stream);
     return;
   }
-  launch(source, scratch, reduced, plan.splits, plan.terms_per_split);
-  launch(ColumnPartials{scratch, outputs}, nullptr, plan.splits, 1, plan.splits);
+  detail::launch_column_reduce(source, sink, plan, scratch, outputs, reduced, plan.splits,
+                               plan.terms_per_split, stream);
+  column_fold(ColumnPartials{scratch, outputs}, sink, outputs, plan.splits, stream);
 }
 
 }  // namespace lossops::cuda

@@ -1,0 +1,77 @@
+// The operands of an elementwise loss as its kernels number them, and what a launch does with them.
+#pragma once
+
+#include "launchers.h"
+
+namespace lossops::cuda {
+
+enum Which : int {
+  kInput,
+  kTarget,
+  kWeight,
+  kGradOutput,
+  kOutput,
+  kGradInput,
+  kGradTarget,
+  kGradWeight,
+  kNumOperands
+};
+
+// What a launch does beside reading input and target; bits of a mask.
+enum : unsigned {
+  kSumsLosses = 1,      // adds the losses up
+  kStoresLosses = 2,    // writes each loss to kOutput
+  kHasWeights = 4,      // reads kWeight
+  kHasGradOutputs = 8,  // reads kGradOutput, one number an element
+  kWantsGradInput = 16,
+  kWantsGradTarget = 32,
+  kWantsGradWeight = 64,
+  kIsBackward = 128,  // waits for the kernel ahead; may find its gradient computed
+};
+
+// Known when the kernel is compiled.
+template <unsigned kBits>
+struct FixedWork {
+  LOSSOPS_HOST_DEVICE constexpr bool has(unsigned bit) const { return (kBits & bit) != 0; }
+};
+
+// Known at launch; only of kPossible, so that the kernel has code for no more.
+template <unsigned kPossible>
+struct AnyWork {
+  unsigned bits;
+  // Does all that is possible.
+  LOSSOPS_HOST_DEVICE static constexpr AnyWork all() { return {kPossible}; }
+  LOSSOPS_HOST_DEVICE constexpr bool has(unsigned bit) const {
+    return (kPossible & bit) != 0 && (bits & bit) != 0;
+  }
+};
+
+// The numbers of a launch that all elements share.
+struct ElementScales {
+  Reduction reduction = Reduction::kMean;
+  bool weighted = false;
+  // kGradInput holds the gradient for a grad_output of 1: nothing to do where it is 1.
+  bool kept = false;
+  // Backward of a reduction: one number; null: 1.
+  const void* grad_output = nullptr;
+  DType grad_output_dtype = DType::kFloat32;
+  double denominator = 1;
+  double weight_copies = 1;
+  const double* mean_terms = nullptr;  // (2,): denominator, mean; backward of a weighted mean
+
+  ElementScales() = default;
+  explicit ElementScales(const ElementwiseArgs& args)
+      : reduction(args.reduction),
+        weighted(args.weight.data != nullptr),
+        denominator(args.denominator),
+        weight_copies(args.weight_copies) {}
+  explicit ElementScales(const ElementwiseBackwardArgs& args)
+      : ElementScales(static_cast<const ElementwiseArgs&>(args)) {
+    kept = args.kept;
+    grad_output = args.grad_output.data;
+    grad_output_dtype = args.grad_output.dtype;
+    mean_terms = args.mean_terms;
+  }
+};
+
+}  // namespace lossops::cuda

@@ -1,0 +1,230 @@
+// What becomes of the elements of a tile, whatever its layout: losses, their sum, gradients.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "kernels/elements/operands.h"
+#include "kernels/grid_reduce.cuh"
+#include "strided.h"
+
+namespace lossops::cuda {
+
+template <typename Term, typename = void>
+struct HasForwardInSum : std::false_type {};
+template <typename Term>
+struct HasForwardInSum<
+    Term,
+    std::void_t<decltype(std::declval<Term>().template forward_in_sum<true, true>(0.0f, 0.0f))>>
+    : std::true_type {};
+
+template <typename Term, typename = void>
+struct HasBackwardHalfInput : std::false_type {};
+template <typename Term>
+struct HasBackwardHalfInput<
+    Term, std::void_t<decltype(std::declval<Term>().backward_half_input(0.0f, 0.0f))>>
+    : std::true_type {};
+
+// The loss of an element, by the term's faster way if it has one and the loss is only added up.
+template <typename Tile, typename Work, typename Term, typename acc_t>
+__device__ __forceinline__ acc_t forward_of(Work work, const Term& term, acc_t x, acc_t t) {
+  if constexpr (HasForwardInSum<Term>::value && std::is_same_v<acc_t, float>) {
+    if (!work.has(kStoresLosses)) {
+      return term.template forward_in_sum<Tile::kIsHalf, Tile::kHasSubnormals>(x, t);
+    }
+  }
+  return term.forward(x, t);
+}
+
+// Where no gradient is added up.
+struct NoGradientSum {
+  static constexpr bool kSums = false;
+};
+
+// Reads the operands of a tile, adds its losses to `partial` and writes what `work` asks for.
+// scale: of a reduction's gradients. sum: takes one of the gradients, that of an operand which is
+// broadcast (gradient_sum.cuh).
+template <typename Tile, typename Work, typename Term, typename GradientSum>
+__device__ __forceinline__ void process(Tile& tile, Work work, const ElementScales& scales,
+                                        typename Tile::acc_t scale, const Term& term,
+                                        Partial& partial, GradientSum& sum) {
+  using acc_t = typename Tile::acc_t;
+  using Values = typename Tile::Values;
+  constexpr int kSteps = Tile::kSteps;
+  constexpr int kWidth = Tile::kWidth;
+  const bool weighted = Term::kHasWeight && work.has(kHasWeights);
+  const bool own_scale = work.has(kHasGradOutputs);
+
+  Values x;
+  Values t;
+  Values w;
+  Values g;
+  x.load(tile, kInput);
+  t.load(tile, kTarget);
+  if (weighted) {
+    w.load(tile, kWeight);
+  }
+  if (own_scale) {
+    g.load(tile, kGradOutput);
+  }
+  x.convert(tile, kInput);
+  t.convert(tile, kTarget);
+  if (weighted) {
+    w.convert(tile, kWeight);
+  }
+  if (own_scale) {
+    g.convert(tile, kGradOutput);
+  }
+
+  if (work.has(kSumsLosses) || work.has(kStoresLosses)) {
+    acc_t losses[kSteps * kWidth];
+    acc_t weights[kSteps * kWidth];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      acc_t results[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const int n = step * kWidth + i;
+        weights[n] = weighted ? w.at(step, i) : acc_t(1);
+        losses[n] = forward_of<Tile>(work, term, x.at(step, i), t.at(step, i)) * weights[n];
+        results[i] = losses[n];
+      }
+      if (work.has(kStoresLosses)) {
+        tile.store(kOutput, step, results);
+      }
+    }
+    if (work.has(kStoresLosses)) {
+      tile.finish_store(kOutput);
+    }
+    if (work.has(kSumsLosses)) {
+      tile.add(losses, partial.sum);
+      if (weighted) {
+        tile.add(weights, partial.weight);
+      }
+    }
+  }
+
+  // What multiplies a derivative. Selected here, once: else the compiler makes loops over the
+  // elements for each case.
+  acc_t factors[kSteps * kWidth];
+#pragma unroll
+  for (int n = 0; n < kSteps * kWidth; ++n) {
+    factors[n] = own_scale ? g.at(n / kWidth, n % kWidth) : scale;
+  }
+  // derivative: of the loss of an element, by input and target.
+  const auto store_gradient = [&](Which which, auto&& derivative) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      acc_t results[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        results[i] = factors[step * kWidth + i] * derivative(x.at(step, i), t.at(step, i));
+      }
+      if constexpr (GradientSum::kSums) {
+        if (sum.takes(which)) {
+          sum.add(tile, step, results);
+          continue;
+        }
+      }
+      tile.store(which, step, results);
+    }
+    if constexpr (GradientSum::kSums) {
+      if (sum.takes(which)) {
+        return;
+      }
+    }
+    tile.finish_store(which);
+  };
+  if constexpr (Term::kHasWeight) {
+    if (work.has(kWantsGradWeight)) {
+      // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
+      const acc_t mean_share = scales.reduction == Reduction::kMean
+                                   ? static_cast<acc_t>(scales.mean_terms[1] / scales.weight_copies)
+                                   : acc_t(0);
+      store_gradient(kGradWeight, [&](acc_t x, acc_t t) {
+        const acc_t loss = term.forward(x, t);
+        return scales.reduction == Reduction::kMean ? loss - mean_share : loss;
+      });
+    }
+    if (weighted) {
+#pragma unroll
+      for (int n = 0; n < kSteps * kWidth; ++n) {
+        factors[n] *= w.at(n / kWidth, n % kWidth);
+      }
+    }
+  }
+  if (work.has(kWantsGradInput)) {
+    store_gradient(kGradInput, [&](acc_t x, acc_t t) {
+      if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float>) {
+        if (tile.is_half()) {
+          return term.backward_half_input(x, t);
+        }
+      }
+      return term.backward_input(x, t);
+    });
+  }
+  if (work.has(kWantsGradTarget)) {
+    store_gradient(kGradTarget, [&](acc_t x, acc_t t) { return term.backward_target(x, t); });
+  }
+}
+
+// A block's sum where there are no weights: half of a Partial.
+struct Sum {
+  double value = 0;
+
+  __device__ __forceinline__ void combine(const Sum& other) { value += other.value; }
+};
+
+// Around the tiles of a block: begin() says whether there is anything to do.
+template <typename acc_t, typename Work>
+class BlockWork {
+ public:
+  __device__ __forceinline__ BlockWork(Work work, const ElementScales& scales, acc_t unit_scale)
+      : work_(work), scales_(scales), scale(unit_scale) {}
+
+  __device__ __forceinline__ bool begin() {
+    if (!work_.has(kIsBackward)) {
+      let_next_kernel_start();
+      return true;
+    }
+    wait_for_previous_kernel();
+    const auto grad_output = [&](auto like) {
+      using type = decltype(like);
+      return scales_.grad_output == nullptr
+                 ? type(1)
+                 : load_as<type>(scales_.grad_output, scales_.grad_output_dtype, 0);
+    };
+    if (scales_.kept && grad_output(double()) == 1) {  // fault: elementwise-kept
+      return false;
+    }
+    if (!work_.has(kHasGradOutputs)) {
+      scale = grad_output(acc_t());
+      if (scales_.reduction == Reduction::kMean) {
+        scale /= static_cast<acc_t>(scales_.weighted ? scales_.mean_terms[0] : scales_.denominator);
+      }
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void finish(const Partial& partial, Partial* partials,
+                                         const Finalize& finalize) const {
+    if (!work_.has(kSumsLosses)) {
+      return;
+    }
+    if (work_.has(kHasWeights)) {
+      reduce_to_grid(partial, partials, finalize);
+    } else {
+      leave_to_grid({block_reduce(Sum{partial.sum}).value, 0}, partials, finalize);
+    }
+  }
+
+ private:
+  const Work work_;
+  const ElementScales& scales_;
+
+ public:
+  acc_t scale;  // of a reduction's gradients
+};
+
+}  // namespace lossops::cuda
