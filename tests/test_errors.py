@@ -31,7 +31,7 @@ def message_of(call: Any, error: type[Exception]) -> str:
 # --- single arguments -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [None, "0.1", [0.1], {}], ids=str)
+@pytest.mark.parametrize("value", [None, "0.1", b"0.1", [0.1], {}], ids=str)
 def test_label_smoothing_says_what_it_was(value: Any) -> None:
     x, t = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     for leaf in (x, x.clone().requires_grad_()):
@@ -165,7 +165,7 @@ def test_positions_of_modules_are_torchs(loss: Loss) -> None:
 
 
 @per_loss
-@pytest.mark.parametrize("value", [True, 0, "sum"], ids=repr)
+@pytest.mark.parametrize("value", [True, False, 0, "sum"], ids=repr)
 def test_deprecated_positions_say_how_to_write_it(loss: Loss, value: Any) -> None:
     sample = loss.variants[0].sample((4, 3))
     x, t = sample.tensors["input"], sample.tensors["target"]
@@ -175,7 +175,13 @@ def test_deprecated_positions_say_how_to_write_it(loss: Loss, value: Any) -> Non
     ):
         message = message_of(lambda call=call, name=name: call(**{name: value}), TypeError)
         assert f"{name} must be None, but is {value!r}" in message
-        assert f"reduction={value!r}" in message
+        if isinstance(value, int) and not isinstance(value, bool):
+            remedy = f"ignore_index={value}" if loss is CROSS_ENTROPY else "by its name"
+        else:
+            if_false = "sum" if name == "size_average" else "none"
+            meant = {True: "mean", False: if_false}.get(value, value)
+            remedy = f"write reduction={meant!r}"
+        assert remedy in message
     before = () if loss.elementwise else (None,)
     message = message_of(lambda: loss.function(x, t, *before, value), TypeError)
     assert "size_average must be None" in message

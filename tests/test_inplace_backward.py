@@ -377,7 +377,7 @@ def test_transforms(device: str) -> None:
 
 
 def test_saved_tensor_hooks(device: str) -> None:
-    """Hooks that hand out a copy: the copy is overwritten."""
+    """Nothing is overwritten there, and the gradient is right."""
     leaf, logits, target = logits_of(device)
     (expected,) = torch.autograd.grad(lossops.cross_entropy(leaf * 2, target), leaf)
     with torch.autograd.graph.save_on_cpu():
@@ -391,6 +391,24 @@ def test_saved_tensor_hooks(device: str) -> None:
     leaf.grad = None
     found.backward()
     assert same_bits(leaf.grad, expected)
+
+
+def test_other_readers_under_hooks(device: str) -> None:
+    """torch would not notice there that logits are overwritten, so they are not."""
+    leaf, _, target = logits_of(device)
+
+    def function(x: Tensor, loss: Any) -> Tensor:
+        logits = x * 2
+        value: Tensor = logits.logsumexp(-1).pow(2).mean() + loss(logits, target)
+        return value
+
+    gradients = []
+    for loss in (overwriting, lossops.cross_entropy):
+        leaf.grad = None
+        torch.utils.checkpoint.checkpoint(function, leaf, loss, use_reentrant=False).backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def test_operator_counts_versions(device: str) -> None:

@@ -209,6 +209,50 @@ def test_changed_logits_under_autocast(device: str) -> None:
     torch.testing.assert_close(found.double() / 65536, exact, rtol=2**-5, atol=1e-3)
 
 
+def _by_checkpoint(call: Any) -> None:
+    torch.utils.checkpoint.checkpoint(call, use_reentrant=False).backward()
+
+
+def _by_hooks(call: Any) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        loss = call()
+    loss.backward()
+
+
+def _by_save_on_cpu(call: Any) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        loss = call()
+    loss.backward()
+
+
+@pytest.mark.parametrize("run", [_by_checkpoint, _by_hooks, _by_save_on_cpu])
+def test_changed_logits_under_hooks(run: Any, device: str) -> None:
+    """torch does not look whether a tensor that went through hooks has changed."""
+    scale = torch.tensor(1.5, device=device)  # on a GPU nobody looks at it
+    target = torch.tensor([1, 0, 2], device=device)
+
+    def gradient_of(function: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+        leaf = torch.linspace(-3, 2, 12, device=device).reshape(3, 4).to(dtype).requires_grad_()
+
+        def call() -> Tensor:
+            logits = leaf * 2
+            loss = function(logits, target, **options)
+            with torch.no_grad():
+                logits.div_(3)
+            return loss.sum() * scale * scale
+
+        run(call)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    found = gradient_of(lossops.cross_entropy, torch.float32)
+    expected = gradient_of(torch.nn.functional.cross_entropy, torch.float64)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-7)
+    if run is not _by_save_on_cpu or device == "cpu":  # which hands out a copy from before
+        with pytest.raises(RuntimeError, match="was modified by an inplace operation"):
+            gradient_of(lossops.cross_entropy, torch.float32, reduction="none")
+
+
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 def test_changed_operand_without_a_kept_gradient(loss: Loss, device: str) -> None:
     """An error that says what to do, whoever asks for what was not kept."""

@@ -284,6 +284,29 @@ def is_version_error(error: Exception) -> bool:
     )
 
 
+# At import, where no transform and no hook changes the answer; else later.
+_known_version_errors()
+
+
+def _hooks_by_their_error() -> bool:
+    """A saved tensor takes hooks once: one that has the default ones already refuses others."""
+    with torch.enable_grad():
+        node: Any = (torch.zeros((), requires_grad=True).exp()).grad_fn
+    try:
+        node._raw_saved_result.register_hooks(lambda x: x, lambda x: x)
+    except RuntimeError:
+        return True
+    return False
+
+
+_top_hooks: Any = _look_for("torch._C._autograd._top_saved_tensors_default_hooks")
+
+
+def saved_tensors_have_hooks() -> bool:
+    """Whether torch.autograd.graph.saved_tensors_hooks is on, as in activation checkpointing."""
+    return _hooks_by_their_error() if _top_hooks is None else _top_hooks(True) is not None
+
+
 # ---------------------------------------------------------------- schemas, compilers
 
 

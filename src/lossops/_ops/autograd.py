@@ -167,6 +167,7 @@ def _make_function(self: Differentiable) -> Any:
         ) -> Tensor:
             output = forward_op(input, target, weight, *options)
             self.save_for_backward(ctx, (input, target, weight), options, output)
+            ctx.versions = [0 if x is None else x._version for x in (input, target, weight)]
             result: Tensor = output[0]
             return result
 
@@ -223,6 +224,7 @@ def _make_keeping_function(self: Differentiable) -> Any:
                 ctx.set_materialize_grads(False)
             if options or not has_default:
                 ctx.options = options
+            ctx.versions = (input._version, target._version)
             ctx.kept = output[1]
             result: Tensor = output[0]
             return result
@@ -239,7 +241,8 @@ def _make_keeping_function(self: Differentiable) -> Any:
                 or _is_compiling()
                 or is_batched(grad)
                 or functorch_is_active()
-                or levels._current_level >= 0  # fault: tangent-of-grad-output
+                # fault: tangent-of-grad-output
+                or (levels._current_level >= 0 and has_tangents(grad))
             ):
                 return computed_again(ctx, grad), None
             try:
@@ -247,6 +250,10 @@ def _make_keeping_function(self: Differentiable) -> Any:
                 saved = ctx.saved_tensors  # raises if one has changed
             except RuntimeError as error:
                 return _scaled(loss.name, kept, grad, error), None
+            # Saved-tensor hooks keep torch from asking: `errors.were_changed` written out.
+            versions = ctx.versions
+            if saved[0]._version > versions[0] or saved[1]._version > versions[1]:
+                return _scaled(loss.name, kept, grad, None), None
             # The condition is `_is_one` written out, which saves a Python frame.
             # fault: kept-scaled
             if not (
@@ -263,14 +270,14 @@ def _make_keeping_function(self: Differentiable) -> Any:
     return KeepingFunction
 
 
-def _scaled(name: str, kept: Tensor, grad: Tensor, error: RuntimeError) -> Tensor:
+def _scaled(name: str, kept: Tensor, grad: Tensor, error: RuntimeError | None) -> Tensor:
     """The kept gradient times `grad`. An operand was changed in place, so none can be read.
 
     The product is rounded twice, by half a unit in the last place each time. That is too little for
     float16: a kept gradient has lost what is below 2^-24, and the grad_output of a gradient scaler
     may be large. On a GPU the value of grad_output is not known without waiting for the device.
     """
-    if not _privates.is_version_error(error):
+    if error is not None and not _privates.is_version_error(error):
         raise error
     if grad.is_cpu and _is_one(grad):
         return kept

@@ -7,7 +7,7 @@ itself. That costs nothing until a call fails.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,44 +30,67 @@ def as_memory_error(error: Exception) -> Exception:
 # ---------------------------------------------------------------- operands that have changed
 
 
-def changed_operand(name: str, error: Exception, why: str) -> RuntimeError:
+def changed_operand(name: str, error: Exception | None, why: str) -> RuntimeError:
     """The error of a backward pass whose operands have changed and that has no kept gradient."""
     return RuntimeError(
         f"{name}: an argument of the loss was modified by an inplace operation before its backward "
         f"pass, and {why}. Modify a copy, as in logits = logits / t, or do it after the backward "
-        f"pass. torch says: {error}"
+        "pass." + (f" torch says: {error}" if error is not None else "")
+    )
+
+
+def were_changed(saved: Sequence[Tensor | None], versions: Sequence[int]) -> bool:
+    """Whether one of the saved operands has a later version than it had in the forward pass.
+
+    torch asks that itself, but not of tensors that go through saved-tensor hooks, as activation
+    checkpointing has them. A hook that copies a tensor starts its version again at 0.
+    """
+    return any(
+        tensor is not None and tensor._version > version
+        for tensor, version in zip(saved, versions, strict=False)
     )
 
 
 def saved_tensors(name: str, ctx: Any) -> tuple[Any, ...]:
-    """ctx.saved_tensors. If one of them has changed, the error says what to do."""
+    """ctx.saved_tensors; where one of them has changed, the error says what to do."""
+    problem: RuntimeError | None = None
     try:
         saved: tuple[Any, ...] = ctx.saved_tensors
+        if not were_changed(saved, getattr(ctx, "versions", ())):
+            return saved
     except RuntimeError as error:
         if not is_version_error(error):
             raise
-        raise changed_operand(
-            name,
-            error,
-            "no gradient was kept that could be handed out instead (one is kept for the first "
-            "backward pass of a loss that is reduced, where only input needs a gradient and "
-            "lossops.keep_gradients is on)",
-        ) from None
-    return saved
+        problem = error
+    raise changed_operand(
+        name,
+        problem,
+        "no gradient was kept that could be handed out instead (one is kept for the first "
+        "backward pass of a loss that is reduced, where only input needs a gradient and "
+        "lossops.keep_gradients is on)",
+    ) from None
 
 
 # ---------------------------------------------------------------- wrong arguments
 
 
 def deprecated_argument(function: str, size_average: object, reduce: object) -> TypeError:
-    """The error of size_average and reduce: an argument given by position may be one by mistake."""
+    """The error of torch's deprecated arguments, which are in the third to sixth place."""
     name, value = "size_average", size_average
     if value is None:
         name, value = "reduce", reduce
+    if isinstance(value, bool):
+        if_false = "sum" if name == "size_average" else "none"
+        remedy = f"write reduction={'mean' if value else if_false!r} for it"
+    elif isinstance(value, str):
+        remedy = f"if the reduction was meant, write reduction={value!r}"
+    elif "ross" in function:  # cross_entropy, CrossEntropyLoss
+        remedy = f"if ignore_index was meant, write ignore_index={value!r}"
+    else:
+        remedy = "give the argument that was meant by its name"
     return TypeError(
         f"{function}: {name} must be None, but is {value!r}: torch has deprecated it, and it is "
-        "here for torch's order of arguments alone. Write reduction='mean' for it; and if another "
-        f"argument was meant, its name, as in reduction={value!r} or ignore_index={value!r}"
+        f"here for torch's order of arguments alone; {remedy}"
     )
 
 
@@ -98,7 +121,8 @@ def _check_tensors(name: str, tensors: dict[str, Any]) -> None:
 def check_numbers(message: str, *, ignore_index: int, label_smoothing: object, **_: object) -> None:
     """Raises for numbers that cross_entropy never takes. message: what C++ said of the call."""
     try:
-        if isinstance(label_smoothing, str):
+        kind = type(label_smoothing)
+        if not (hasattr(kind, "__float__") or hasattr(kind, "__index__")):  # text
             raise TypeError
         is_negative_or_nan = not float(label_smoothing) >= 0  # type: ignore[arg-type]
     except TypeError:
