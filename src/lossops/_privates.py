@@ -11,6 +11,7 @@ import ast
 import functools
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -260,32 +261,31 @@ def _said_of(part: Callable[[Tensor], Tensor]) -> str:
     return ""
 
 
-_version_errors: list[str] = []
+@functools.cache
+def _version_errors() -> tuple[str, ...]:
+    """The words that torch's errors about changed saved tensors share, whatever the tensors.
 
+    torch is asked on the first such error: autograd starts CUDA where torch has it. It is asked in
+    a thread, which has none of the modes, transforms and hooks that the caller may be in.
+    """
+    found: list[str] = []
 
-def _known_version_errors() -> list[str]:
-    """The words that torch's errors about changed saved tensors share, whatever the tensors."""
-    if not _version_errors:
+    def ask() -> None:
         whole = _said_of(lambda x: x).partition(":")[0]
         # One of several views, as of chunk, has another error: "Output 0 of Split is a view".
         several = "".join(_said_of(lambda x: x.chunk(2)[0]).partition(" is a view")[1:])
-        found = [words for words in (whole, several.partition(".")[0]) if words]
-        if len(found) < 2:  # asked inside some transform
-            return found
-        _version_errors.extend(found)
-    return _version_errors
+        found.extend(words for words in (whole, several.partition(".")[0]) if words)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return tuple(found)
 
 
 def is_version_error(error: Exception) -> bool:
     """Whether error is torch's about a changed saved tensor. torch is asked what it says then."""
     message = str(error)
-    return type(error) is RuntimeError and any(
-        words in message for words in _known_version_errors()
-    )
-
-
-# At import, where no transform and no hook changes the answer; else later.
-_known_version_errors()
+    return type(error) is RuntimeError and any(words in message for words in _version_errors())
 
 
 def _hooks_by_their_error() -> bool:

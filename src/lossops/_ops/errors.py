@@ -56,7 +56,8 @@ def saved_tensors(name: str, ctx: Any) -> tuple[Any, ...]:
     problem: RuntimeError | None = None
     try:
         saved: tuple[Any, ...] = ctx.saved_tensors
-        if not were_changed(saved, getattr(ctx, "versions", ())):
+        is_traced = torch.compiler.is_compiling()  # a graph cannot branch on versions
+        if is_traced or not were_changed(saved, getattr(ctx, "versions", ())):
             return saved
     except RuntimeError as error:
         if not is_version_error(error):
