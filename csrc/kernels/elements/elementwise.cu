@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include "kernels/block_reduce.cuh"
 #include "kernels/check.cuh"
@@ -204,10 +205,10 @@ constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInp
 // An elementwise operator as its kernels see it.
 struct Launch {
   Operand operands[kNumOperands];
-  // By plan(): of rows where the operands have such, else of tiles.
-  bool has_runs = false;
-  RunPlan runs;
-  TilePlan tiles;
+  // One of the two by plan(): of rows where the operands have such, else of tiles. They are large,
+  // and dense operands need neither.
+  std::optional<RunPlan> runs;
+  std::optional<TilePlan> tiles;
   DenseOperands dense;
   ElementScales scales;
   unsigned work = 0;
@@ -244,8 +245,7 @@ struct Launch {
 
   void plan(const IterationSpace& space, bool acc_double, const Operand* summed = nullptr) {
     const RunPlanner runs_planner(space, operands, acc_double, summed);
-    has_runs = runs_planner.has_plan();
-    if (has_runs) {
+    if (runs_planner.has_plan()) {
       runs = runs_planner.plan();
     } else {
       tiles = TilePlanner(space, operands, acc_double, summed).plan();
@@ -257,7 +257,7 @@ struct Launch {
   int64_t blocks() const {
     constexpr int64_t kBlocks = 4096;
     const int64_t parts =
-        has_runs ? ceil_div(runs.parts(), runs.teams()) : std::max<int64_t>(tiles.walk, 1);
+        runs ? ceil_div(runs->parts(), runs->teams()) : std::max<int64_t>(tiles->walk, 1);
     return ceil_div(parts, ceil_div(parts, kBlocks));
   }
 
@@ -350,8 +350,8 @@ void launch_runs(const ElementwiseArgs& args, const Launch& what, const Term& te
   const auto launch = [&](auto width, auto work) {
     launch_kernel("elementwise_runs_kernel",
                   elementwise_runs_kernel<decltype(width)::value, decltype(work), Term>,
-                  {blocks, kTileThreads, 0, 1, overlap}, stream, what.runs, work, term, what.scales,
-                  unit_scale<float>(args), partials, finalize);
+                  {blocks, kTileThreads, 0, 1, overlap}, stream, *what.runs, work, term,
+                  what.scales, unit_scale<float>(args), partials, finalize);
   };
   if constexpr (Term::kHasWeight) {
     if ((what.work & kWeightWork) != 0) {
@@ -360,7 +360,7 @@ void launch_runs(const ElementwiseArgs& args, const Launch& what, const Term& te
     }
   }
   const AnyWork<kPossible & ~kWeightWork> work{what.work};
-  if (what.runs.width == 8) {
+  if (what.runs->width == 8) {
     launch(std::integral_constant<int, 8>{}, work);
   } else {
     launch(std::integral_constant<int, 4>{}, work);
@@ -372,8 +372,8 @@ void launch_run_sums(const Launch& what, const Term& term, const SummedGradient&
                      cudaStream_t stream) {
   using Work = AnyWork<kBackwardWork & ~kWeightWork>;
   launch_kernel("elementwise_run_sums_kernel", elementwise_run_sums_kernel<4, Work, Term>,
-                {what.blocks(), kTileThreads, 0, 1, true}, stream, what.runs, Work{what.work}, term,
-                what.scales, summed);
+                {what.blocks(), kTileThreads, 0, 1, true}, stream, *what.runs, Work{what.work},
+                term, what.scales, summed);
 }
 
 // summed: the gradient that is added up, if any.
@@ -386,11 +386,11 @@ void launch_planned(const ElementwiseArgs& args, const Launch& what, const Term&
     using Work = WorkOf<kForwardWork | kBackwardWork, Term>;
     constexpr int kMostShared = 64 << 10;
     const auto kernel = elementwise_planned_kernel<acc_t, Work, Term>;
-    const int64_t shared_bytes = what.tiles.shared_bytes();
+    const int64_t shared_bytes = what.tiles->shared_bytes();
     allow_shared_bytes(kernel, shared_bytes, (48 << 10) - kTileSharedBytes, kMostShared);
     launch_kernel("elementwise_planned_kernel", kernel,
-                  {what.tiles.groups * splits, kTileThreads, shared_bytes, 1, overlap}, stream,
-                  what.tiles, Work{what.work}, term, what.scales, unit_scale<acc_t>(args), summed,
+                  {what.tiles->groups * splits, kTileThreads, shared_bytes, 1, overlap}, stream,
+                  *what.tiles, Work{what.work}, term, what.scales, unit_scale<acc_t>(args), summed,
                   splits, partials, finalize);
   };
   args.acc_double ? launch(double()) : launch(float());
@@ -437,14 +437,14 @@ struct GradientSumPlan {
     sink.space.numel = outputs;
     operand.dtype = DType::kFloat64;
     what.plan(args.space, args.acc_double, &operand);
-    if (what.has_runs) {
-      splits = what.runs.splits.value;
+    if (what.runs) {
+      splits = what.runs->splits.value;
       return;
     }
     // Enough blocks for any GPU; each still walks over some tiles.
     constexpr int64_t kBlocks = 4096;
     constexpr int64_t kFewestTiles = 4;
-    const TilePlan& plan = what.tiles;
+    const TilePlan& plan = *what.tiles;
     const int64_t most = std::max<int64_t>(plan.walk / kFewestTiles, 1);
     splits = std::clamp<int64_t>(kBlocks / std::max<int64_t>(plan.groups, 1), 1, most);
     splits = ceil_div(std::max<int64_t>(plan.walk, 1),
@@ -492,7 +492,7 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
         forward_dense<typename decltype(type)::type>(args, what, blocks, term, partials, finalize,
                                                      stream);
       });
-    } else if (what.has_runs) {
+    } else if (what.runs) {
       launch_runs<kForwardWork>(args, what, term, blocks, false, partials, finalize, stream);
     } else {
       launch_planned(args, what, term, {}, blocks, false, partials, finalize, stream);
@@ -518,7 +518,7 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
     using Work = AnyWork<kBackwardWork>;
     if (!is_dense) {
       const int64_t blocks = std::min(what.blocks(), most_blocks);
-      if (what.has_runs) {
+      if (what.runs) {
         launch_runs<kBackwardWork>(args, what, term, blocks, true, nullptr, Finalize{}, stream);
       } else {
         launch_planned(args, what, term, {}, blocks, true, nullptr, Finalize{}, stream);
@@ -554,7 +554,7 @@ void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& arg
     parts = sum.splits;
     const SummedGradient summed{sum.which, scratch, sum.outputs};
     visit_elementwise_loss(args.loss, args.params, [&](auto term) {
-      if (what.has_runs) {
+      if (what.runs) {
         launch_run_sums(what, term, summed, stream);
         return;
       }
