@@ -45,7 +45,7 @@ struct Case {
   std::vector<Memory> memory;  // by operand
   const Operand* summed = nullptr;
 
-  // Of an operand, for a linear index of the space.
+  // The offset into an operand, in elements, for a linear index of the space.
   int64_t element(int which, int64_t index) const {
     int64_t element = 0;
     for (int dim = 0; dim < space.ndim; ++dim) {

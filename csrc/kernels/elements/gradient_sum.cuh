@@ -47,8 +47,8 @@ class GradientSum {
         }
       }
     }
-    // Of the elements that share a sum, the one whose bits along the walk are all 0 has the
-    // smallest coordinates: it is there where any is.
+    // The element whose bits along the walk are all 0 has the smallest coordinates among those that
+    // share a sum: it is there if any of them is.
 #pragma unroll 1  // by turns in sums_[0]: the code of a sum over threads stands once
     for (int step = 0; step < kSteps; ++step) {
       const unsigned number = threadIdx.x + step * kTileThreads;

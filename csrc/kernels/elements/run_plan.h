@@ -40,7 +40,7 @@ struct RunOperand {
 
 struct RunPlan {
   RunOperand operands[kNumOperands];
-  // Of rows, fastest first.
+  // How many rows lie along each dimension, fastest first.
   Divisor sizes[kMaxDims];
   int32_t phases[kMaxDims] = {};  // elements that a row begins later in the grid, along a dimension
   int32_t phase = 0;              // where the first row begins in the grid

@@ -247,8 +247,8 @@ class TilePlanner {
       const int staged_bytes = is_converted ? (is_double_ ? 8 : 4) : own.bytes;
       own.slot = staged_bytes;
       if (own.run_dim >= 0) {
-        // Of an odd number of units, of which one is for what is before the run in its first: a
-        // neighbour in another run is in another bank.
+        // A slot has an odd number of units, so neighbours in other runs are in other banks. One of
+        // the units is for the bytes before the run in its first unit.
         const int units = (own.bytes << plan_.dims[own.run_dim].bits) / kUnitBytes;
         own.slot = (units + 1) * kUnitBytes;
         while ((1 << own.unit_bits) < units) {

@@ -377,7 +377,7 @@ class PlannedTile {
   __device__ __forceinline__ int phase_of(Which which) const {
     return phase_[which] + static_cast<int>(reinterpret_cast<uintptr_t>(place_->data[which]));
   }
-  // Of an element in shared memory.
+  // Where an element lies in shared memory, in bytes.
   __device__ __forceinline__ int position(Which which, int step, int phase) const {
     const TileOperand& operand = plan_.operands[which];
     int position = own_[which];

@@ -22,7 +22,7 @@ from .meter import Meter, Progress
 from .run import LIMITS, relative_error
 
 MIB = 1 << 20
-# Of the largest operand, in bytes.
+# The least and the most bytes of the largest operand.
 SIZES = {"cuda": (128 * MIB, 1024 * MIB), "cpu": (8 * MIB, 64 * MIB)}
 
 # Loss -> ours, torch's, whether input and target hold logarithms.
