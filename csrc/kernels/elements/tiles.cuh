@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/async_copy.cuh"
 #include "kernels/elements/tile_plan.h"
 #include "kernels/thread_reduce.cuh"
 #include "kernels/vectorized.cuh"
@@ -134,33 +135,6 @@ struct TilePlace {
   bool is_partial;           // along some dimension there are fewer
 };
 
-// 16 bytes to shared memory; arrive by the time that wait_for_batches() says.
-__device__ __forceinline__ void copy_unit(void* to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from)
-               : "memory");
-#else
-  *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
-#endif
-}
-
-// Ends a batch of copies.
-__device__ __forceinline__ void end_batch() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits for all but the last kPending batches of this thread.
-template <int kPending>
-__device__ __forceinline__ void wait_for_batches() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
-
 // Tiles by a TilePlan, which a block walks along.
 template <typename acc_t_>
 class PlannedTile {
@@ -168,7 +142,6 @@ class PlannedTile {
   using acc_t = acc_t_;
   static constexpr int kSteps = 1 << kStepBits;
   static constexpr int kWidth = 1;
-  static constexpr int kElements = kSteps;
   static constexpr bool kIsHalf = false;
   // Numbers may be subnormal, as float: those of float16 are not.
   static constexpr bool kHasSubnormals = true;
@@ -212,11 +185,11 @@ class PlannedTile {
       if (first + copied < last) {
         copy_inputs(places_[copied % kPlaces], stage_of(copied));
       }
-      end_batch();
+      end_group_of_copies();
       if (locates && first + copied + 1 < last) {
         locate(first + copied + 1, group, places_[(copied + 1) % kPlaces]);
       }
-      ahead > 0 ? wait_for_batches<1>() : wait_for_batches<0>();
+      ahead > 0 ? wait_for_groups_but<1>() : wait_for_groups_but<0>();
       __syncthreads();
       if (tile >= 0) {
         place_ = places_ + tile % kPlaces;
@@ -445,7 +418,7 @@ class PlannedTile {
       if (operand.run_dim >= 0) {
         for_each_unit(operand, place, data, [&](int at, const Run& run, int first) {
           if (run.first + first + kUnitBytes <= operand.end) {
-            copy_unit(to + at, run.first + first);
+            start_own_copy(reinterpret_cast<uint4*>(to + at), run.first + first);
             return;
           }
           // The operand's last unit may reach beyond its memory.

@@ -18,7 +18,7 @@ from . import (
 from . import (
     cross_entropy as rows,
 )
-from .description import Loss
+from .description import Derivative, Loss, Reference
 
 
 class RegisteredLoss:
@@ -40,27 +40,34 @@ class RegisteredLoss:
         calling.register(loss, self.call, self.options)
 
 
-MSE_LOSS = RegisteredLoss(
-    Loss(
-        "mse_loss",
-        reference=by_torch.mse_loss,
-        derivative=by_torch.mse_loss_derivative,
-        fake_forward=elementwise.Traits(takes_integers=True).fake_forward,
-        fake_saved=elementwise.fake_saved,
-        can_keep=elementwise.can_keep,
-        restored_terms=elementwise.restored_terms,
+def _elementwise(
+    name: str, reference: Reference, derivative: Derivative, traits: elementwise.Traits
+) -> RegisteredLoss:
+    """A row of csrc/losses/registry.h."""
+    return RegisteredLoss(
+        Loss(
+            name,
+            reference=reference,
+            derivative=derivative,
+            fake_forward=traits.fake_forward,
+            fake_saved=elementwise.fake_saved,
+            can_keep=elementwise.can_keep,
+            restored_terms=elementwise.restored_terms,
+        )
     )
+
+
+MSE_LOSS = _elementwise(
+    "mse_loss",
+    by_torch.mse_loss,
+    by_torch.mse_loss_derivative,
+    elementwise.Traits(takes_integers=True),
 )
-KL_DIV = RegisteredLoss(
-    Loss(
-        "kl_div",
-        reference=by_torch.kl_div,
-        derivative=by_torch.kl_div_derivative,
-        fake_forward=elementwise.Traits(expands_first=False, target_first=True).fake_forward,
-        fake_saved=elementwise.fake_saved,
-        can_keep=elementwise.can_keep,
-        restored_terms=elementwise.restored_terms,
-    )
+KL_DIV = _elementwise(
+    "kl_div",
+    by_torch.kl_div,
+    by_torch.kl_div_derivative,
+    elementwise.Traits(expands_first=False, target_first=True),
 )
 CROSS_ENTROPY = RegisteredLoss(
     Loss(
