@@ -57,13 +57,15 @@ struct ElementwiseArgs {
 struct ElementwiseForwardArgs : ElementwiseArgs {
   Operand output;                // none: the shape of space; else one element
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; weighted mean only
-  // The gradient for a grad_output of 1; null: not wanted. Reductions only, no weighted mean.
+  // Gradients for a grad_output of 1, of operands that have as many elements as the space; null:
+  // not wanted. Reductions only, no weighted mean.
   Operand grad_input;
+  Operand grad_target;
 };
 
 struct ElementwiseBackwardArgs : ElementwiseArgs {
   Operand grad_output;  // strides 0 for a reduction; null: 1
-  // grad_input holds the gradient for a grad_output of 1: nothing to do where it is 1.
+  // The gradients hold those for a grad_output of 1: nothing to do where it is 1.
   bool kept = false;
   const double* mean_terms = nullptr;  // (2,), from forward; weighted mean only
   // Null where not wanted. A gradient whose operand is broadcast has its own launcher.

@@ -27,25 +27,48 @@ def restore() -> Iterator[None]:
     lossops.keep_gradients(True)
 
 
-def gradient_of_input(
-    loss: Loss, sample: Sample, grad_output: float = 1.0, *, kept: bool = True
-) -> Tensor:
+INPUT = ("input",)
+WANTED = (INPUT, ("target",), ("input", "target"))
+
+
+def gradients_of(
+    loss: Loss,
+    sample: Sample,
+    wanted: tuple[str, ...],
+    grad_output: float = 1.0,
+    *,
+    kept: bool = True,
+) -> tuple[Tensor, ...]:
     lossops.keep_gradients(kept)
-    x = sample.tensors["input"].detach().requires_grad_()  # the same memory
-    value = sample.with_tensors(input=x).call(loss.function)
-    assert (getattr(value.grad_fn, "kept", None) is not None) == (kept and keeps(loss, sample))
-    (gradient,) = torch.autograd.grad(value, x, torch.full_like(value, grad_output))
+    # of the same memory
+    leaves = {name: sample.tensors[name].detach().requires_grad_() for name in wanted}
+    value = sample.with_tensors(**leaves).call(loss.function)
+    is_kept = getattr(value.grad_fn, "kept", None) is not None
+    assert is_kept == (kept and keeps(loss, sample, wanted)), f"{sample.name} {wanted}"
+    found = torch.autograd.grad(value, list(leaves.values()), torch.full_like(value, grad_output))
     assert getattr(value.grad_fn, "kept", None) is None
     with torch.no_grad():
         alone = sample.call(loss.function)
     assert same_bits(value, alone), f"{sample.name}: the loss depends on who wants a gradient"
+    return found
+
+
+def gradient_of_input(
+    loss: Loss, sample: Sample, grad_output: float = 1.0, *, kept: bool = True
+) -> Tensor:
+    (gradient,) = gradients_of(loss, sample, INPUT, grad_output, kept=kept)
     return gradient
 
 
-def keeps(loss: Loss, sample: Sample) -> bool:
-    """Whether this call is one whose forward pass computes the gradient."""
-    elementwise_weight = loss.elementwise and "weight" in sample.tensors
-    return sample.options.get("reduction") != "none" and not elementwise_weight
+def keeps(loss: Loss, sample: Sample, wanted: tuple[str, ...] = INPUT) -> bool:
+    """Whether this call is one whose forward pass computes the gradients."""
+    if sample.options.get("reduction") == "none":
+        return False
+    if not loss.elementwise:
+        return wanted == INPUT
+    tensors = sample.tensors
+    shape = torch.broadcast_shapes(tensors["input"].shape, tensors["target"].shape)
+    return "weight" not in tensors and all(tensors[name].shape == shape for name in wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,6 +98,60 @@ def test_layouts(loss: Loss, variant: Variant, device: str) -> None:
                 assert kept.stride() == computed.stride(), changed.name
 
 
+SHAPES_OF_INPUT_AND_TARGET = (
+    ((33, 19), (33, 19)),
+    ((2, 3, 5, 4), (2, 3, 5, 4)),
+    ((33, 19), (19,)),
+    ((33, 19), (33, 1)),
+    ((1, 19), (33, 19)),
+    ((3, 1, 7), (3, 9, 7)),
+    ((3, 9, 7), (3, 1, 7)),
+    ((2050, 3), (3,)),
+    ((3, 2050), (3, 1)),
+    ((5, 1), (2, 5, 4100)),
+    ((33, 1), (1, 19)),
+    ((7,), (1, 7)),
+    ((), (5,)),
+    ((4, 4), ()),
+    ((), ()),
+    ((0, 3), (3,)),
+    ((4, 1), (4, 0)),
+)
+ELEMENTWISE = [(x, variant) for x, variant in VARIANTS if x.elementwise]
+
+
+def of_shapes(
+    variant: Variant, input: tuple[int, ...], target: tuple[int, ...], **options: Any
+) -> Sample:
+    other = variant.sample(target, **options).tensors["target"]
+    sample = variant.sample(input, **options).with_tensors(target=other)
+    return sample.renamed(f"target {target}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("loss", "variant"), ELEMENTWISE, ids=[f"{x.name}-{v.name}" for x, v in ELEMENTWISE]
+)
+def test_same_bits_of_any_operands(
+    loss: Loss, variant: Variant, dtype: torch.dtype, device: str
+) -> None:
+    """Gradients of input, target and both, of operands that are broadcast or not."""
+    for shapes, reduction in itertools.product(SHAPES_OF_INPUT_AND_TARGET, loss.reductions[1:]):
+        if variant.name == "weighted" and shapes[0] != shapes[1]:
+            continue
+        sample = of_shapes(variant, *shapes, device=device, dtype=dtype, reduction=reduction)
+        mixed = sample.with_tensors(target=sample.tensors["target"].float()).renamed("mixed")
+        turned = sample.map(lambda x: x.mT.contiguous().mT if x.dim() > 1 else x).renamed("turned")
+        for call, wanted in itertools.product((sample, mixed, turned), WANTED):
+            for grad_output in (1.0, -3.0):
+                kept = gradients_of(loss, call, wanted, grad_output)
+                computed = gradients_of(loss, call, wanted, grad_output, kept=False)
+                for name, found, expected in zip(wanted, kept, computed, strict=True):
+                    what = f"{call.name}, {name} of {wanted}, grad_output {grad_output}"
+                    assert same_bits(found, expected), what
+                    assert found.stride() == expected.stride(), what
+
+
 def test_ignored_rows_and_weights(device: str) -> None:
     """The mean's denominator is known before the gradient is written."""
     (loss,) = [x for x in LOSSES if not x.elementwise]
@@ -92,58 +169,108 @@ def test_ignored_rows_and_weights(device: str) -> None:
                 assert same_bits(kept, gradient_of_input(loss, sample, kept=False))
 
 
+LOSSES_AND_WANTED = [
+    (loss, wanted) for loss in LOSSES for wanted in (WANTED if loss.elementwise else (INPUT,))
+]
+per_wanted = pytest.mark.parametrize(
+    ("loss", "wanted"), LOSSES_AND_WANTED, ids=lambda x: getattr(x, "name", None) or "-".join(x)
+)
+
+
 @pytest.mark.parametrize("through", ["function", "op"])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-def test_given_away_once(loss: Loss, through: str, device: str) -> None:
+@per_wanted
+def test_given_away_once(loss: Loss, wanted: tuple[str, ...], through: str, device: str) -> None:
     """What a caller does to a gradient does not reach the next one."""
     sample = loss.variants[0].sample((6, 9), device=device, reduction="sum")
-    x = sample.tensors["input"].detach().clone().requires_grad_()
-    value = sample.with_tensors(input=x).call(getattr(loss, through))
+    leaves = {name: sample.tensors[name].detach().clone().requires_grad_() for name in wanted}
+    value = sample.with_tensors(**leaves).call(getattr(loss, through))
     assert value.grad_fn is not None and value.grad_fn.kept is not None
-    (first,) = torch.autograd.grad(value, x, retain_graph=True)
-    expected = first.clone()
-    first.fill_(77)
-    (second,) = torch.autograd.grad(value, x, retain_graph=True)
-    assert same_bits(second, expected)
-    (third,) = torch.autograd.grad(value, x, create_graph=True)
-    assert third.grad_fn is not None
-    assert same_bits(third, expected)
+    inputs = list(leaves.values())
+    first = torch.autograd.grad(value, inputs, retain_graph=True)
+    expected = [x.clone() for x in first]
+    for x in first:
+        x.fill_(77)
+    second = torch.autograd.grad(value, inputs, retain_graph=True)
+    assert all(map(same_bits, second, expected))
+    third = torch.autograd.grad(value, inputs, create_graph=True)
+    assert all(x.grad_fn is not None for x in third)
+    assert all(map(same_bits, third, expected))
+
+
+@pytest.mark.parametrize("loss", [x for x in LOSSES if x.elementwise], ids=lambda x: x.name)
+def test_one_of_two_gradients(loss: Loss, device: str) -> None:
+    """autograd.grad asks for one, although both operands need theirs."""
+    sample = loss.variants[0].sample((6, 9), device=device, reduction="mean")
+    for grad_output in (1.0, 2.0):
+        both = gradients_of(loss, sample, WANTED[2], grad_output)
+        for name, expected in zip(WANTED[2], both, strict=True):
+            leaves = {key: sample.tensors[key].detach().requires_grad_() for key in WANTED[2]}
+            value = sample.with_tensors(**leaves).call(loss.function)
+            (found,) = torch.autograd.grad(value, leaves[name], torch.full_like(value, grad_output))
+            assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("loss", [x for x in LOSSES if x.elementwise], ids=lambda x: x.name)
+@pytest.mark.parametrize("wanted", WANTED, ids="-".join)
+def test_hooks_and_any_operands(loss: Loss, wanted: tuple[str, ...], device: str) -> None:
+    """Saved tensors that a hook copied, and those that changed behind a hook."""
+    sample = loss.variants[0].sample((6, 9), device=device, reduction="mean")
+    for change, grad_output in itertools.product((False, True), (1.0, 2.0)):
+        expected = gradients_of(loss, sample, wanted, grad_output)
+        leaves = {name: sample.tensors[name].clone().requires_grad_() for name in wanted}
+        inner = sample.map(Tensor.clone)
+        inner = inner.with_tensors(**{name: leaf * 1 for name, leaf in leaves.items()})
+        unpack = (lambda x: x) if change else Tensor.clone
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            value = inner.call(loss.function)
+        if change:
+            inner.tensors["target"].detach().fill_(1)
+        found = torch.autograd.grad(
+            value, list(leaves.values()), torch.full_like(value, grad_output)
+        )
+        assert all(map(same_bits, found, expected))
 
 
 # --- operands that are changed in place before the backward pass ---------------------------------
 
 
-def changed(loss: Loss, sample: Sample, name: str, through: str = "function") -> tuple[Any, Tensor]:
-    """The loss of intermediate tensors, of which `name` was overwritten since; and its leaf."""
+def changed(
+    loss: Loss,
+    sample: Sample,
+    name: str,
+    through: str = "function",
+    wanted: tuple[str, ...] = INPUT,
+) -> tuple[Any, list[Tensor]]:
+    """The loss of intermediate tensors, of which `name` was overwritten since; and its leaves."""
     inner = sample.map(Tensor.clone)
-    leaf = inner.tensors["input"].clone().requires_grad_()
-    inner = inner.with_tensors(input=leaf * 1)
+    leaves = {key: inner.tensors[key].clone().requires_grad_() for key in wanted}
+    inner = inner.with_tensors(**{key: leaf * 1 for key, leaf in leaves.items()})
     value = inner.call(getattr(loss, through))
     inner.tensors[name].detach().fill_(1)
-    return value, leaf
+    return value, list(leaves.values())
 
 
 @pytest.mark.parametrize("through", ["function", "op"])
 @pytest.mark.parametrize("name", ["input", "target"])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+@per_wanted
 def test_changed_operand_and_a_kept_gradient(
-    loss: Loss, name: str, through: str, device: str
+    loss: Loss, wanted: tuple[str, ...], name: str, through: str, device: str
 ) -> None:
-    """The gradient of the forward pass, times grad_output; float16 has lost what is small."""
+    """The gradients of the forward pass, times grad_output; float16 has lost what is small."""
     for dtype in DTYPES:
         sample = loss.variants[0].sample((33, 9), device=device, dtype=dtype, reduction="mean")
-        before = gradient_of_input(loss, sample)
+        before = gradients_of(loss, sample, wanted)
         for grad_output in (1.0, 0.0, -3.0, 1000.0):
-            value, leaf = changed(loss, sample, name, through)
+            value, leaves = changed(loss, sample, name, through, wanted)
             g = torch.full_like(value, grad_output)
             known = grad_output == 1 and device == "cpu"
             if dtype == torch.float16 and not known:
                 with pytest.raises(RuntimeError, match=r"float16, in which small .* a copy"):
-                    torch.autograd.grad(value, leaf, g)
+                    torch.autograd.grad(value, leaves, g)
                 continue
-            (found,) = torch.autograd.grad(value, leaf, g)
-            assert found.dtype == dtype
-            assert same_bits(found, before * grad_output), f"{sample.name}, {grad_output}"
+            for found, unscaled in zip(torch.autograd.grad(value, leaves, g), before, strict=True):
+                assert found.dtype == dtype
+                assert same_bits(found, unscaled * grad_output), f"{sample.name}, {grad_output}"
 
 
 def test_changed_logits_as_programs_do(device: str) -> None:
@@ -258,23 +385,23 @@ def test_changed_operand_without_a_kept_gradient(loss: Loss, device: str) -> Non
     """An error that says what to do, whoever asks for what was not kept."""
     what_to_do = r"modified by an inplace operation.*no gradient was kept.*Modify a copy"
     none = loss.variants[0].sample((6, 9), device=device, reduction="none")
-    value, leaf = changed(loss, none, "input")
+    value, (leaf,) = changed(loss, none, "input")
     with pytest.raises(RuntimeError, match=what_to_do):
         value.sum().backward()
     reduced = loss.variants[0].sample((6, 9), device=device, reduction="sum")
-    value, leaf = changed(loss, reduced, "input")
+    value, (leaf,) = changed(loss, reduced, "input")
     with pytest.raises(RuntimeError, match=what_to_do):
         torch.autograd.grad(value, leaf, create_graph=True)
-    value, leaf = changed(loss, reduced, "input")
+    value, (leaf,) = changed(loss, reduced, "input")
     batch = torch.ones(2, device=device)
     with pytest.raises(RuntimeError, match=what_to_do):
         torch.autograd.grad(value, leaf, batch, is_grads_batched=True)
-    value, leaf = changed(loss, reduced, "input")
+    value, (leaf,) = changed(loss, reduced, "input")
     torch.autograd.grad(value, leaf, retain_graph=True)
     with pytest.raises(RuntimeError, match=what_to_do):  # the first pass has what was kept
         torch.autograd.grad(value, leaf)
     lossops.keep_gradients(False)
-    value, leaf = changed(loss, reduced, "input")
+    value, (leaf,) = changed(loss, reduced, "input")
     with pytest.raises(RuntimeError, match=f"{loss.name}: .*{what_to_do}"):
         value.backward()
 
@@ -296,7 +423,7 @@ def test_unpacking_errors_are_left_alone(device: str) -> None:
 
 @per_variant
 def test_operator_keeps_what_the_function_does(loss: Loss, variant: Variant, device: str) -> None:
-    """Outside of what records operators; and nothing for an input that is broadcast."""
+    """Outside of what records operators; and nothing where both operands are broadcast."""
     for reduction in loss.reductions:
         sample = variant.sample((6, 9), device=device, reduction=reduction)
         x = sample.tensors["input"].detach().requires_grad_()
@@ -309,7 +436,7 @@ def test_operator_keeps_what_the_function_does(loss: Loss, variant: Variant, dev
         assert same_bits(recorded, sample.call(loss.op))
     if loss.elementwise:
         x = torch.rand(1, 9, device=device, requires_grad=True)
-        value = loss.op(x, torch.rand(6, 9, device=device))
+        value = loss.op(x, torch.rand(6, 1, device=device, requires_grad=True))
         assert getattr(value.grad_fn, "kept", None) is None
 
 

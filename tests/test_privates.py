@@ -279,12 +279,15 @@ def test_names_are_looked_for_in_one_module() -> None:
 @pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
 def test_schemas_are_read_alike(loss: Loss) -> None:
     """By the private attribute, and from the text that an error quotes."""
-    for part in ("", "_forward", "_backward", "_value", "_forward_gradient", "_backward_kept"):
+    parts = ["", "_forward", "_backward", "_value", "_forward_gradient", "_backward_kept"]
+    if loss.elementwise:
+        parts += ["_forward_gradients", "_backward_kept_gradients"]
+    for part in parts:
         overload = getattr(torch.ops.lossops, f"{loss.name}{part}").default
         arguments, results = _privates.schema_of(overload)
         again, results_again = _privates.parse_schema(_privates._declaration(overload))
         assert list(again.items()) == list(arguments.items())
-        if part in ("_forward", "_forward_gradient"):
+        if part in ("_forward", "_forward_gradient", "_forward_gradients"):
             assert results_again == results and len(results) >= 2
 
 
@@ -311,12 +314,15 @@ for registered, target in ((MSE_LOSS, torch.rand(6, 5)), (CROSS_ENTROPY, torch.a
     call = calling.make_call(slow)
     for reduction in ("mean", "sum", "none"):
         options = registered.options(reduction=reduction)
-        gradients = []
-        for way in (call, registered.call):
-            leaf = x.clone().requires_grad_()
-            value = way(leaf, target, None, options)
-            gradients.append(torch.autograd.grad((value * 3).sum(), leaf)[0])
-        assert torch.equal(*gradients), (loss.name, reduction)
+        for both in {False, target.is_floating_point()}:
+            gradients = []
+            for way in (call, registered.call):
+                leaves = [x.clone().requires_grad_()]
+                if both:
+                    leaves.append(target.clone().requires_grad_())
+                value = way(leaves[0], leaves[-1] if both else target, None, options)
+                gradients.append(torch.autograd.grad((value * 3).sum(), leaves))
+            assert all(map(torch.equal, *gradients)), (loss.name, reduction, both)
 """
 
 

@@ -60,7 +60,7 @@ def random_argument(source: random.Random, argument: Any, device: str, shape: An
     if kind == "float":
         return source.choice((0.0, 0.1, 1.0, -1.0, 2.0, float("nan"), float("inf")))
     if kind == "List[bool]":
-        return [source.random() < 0.7 for _ in range(source.choice((0, 1, 2, 3, 3, 3, 3, 4)))]
+        return [source.random() < 0.7 for _ in range(source.choice((0, 1, 2, 2, 3, 3, 3, 4)))]
     raise NotImplementedError(kind)
 
 
@@ -71,6 +71,8 @@ def call_operators_wrongly(device: str, seed: int, count: int) -> tuple[int, int
     raised = returned = 0
     parts = ("", "_forward", "_backward", "_value", "_forward_gradient", "_backward_kept")
     names = [f"{loss.name}{part}" for loss in LOSSES for part in parts]
+    parts = ("_forward_gradients", "_backward_kept_gradients")
+    names += [f"{loss.name}{part}" for loss in LOSSES if loss.elementwise for part in parts]
     names.append("cross_entropy_backward_inplace")
     operators = {name: getattr(torch.ops.lossops, name).default for name in names}
     calls = [(name, operator, operator) for name, operator in operators.items()]

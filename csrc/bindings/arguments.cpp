@@ -59,12 +59,13 @@ const double* check_mean_terms(const char* op, const OptionalTensor& tensor, con
   return static_cast<const double*>(tensor->const_data_ptr());
 }
 
-const Tensor& check_kept(const char* op, const Tensor& tensor, const View& input) {
+const Tensor& check_kept(const char* op, const char* name, const Tensor& tensor,
+                         const View& operand) {
   const View view(tensor);
-  LOSSOPS_CHECK(op, view.sizes == input.sizes && view.dtype == input.dtype,
-                "grad_input must be the ", input.sizes, " ", name_of(input.dtype),
+  LOSSOPS_CHECK(op, view.sizes == operand.sizes && view.dtype == operand.dtype, name,
+                " must be the ", operand.sizes, " ", name_of(operand.dtype),
                 " tensor that forward returned, but is ", view.sizes, " ", name_of(view.dtype));
-  check_device(op, "grad_input", view, input);
+  check_device(op, name, view, operand);
   return tensor;
 }
 

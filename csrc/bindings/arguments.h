@@ -35,7 +35,8 @@ void check_ndim(const char* op, int merged);
 // Checks mean_terms, which forward returned: the denominator and the value of a mean.
 const double* check_mean_terms(const char* op, const OptionalTensor& tensor, const View& input);
 
-// Checks a gradient of input that forward returned.
-const Tensor& check_kept(const char* op, const Tensor& tensor, const View& input);
+// Checks a gradient of `operand` that forward returned.
+const Tensor& check_kept(const char* op, const char* name, const Tensor& tensor,
+                         const View& operand);
 
 }  // namespace lossops::bindings

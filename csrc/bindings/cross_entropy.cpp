@@ -225,8 +225,9 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
     if (overwritten == nullptr) {
       results.push_back(empty_like(problem.input));
     }
-    add_gradient(overwritten == nullptr ? results.back()
-                                        : check_kept(kCrossEntropy, *overwritten, problem.input),
+    add_gradient(overwritten == nullptr
+                     ? results.back()
+                     : check_kept(kCrossEntropy, "grad_input", *overwritten, problem.input),
                  args.grad_input, args.grad_input_class_stride);
   }
   if (output_mask[1]) {

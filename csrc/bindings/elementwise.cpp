@@ -10,7 +10,8 @@ namespace lossops::bindings {
 ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
                                       const Tensor& target, const OptionalTensor& weight,
                                       const LossParams& params, const std::string& reduction,
-                                      bool float32_result, Extra extra) {
+                                      bool float32_result, Extra extra,
+                                      std::array<bool, 2> wanted) {
   ElementwiseForwardArgs args;
   const ElementwiseProblem problem(loss, input, target, weight, params, reduction, args);
   const ScalarType dtype = widen_if(float32_result, problem.result_dtype);
@@ -22,7 +23,8 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
       reduce
           ? empty_dense(Dims{}, dtype, input)
           : empty_strided(problem.shape, dense_strides(problem.shape, problem.order), dtype, input),
-      std::nullopt, std::nullopt};
+      std::nullopt,
+      {}};
   set_result(args.output, result.loss);
   if (extra == Extra::kBackwardTerms) {
     result.mean_terms = empty_vector(weighted_mean ? 2 : 0, ScalarType::Double, input);
@@ -32,16 +34,22 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
   if (!reduce) {
     space.add(args.output, to_dims(result.loss.strides()));
   }
-  if (extra == Extra::kGradient) {
+  const View* const operands[2] = {&problem.input, &problem.target};
+  Operand* const gradients[2] = {&args.grad_input, &args.grad_target};
+  for (int i = 0; extra == Extra::kGradient && i < 2; ++i) {
+    if (!wanted[i]) {
+      continue;
+    }
+    const View& operand = *operands[i];
     LOSSOPS_CHECK(
         problem.op,
-        reduce && !weighted_mean && is_floating(problem.input.dtype) &&
-            problem.input.sizes == problem.shape,
+        reduce && !weighted_mean && is_floating(operand.dtype) &&
+            operand.sizes.numel() == problem.shape.numel(),
         "there is no gradient in forward without a reduction, for a weighted mean, or for "
-        "an input that is broadcast or integral");
-    result.grad_input = empty_like(problem.input);
-    set_result(args.grad_input, *result.grad_input);
-    space.add(args.grad_input, to_dims(result.grad_input->strides()));
+        "an operand that is broadcast or integral");
+    const Tensor& gradient = result.kept[i].emplace(empty_like(operand));
+    set_result(*gradients[i], gradient);
+    space.add(*gradients[i], problem.strides_of(operand.sizes, to_dims(gradient.strides())));
   }
   space.finish();
   const int64_t mean_doubles = weighted_mean ? 2 : 0;
@@ -91,20 +99,17 @@ Tensor gradient_of_nothing(ElementwiseLoss loss, const LossParams& params, const
 
 }  // namespace
 
-std::vector<Tensor> elementwise_backward(ElementwiseLoss loss, const Tensor& grad_output_,
-                                         const Tensor& input, const Tensor& target,
-                                         const OptionalTensor& weight,
-                                         const OptionalTensor& mean_terms, const LossParams& params,
-                                         const std::string& reduction,
-                                         const std::vector<bool>& output_mask,
-                                         const OptionalTensor& kept) {
+std::vector<Tensor> elementwise_backward(
+    ElementwiseLoss loss, const Tensor& grad_output_, const Tensor& input, const Tensor& target,
+    const OptionalTensor& weight, const OptionalTensor& mean_terms, const LossParams& params,
+    const std::string& reduction, const std::vector<bool>& output_mask, const KeptGradients& kept) {
   ElementwiseBackwardArgs args;
-  args.kept = kept.has_value();
+  args.kept = kept[0] || kept[1];
   const ElementwiseProblem problem(loss, input, target, weight, params, reduction, args);
   const char* const op = problem.op;
   const View grad_output(grad_output_);
   const bool reduce = args.reduction != Reduction::kNone;
-  LOSSOPS_CHECK(op, reduce || !kept, "no gradient is kept without a reduction");
+  LOSSOPS_CHECK(op, reduce || !args.kept, "no gradient is kept without a reduction");
   LOSSOPS_CHECK(op, output_mask.size() == 3, "output_mask must have 3 entries, but has ",
                 output_mask.size());
   check_floating(op, "grad_output", grad_output);
@@ -120,6 +125,7 @@ std::vector<Tensor> elementwise_backward(ElementwiseLoss loss, const Tensor& gra
   const View* operands[3] = {&problem.input, &problem.target,
                              problem.weight ? &*problem.weight : nullptr};
   const char* names[3] = {"input", "target", "weight"};
+  const char* kept_names[2] = {"grad_input", "grad_target"};
   // fault: gradient-order
   Operand ElementwiseBackwardArgs::* const gradients[3] = {&ElementwiseBackwardArgs::grad_input,
                                                            &ElementwiseBackwardArgs::grad_target,
@@ -138,7 +144,8 @@ std::vector<Tensor> elementwise_backward(ElementwiseLoss loss, const Tensor& gra
       results.push_back(gradient_of_nothing(loss, params, problem.target));
       continue;
     }
-    results.push_back(kept ? check_kept(op, *kept, *operands[i]) : empty_like(*operands[i]));
+    results.push_back(args.kept ? check_kept(op, kept_names[i], *kept[i], *operands[i])
+                                : empty_like(*operands[i]));
     // With as many elements as the loss has, or with none as the loss, there is nothing to sum.
     if (operands[i]->sizes.numel() == problem.shape.numel()) {
       set_result(args.*gradients[i], results.back());

@@ -69,14 +69,16 @@ int64_t num_chunks(const IterationSpace& space) { return divide_up(space.numel, 
 // ------------------------------------------------------------------- forward
 
 // Losses of elements [begin, end): stored, or summed into partial[0], their weights
-// into partial[1]. Leaves the gradient for a grad_output of 1 where it is wanted, scale being
+// into partial[1]. Leaves the gradients for a grad_output of 1 that are wanted, scale being
 // what all elements share; the operations are those of BackwardBlock.
 template <bool kGradient, typename acc_t, typename Term>
 LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const Term& term,
                                        acc_t scale, int64_t begin, int64_t end, double* partial) {
   const bool has_weight = args.weight.data != nullptr;
-  BlockWalker<5> walker(
-      args.space, {&args.input, &args.target, &args.weight, &args.output, &args.grad_input}, begin);
+  BlockWalker<6> walker(
+      args.space,
+      {&args.input, &args.target, &args.weight, &args.output, &args.grad_input, &args.grad_target},
+      begin);
   acc_t x_buffer[kBlock];
   acc_t t_buffer[kBlock];
   acc_t weight[kBlock];
@@ -99,11 +101,17 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
         loss[j] *= weight[j];
       }
     }
-    if (kGradient) {
+    if (kGradient && args.grad_input.data != nullptr) {
       for (int j = 0; j < width; ++j) {
         grad[j] = (has_weight ? weight[j] * scale : scale) * term.backward_input(x[j], t[j]);
       }
       store_block(args.grad_input, walker[4], count, grad);
+    }
+    if (kGradient && args.grad_target.data != nullptr) {
+      for (int j = 0; j < width; ++j) {
+        grad[j] = (has_weight ? weight[j] * scale : scale) * term.backward_target(x[j], t[j]);
+      }
+      store_block(args.grad_target, walker[5], count, grad);
     }
     if (args.reduction == Reduction::kNone) {
       store_block(args.output, walker[3], count, loss);
@@ -130,7 +138,7 @@ struct BackwardScalars {
 
   explicit BackwardScalars(const ElementwiseBackwardArgs& args) {
     if (args.reduction != Reduction::kNone) {
-      scale = reduction_scale<acc_t>(args);
+      scale = reduction_scale(args, load_grad_output<acc_t>(args.grad_output, 0), args.mean_terms);
     }
     if (weighted_mean(args) && args.grad_weight.data != nullptr) {
       mean_share = static_cast<acc_t>(args.mean_terms[1] / args.weight_copies);
@@ -373,17 +381,14 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
 void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scratch,
                                 Context context) {
   ElementwiseForwardArgs args = given;
-  tile_mixed_layouts(args,
-                     {&args.input, &args.target, &args.weight, &args.output, &args.grad_input});
-  const bool with_gradient = args.grad_input.data != nullptr;
-  ElementwiseBackwardArgs backward;
-  static_cast<ElementwiseArgs&>(backward) = args;
-  backward.grad_input = args.grad_input;
+  tile_mixed_layouts(args, {&args.input, &args.target, &args.weight, &args.output, &args.grad_input,
+                            &args.grad_target});
+  const bool with_gradient = args.grad_input.data != nullptr || args.grad_target.data != nullptr;
   const bool none = args.reduction == Reduction::kNone;
   const int64_t chunks = num_chunks(args.space);
   visit_types(args, [&](auto acc, auto term) {
     using acc_t = decltype(acc);
-    const acc_t scale = with_gradient ? BackwardScalars<acc_t>(backward).scale : acc_t(0);
+    const acc_t scale = with_gradient ? reduction_scale(args, acc_t(1)) : acc_t(0);
     // fault: cpu-chunks {
     parallel_for_each(context, chunks, [&](int64_t chunk) {
       const int64_t begin = chunk * kChunk;

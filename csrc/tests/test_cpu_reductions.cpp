@@ -239,6 +239,29 @@ void check_gradient(const ElementwiseCase& c, const TestTensor& result, Gradient
   }
 }
 
+// Forward leaves what backward computes for a grad_output of 1, bit by bit.
+void check_gradients_of_forward(ElementwiseCase c) {
+  c.grad_output.set(0, 1);
+  run_backward(c);
+  const std::vector<uint8_t> output = c.output.bytes;
+  const std::vector<uint8_t> of_input = c.grad_input.bytes;
+  const std::vector<uint8_t> of_target = c.grad_target.bytes;
+  for (const bool wants_input : {true, false}) {
+    for (const bool wants_target : {true, false}) {
+      run_everywhere({&c.output, &c.grad_input, &c.grad_target}, [&](cpu::Context context) {
+        ElementwiseForwardArgs args = c.forward_args(on_host);
+        args.grad_input = wants_input ? operand_of(c.grad_input, on_host) : Operand{};
+        args.grad_target = wants_target ? operand_of(c.grad_target, on_host) : Operand{};
+        std::vector<double> scratch(static_cast<size_t>(cpu::elementwise_forward_scratch(args)));
+        cpu::launch_elementwise_forward(args, scratch.data(), context);
+      });
+      CHECK(c.output.bytes == output);
+      CHECK(!wants_input || c.grad_input.bytes == of_input);
+      CHECK(!wants_target || c.grad_target.bytes == of_target);
+    }
+  }
+}
+
 void test_elementwise(Random& random, const std::vector<int64_t>& sizes, Layout layout) {
   const int ndim = static_cast<int>(sizes.size());
   ElementwiseCase c = test::random_elementwise(random, sizes, layout, ndim);
@@ -254,6 +277,9 @@ void test_elementwise(Random& random, const std::vector<int64_t>& sizes, Layout 
   run_backward(c);
   check_gradient(c, c.grad_input, &ElementwiseReference::grad_input);
   check_gradient(c, c.grad_target, &ElementwiseReference::grad_target);
+  if (c.reduction != Reduction::kNone && c.weight.absent()) {
+    check_gradients_of_forward(c);
+  }
   if (!c.weight.absent()) {
     check_gradient(c, c.grad_weight, &ElementwiseReference::grad_weight);
   }

@@ -86,7 +86,7 @@ def mse_loss(
             options = _mse_options(reduction=reduction, float32_result=True)
         else:
             options = _mse_of_reduction.get(reduction) or _mse_options(reduction=reduction)
-        may_keep = same_shape and weight is None and reduction != "none"
+        may_keep = (same_shape and weight is None and reduction != "none") or None
         return _mse_loss(input, target, weight, options, may_keep)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise errors.as_torch_raises(

@@ -1,7 +1,7 @@
 """First derivatives: the autograd functions of a loss, and its backward pass.
 
-`Differentiable` is the loss as autograd sees it. `KeepingFunction` returns the kept gradient: the
-one that the forward pass computed. `gradients` computes all others.
+`Differentiable` is the loss as autograd sees it. `KeepingFunction` returns the kept gradients,
+which the forward pass has computed. `gradients` computes all others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Differentiable:
         self.gradients = _make_gradients(loss)
         # Takes input, target, weight and the options. Returns the loss.
         self.apply = _privates.short_apply(_make_function(self))
-        # Takes input and a tuple of the others. Returns the loss, and keeps its gradient.
+        # Takes input, a tuple of the others, and target if its gradient is needed. Returns the
+        # loss, and keeps its gradients.
         self.apply_keeping = _privates.short_apply(_make_keeping_function(self))
         torch.library.register_autograd(
             f"lossops::{loss.name}_forward", self.backward, setup_context=self.setup_context
@@ -187,35 +188,53 @@ def _is_one(grad: Tensor) -> bool:
 
 def _make_keeping_function(self: Differentiable) -> Any:
     loss, ops = self.loss, self.loss.ops
+    # By the shorter way if only input needs a gradient.
     forward_gradient_op, backward_kept_op = ops.forward_gradient, ops.backward_kept
-    only_input = [True, False, False]
+    forward_gradients_op: Any = ops.forward_gradients
+    backward_kept_gradients_op: Any = ops.backward_kept_gradients
 
-    def computed_again(ctx: Any, grad: Tensor) -> Tensor | None:
+    def computed_again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs_input, _, *needs_target = ctx.needs_input_grad
+        needed = [needs_input, any(needs_target), False]
         saved = ops.Kept(*errors.saved_tensors(loss.name, ctx), *ctx.options)
         operands = (saved.input, saved.target, saved.weight)
         try:
             terms = loss.restored_terms(ops, saved)
         except RuntimeError as error:
             raise errors.as_memory_error(error) from None
-        return self.gradients(only_input, grad, operands, terms, ops.options(saved))[0]
+        found = self.gradients(needed, grad, operands, terms, ops.options(saved))
+        return (found[0], None, found[1]) if needs_target else (found[0], None)
 
     class KeepingFunction(torch.autograd.Function):
-        """The loss and the kept gradient: that of input, for a grad_output of 1."""
+        """The loss and the kept gradients: those of input and target, for a grad_output of 1.
+
+        `kept` of a node is what its backward pass returns: for each argument of forward a gradient.
+        """
 
         @staticmethod
         def forward(
-            ctx: Any, input: Tensor, others: tuple[Tensor, Tensor | None, tuple[Any, ...]]
+            ctx: Any,
+            input: Tensor,
+            others: tuple[Tensor, Tensor | None, tuple[Any, ...]],
+            needs_gradient: Tensor | None = None,
         ) -> Tensor:
             # `others` is a tuple, because autograd does not look into one for tensors that require
-            # a gradient. Its options leave out trailing defaults.
+            # a gradient. Its options leave out trailing defaults. needs_gradient: None or target.
             target, weight, options = others
             saved: tuple[Tensor | None, ...]
-            if options or weight is not None:
+            if needs_gradient is not None:
+                mask = [ctx.needs_input_grad[0], True]
+                output = forward_gradients_op(input, target, weight, *options, output_mask=mask)
+                saved = (input, target, weight)
+                ctx.kept = (output[1], None, output[2])
+            elif options or weight is not None:
                 output = forward_gradient_op(input, target, weight, *options)
                 saved = (input, target, *output[2:], weight)
+                ctx.kept = (output[1], None)
             else:
                 output = forward_gradient_op(input, target)
                 saved = (input, target, *output[2:])
+                ctx.kept = (output[1], None)
             if CONTEXT_HAS_ATTRIBUTES:
                 ctx.to_save = saved
                 ctx.materialize_grads = False
@@ -225,15 +244,14 @@ def _make_keeping_function(self: Differentiable) -> Any:
             if options or not has_default:
                 ctx.options = options
             ctx.versions = (input._version, target._version)
-            ctx.kept = output[1]
             result: Tensor = output[0]
             return result
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor | None) -> Any:
             if grad is None:
-                return None, None
-            # The kept gradient is given away once. The caller may change it from then on.
+                return None, None, None  # autograd ignores None beyond what it passed
+            # The kept gradients are given away once. The caller may change them from then on.
             kept, ctx.kept = ctx.kept, None  # fault: kept-given-away
             if (
                 kept is None
@@ -244,36 +262,41 @@ def _make_keeping_function(self: Differentiable) -> Any:
                 # fault: tangent-of-grad-output
                 or (levels._current_level >= 0 and has_tangents(grad))
             ):
-                return computed_again(ctx, grad), None
+                return computed_again(ctx, grad)
             try:
                 # fault: kept-changed
                 saved = ctx.saved_tensors  # raises if one has changed
             except RuntimeError as error:
-                return _scaled(loss.name, kept, grad, error), None
+                return _scaled(loss.name, kept, grad, error)
             # Saved-tensor hooks keep torch from asking: `errors.were_changed` written out.
             versions = ctx.versions
             if saved[0]._version > versions[0] or saved[1]._version > versions[1]:
-                return _scaled(loss.name, kept, grad, None), None
+                return _scaled(loss.name, kept, grad, None)
             # The condition is `_is_one` written out, which saves a Python frame.
             # fault: kept-scaled
             if not (
                 grad.is_cpu and type(grad) is Tensor and dispatch_modes() == 0 and grad.item() == 1
             ):
                 try:
-                    backward_kept_op(kept, grad, *saved, *ctx.options)
+                    if len(kept) == 2:
+                        backward_kept_op(kept[0], grad, *saved, *ctx.options)
+                    else:
+                        backward_kept_gradients_op(kept[0], kept[2], grad, *saved, *ctx.options)
                 except RuntimeError as error:  # it may allocate what forward left out
                     raise errors.as_memory_error(error) from None
-            return kept, None
+            return kept
 
     _privates.name_nodes(KeepingFunction, f"lossops_{loss.name}")
     has_default = _privates.set_on_nodes(KeepingFunction, options=())
     return KeepingFunction
 
 
-def _scaled(name: str, kept: Tensor, grad: Tensor, error: RuntimeError | None) -> Tensor:
-    """The kept gradient times `grad`. An operand was changed in place, so none can be read.
+def _scaled(
+    name: str, kept: tuple[Tensor | None, ...], grad: Tensor, error: RuntimeError | None
+) -> tuple[Tensor | None, ...]:
+    """The kept gradients times `grad`. An operand was changed in place, so none can be read.
 
-    The product is rounded twice, by half a unit in the last place each time. That is too little for
+    A product is rounded twice, by half a unit in the last place each time. That is too little for
     float16: a kept gradient has lost what is below 2^-24, and the grad_output of a gradient scaler
     may be large. On a GPU the value of grad_output is not known without waiting for the device.
     """
@@ -281,11 +304,14 @@ def _scaled(name: str, kept: Tensor, grad: Tensor, error: RuntimeError | None) -
         raise error
     if grad.is_cpu and _is_one(grad):
         return kept
-    if kept.dtype == torch.float16:
+    gradients = [gradient for gradient in kept if gradient is not None]
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
         raise errors.changed_operand(
             name,
             error,
             "the gradient that was kept is float16, in which small numbers are lost that "
             "grad_output may make large",
         ) from None
-    return kept.mul_(grad)
+    for gradient in gradients:
+        gradient.mul_(grad)
+    return kept

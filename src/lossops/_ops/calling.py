@@ -29,7 +29,7 @@ from .description import Loss, library
 _grad_is_enabled = torch.is_grad_enabled
 
 # Takes input, target, weight and the options. A caller that knows whether forward can compute the
-# gradient (`Loss.can_keep`) passes this too, because looking at shapes takes time.
+# gradient of input (`Loss.can_keep`) passes this too, because looking at shapes takes time.
 Call: TypeAlias = Callable[..., Tensor]
 
 
@@ -81,13 +81,17 @@ def make_call(derivatives: Differentiable) -> Call:
         result: Tensor
         if _grad_is_enabled():
             if target.requires_grad or (weight is not None and weight.requires_grad):
-                result = apply(*by_torch.alive((input, target, weight)), options)
+                input, target, weight = by_torch.alive((input, target, weight))
+                if settings.gradients_are_kept and can_keep(input, target, weight, options, True):
+                    result = apply_keeping(input, (target, weight, short), target)
+                else:
+                    result = apply(input, target, weight, options)
                 return result
             if input.requires_grad:
                 # A tensor whose torch.func level has ended has a graph of its own.
                 input = unwrap_if_dead(input)
                 if may_keep is None:
-                    may_keep = can_keep(input, target, weight, options)
+                    may_keep = can_keep(input, target, weight, options, False)
                 if may_keep and settings.gradients_are_kept:  # fault: keep-switch
                     result = apply_keeping(input, (target, weight, short))
                 else:

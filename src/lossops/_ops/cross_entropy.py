@@ -69,9 +69,15 @@ def fake_forward(name: str, arguments: Any) -> tuple[Tensor, ...]:
     return loss, row_stats, mean_terms
 
 
-def can_keep(input: Tensor, target: Tensor, weight: Tensor | None, options: Any) -> bool:
+def can_keep(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: Any,
+    more_than_input: bool,
+) -> bool:
     is_reduced: bool = options.reduction != "none"
-    return is_reduced
+    return is_reduced and not more_than_input
 
 
 def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

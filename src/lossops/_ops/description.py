@@ -1,16 +1,21 @@
 """What the other modules must know of a loss: its operators, their arguments, its formulas.
 
-The arguments follow from the schemas that csrc/ defines. Each loss has these operators. Only
-lossops itself calls the last four:
+The arguments follow from the schemas that csrc/ defines. A loss has these operators. Only lossops
+itself calls those after name_backward:
 
     name                  the loss: what programs call and what graphs hold
     name_forward          the loss, and terms that its backward pass needs
     name_backward         the gradients whose output_mask is set
     name_value            the loss alone
-    name_forward_gradient the loss, the gradient for a grad_output of 1 (the kept gradient), and
-                          what is needed to compute it again
-    name_backward_kept    turns the kept gradient into the one for another grad_output, in place
+    name_forward_gradient the loss, the gradient of input for a grad_output of 1 (a kept gradient),
+                          and what is needed to compute it again
+    name_backward_kept    turns that gradient into the one for another grad_output, in place
     name_backward_inplace writes the gradient over input (cross entropy alone has it)
+
+Elementwise losses have two more:
+
+    name_forward_gradients       as name_forward_gradient, the gradients whose output_mask is set
+    name_backward_kept_gradients as name_backward_kept, the gradients that are given
 """
 
 from __future__ import annotations
@@ -66,6 +71,8 @@ class Operators:
         self.value = _privates.without_autograd(library, f"{name}_value")
         self.forward_gradient = _privates.without_autograd(library, f"{name}_forward_gradient")
         self.backward_kept = _privates.without_autograd(library, f"{name}_backward_kept")
+        self.forward_gradients: Callable[..., Any] | None = None
+        self.backward_kept_gradients: Callable[..., Any] | None = None
 
         public, _ = _privates.schema_of(self.public)
         forward, (_, *terms) = _privates.schema_of(self.forward)
@@ -83,6 +90,8 @@ class Operators:
             "grad_input", "grad_output", "input", "target", *saved, "weight", *options
         )  # fmt: skip
         assert tuple(backward)[:4] == ("grad_output", *OPERANDS)
+        if hasattr(torch.ops.lossops, f"{name}_forward_gradients"):
+            self._add_gradients(name, tuple(value))
 
         # The names of what *_forward returns beside the loss.
         self.terms = terms
@@ -104,6 +113,17 @@ class Operators:
         self.formula_options = [key for key in options if key != "float32_result"]
         together = ("grad_output", *OPERANDS, *terms, *options, "output_mask")
         self._order = [together.index(key) for key in backward]
+
+    def _add_gradients(self, name: str, arguments: tuple[str, ...]) -> None:
+        """The operators of more gradients than that of input. arguments: of *_value."""
+        forward, backward = f"{name}_forward_gradients", f"{name}_backward_kept_gradients"
+        taken, (_, *gradients) = _privates.schema_of(_overload(forward))
+        kept, _ = _privates.schema_of(_overload(backward))
+        assert gradients == ["grad_input", "grad_target"]
+        assert tuple(taken) == (*arguments, "output_mask")
+        assert tuple(kept) == (*gradients, "grad_output", *arguments)
+        self.forward_gradients = _privates.without_autograd(library, forward)
+        self.backward_kept_gradients = _privates.without_autograd(library, backward)
 
     def backward_arguments(
         self,
@@ -141,8 +161,9 @@ class Loss:
     # What *_forward_gradient returns beside the loss and the gradient, without data, from the
     # results of fake_forward.
     fake_saved: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-    # Whether forward can compute the gradient of input, from input, target, weight and options.
-    can_keep: Callable[[Tensor, Tensor, Tensor | None, Arguments], bool]
+    # Whether forward can compute the gradients that are needed, from input, target, weight, options
+    # and whether target or weight needs one.
+    can_keep: Callable[[Tensor, Tensor, Tensor | None, Arguments, bool], bool]
     # What *_forward returns beside the loss, from what KeepingFunction saved (`Operators.Kept`).
     restored_terms: Callable[[Operators, Arguments], Sequence[Tensor | None]]
     # Raises if target or weight requires a gradient that the loss does not have.

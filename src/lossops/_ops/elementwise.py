@@ -62,8 +62,29 @@ class Traits:
         return dtype
 
 
-def can_keep(input: Tensor, target: Tensor, weight: Tensor | None, options: Any) -> bool:
-    return options.reduction != "none" and weight is None and input.shape == target.shape
+def can_keep(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: Any,
+    more_than_input: bool,
+) -> bool:
+    """Whether no weight takes part and no operand is broadcast whose gradient is needed."""
+    if options.reduction == "none" or weight is not None:
+        return False
+    if input.shape == target.shape:
+        return True
+    input_is_needed = input.requires_grad or not more_than_input
+    return (not input_is_needed or _broadcasts(target.shape, input.shape)) and (
+        not more_than_input or _broadcasts(input.shape, target.shape)
+    )
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    missing = len(to) - len(shape)
+    return missing >= 0 and all(
+        size in (1, wanted) for size, wanted in zip(shape, to[missing:], strict=True)
+    )
 
 
 def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -66,9 +66,8 @@ def saved_tensors(name: str, ctx: Any) -> tuple[Any, ...]:
     raise changed_operand(
         name,
         problem,
-        "no gradient was kept that could be handed out instead (one is kept for the first "
-        "backward pass of a loss that is reduced, where only input needs a gradient and "
-        "lossops.keep_gradients is on)",
+        "no gradient was kept that could be handed out instead (docs/differences.md says for which "
+        "calls one is kept: for the first backward pass of most losses that are reduced)",
     ) from None
 
 

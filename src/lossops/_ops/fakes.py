@@ -38,6 +38,14 @@ def register(loss: Loss) -> None:
         results = forward(input, *args)
         return results[0], torch.empty_like(input), *loss.fake_saved(results)
 
+    def forward_gradients(*args: Any, output_mask: list[bool]) -> tuple[Tensor | None, ...]:
+        loss_of_call = forward(*args)[0]
+        # No loss that has this operator saves anything.
+        return loss_of_call, *(
+            torch.empty_like(operand) if is_wanted else None
+            for operand, is_wanted in zip(args[:2], output_mask, strict=True)
+        )
+
     def backward(*args: Any) -> list[Tensor]:
         arguments = ops.Backward(*args)
         operands = (arguments.input, arguments.target, arguments.weight)
@@ -60,6 +68,9 @@ def register(loss: Loss) -> None:
     torch.library.register_fake(f"lossops::{name}_value", value)
     torch.library.register_fake(f"lossops::{name}_forward_gradient", forward_gradient)
     register_overwriting(f"{name}_backward_kept")
+    if ops.forward_gradients is not None:
+        torch.library.register_fake(f"lossops::{name}_forward_gradients", forward_gradients)
+        register_overwriting(f"{name}_backward_kept_gradients")
 
 
 def register_overwriting(name: str) -> None:
