@@ -501,6 +501,13 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   if (reduce) {
     launch_grid_reduce(partials, blocks, finalize, stream);
   }
+  if (args.grad_target.data != nullptr) {
+    // In a pass of its own: kernels for both would be a tenth of the machine code.
+    ElementwiseBackwardArgs gradient;
+    static_cast<ElementwiseArgs&>(gradient) = args;
+    gradient.grad_target = args.grad_target;
+    launch_elementwise_backward(gradient, context);
+  }
 }
 
 void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context context) {
