@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "losses/math.h"
+
 namespace lossops::cuda {
 
 // a / b, rounded up; both positive.
@@ -24,11 +26,13 @@ struct Divisor {
     multiplier = static_cast<uint32_t>(((one << 32) * ((one << shift) - divisor)) / divisor + 1);
   }
 
-#if defined(__CUDACC__)
-  __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
+  LOSSOPS_HOST_DEVICE uint32_t quotient(uint32_t n) const {
+#if defined(__CUDA_ARCH__)
     return (__umulhi(n, multiplier) + n) >> shift;
-  }
+#else
+    return n / value;
 #endif
+  }
 };
 
 constexpr int64_t kMaxDividend = (int64_t{1} << 31) - 1;

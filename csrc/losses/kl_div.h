@@ -152,7 +152,7 @@ struct KlDivLoss {
                                       /*target_has_factor=*/true};
 
   template <typename Body>
-  static void visit(const LossParams& params, Body&& body) {
+  LOSSOPS_HOST_DEVICE static void visit(const LossParams& params, Body&& body) {
     const bool log_target = params.values[0] != 0;
     const bool log_input = params.values[1] != 0;
     if (log_target) {

@@ -42,7 +42,7 @@ struct MseLoss {
 
   // Calls body with the term that the run-time parameters choose.
   template <typename Body>
-  static void visit(const LossParams& /*params*/, Body&& body) {
+  LOSSOPS_HOST_DEVICE static void visit(const LossParams& /*params*/, Body&& body) {
     body(MseTerm{});
   }
 };

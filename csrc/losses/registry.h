@@ -54,4 +54,16 @@ void visit_elementwise_loss(ElementwiseLoss loss, const LossParams& params, Body
   }
 }
 
+// Calls body with a loss of the table, as a type.
+template <typename Body>
+void visit_loss_type(ElementwiseLoss loss, Body&& body) {
+  switch (loss) {
+#define LOSSOPS_ROW(name, Loss) \
+  case ElementwiseLoss::name:   \
+    return body(Loss{});
+    LOSSOPS_ELEMENTWISE_LOSSES(LOSSOPS_ROW)
+#undef LOSSOPS_ROW
+  }
+}
+
 }  // namespace lossops

@@ -1,21 +1,19 @@
 // Elementwise losses: forward, with or without the reduction, and backward. One kernel for dense
-// operands of one dtype, one for rows of others, one for any layout; process() is the same in all.
+// operands of one dtype, one for any others, one for gradients of operands that are broadcast;
+// process() is the same in all.
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 
 #include "kernels/block_reduce.cuh"
 #include "kernels/check.cuh"
 #include "kernels/column_reduce.cuh"
 #include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
-#include "kernels/elements/gradient_sum.cuh"
+#include "kernels/elements/dense_tile.cuh"
+#include "kernels/elements/planned_tile.cuh"
 #include "kernels/elements/process.cuh"
-#include "kernels/elements/run_plan.h"
-#include "kernels/elements/run_tile.cuh"
-#include "kernels/elements/tile_plan.h"
-#include "kernels/elements/tiles.cuh"
+#include "kernels/elements/sum_tile.cuh"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/integers.h"
 #include "kernels/launch.cuh"
@@ -39,18 +37,15 @@ constexpr int64_t kTilesOfBlock = 4;
 // But no fewer blocks than these where there are as many tiles: a step of MSE of fp32 8192x8192
 // takes 197 us with 4 tiles a block and 195 with 2.
 constexpr int64_t kFewBlocks = 8192;
-// Resident blocks a multiprocessor of the kernel of rows, at the least.
-template <int kWidth>
-constexpr int kRunBlocks = kWidth == 8 ? 4 : 3;
 // 1 MiB of partials, which a cluster folds in microseconds.
 constexpr int64_t kMaxPartials = 65536;
 
 // ------------------------------------------------------------------- kernels
 
 // Blocks stride over the tiles of dense operands.
-template <typename scalar_t, typename Work, typename Term>
+template <typename scalar_t, typename Work, typename Terms>
 __global__ void __launch_bounds__(kTileThreads, kMinBlocks<scalar_t>)
-    elementwise_dense_kernel(const __grid_constant__ DenseOperands operands, Work work, Term term,
+    elementwise_dense_kernel(const __grid_constant__ DenseOperands operands, Work work, Terms terms,
                              const __grid_constant__ ElementScales scales,
                              acc_type_t<scalar_t> unit_scale, Partial* partials,
                              Finalize finalize) {
@@ -64,135 +59,119 @@ __global__ void __launch_bounds__(kTileThreads, kMinBlocks<scalar_t>)
   int64_t index = blockIdx.x;
   for (; index < whole_tiles; index += gridDim.x) {
     DenseTile<scalar_t> tile(operands, index);
-    process(tile, work, scales, block.scale, term, partial, no_sum);
+    process(tile, work, scales, block.scale, terms, partial, no_sum);
   }
   if (index == whole_tiles) {
     // fault: elementwise-tail
     for (int64_t i = index * kDenseTile<scalar_t> + threadIdx.x; i < operands.numel;
          i += kTileThreads) {
       DenseRest<scalar_t> rest(operands, i);
-      process(rest, work, scales, block.scale, term, partial, no_sum);
+      process(rest, work, scales, block.scale, terms, partial, no_sum);
     }
   }
   block.finish(partial, partials, finalize);
 }
 
-// Which gradient is added up, and in how many parts each of its sums.
-struct SummedGradient {
-  Which which = kNumOperands;  // none
-  double* partials = nullptr;  // (splits, outputs)
-  int64_t outputs = 0;
+// Units of a thread and tile whose loads are on their way at once.
+// In fp64 one, for little machine code.
+constexpr int planned_steps(bool is_double, int width, bool is_weighted) {
+  return is_double ? 1 : width > 1 || is_weighted ? 2 : 8;
+}
+
+// How a kernel takes the elements of a plan.
+template <typename acc_t_, int kWidth, bool kIsHalf, bool kIsWeighted = false>
+struct Rows {
+  using acc_t = acc_t_;
+  struct Shared {};
+
+  template <typename Body>
+  static __device__ __forceinline__ void for_each_tile(const ElementPlan& plan,
+                                                       const ChunkPlaces& places, Shared&,
+                                                       int64_t tile, Body&& body) {
+    constexpr int kSteps = planned_steps(sizeof(acc_t) == 8, kWidth, kIsWeighted);
+    constexpr uint32_t kUnits = kTileThreads * kSteps;
+    const auto first =
+        static_cast<uint32_t>(tile - places.chunk() * plan.chunk_tiles) * kUnits;
+    const uint32_t units = places.units();
+    if constexpr (kSteps > 1) {
+      if (first + kUnits <= units) {
+        RowTile<acc_t, kWidth, kSteps, kIsHalf> whole(plan, places, first + threadIdx.x);
+        body(whole);
+        return;
+      }
+    }
+    for (uint32_t unit = first + threadIdx.x; unit < units; unit += kTileThreads) {
+      RowTile<acc_t, kWidth, 1, kIsHalf> rest(plan, places, unit);
+      body(rest);
+    }
+  }
+};
+struct Boxes {
+  using acc_t = float;
+  using Tile = BoxTile<float, planned_steps(false, 1, false)>;
+  using Shared = Tile::Shared;
+
+  template <typename Body>
+  static __device__ __forceinline__ void for_each_tile(const ElementPlan& plan,
+                                                       const ChunkPlaces& places, Shared& shared,
+                                                       int64_t /*tile*/, Body&& body) {
+    Tile tile(plan, places, shared);
+    body(tile);
+  }
 };
 
-// A block takes neighbouring rows, a team of its lanes one of them at a time.
-template <int kWidth, typename Work, typename Term>
-__global__ void __launch_bounds__(kTileThreads, kRunBlocks<kWidth>)
-    elementwise_runs_kernel(const __grid_constant__ RunPlan plan, Work work, Term term,
-                            const __grid_constant__ ElementScales scales, float unit_scale,
-                            Partial* partials, Finalize finalize) {
-  constexpr int kSteps = Work::all().has(kHasWeights) ? RunSteps::kWithWeights
-                         : kWidth == 8                ? RunSteps::kOfHalves
-                                                      : RunSteps::kOfFloats;
-  using Tile = RunTile<Work, kWidth, kSteps>;
-  BlockWork<float, Work> block(work, scales, unit_scale);
+// Resident blocks a multiprocessor, at the least: as many as leave a thread its registers.
+template <typename Taken, typename Work>
+constexpr int kPlannedBlocks = sizeof(typename Taken::acc_t) == 8       ? 2
+                               : Work::all().has(kIsBackward) || Work::all().has(kHasWeights) ? 3 : 4;
+
+// Blocks stride over the tiles of a plan.
+template <typename Taken, typename Work, typename Terms>
+__global__ void __launch_bounds__(kTileThreads, (kPlannedBlocks<Taken, Work>))
+    elementwise_planned_kernel(const __grid_constant__ ElementPlan plan, Work work, Terms terms,
+                               const __grid_constant__ ElementScales scales,
+                               typename Taken::acc_t unit_scale, Partial* partials,
+                               Finalize finalize) {
+  __shared__ ChunkPlaces::Shared chunks;
+  __shared__ typename Taken::Shared shared;
+  BlockWork<typename Taken::acc_t, Work> block(work, scales, unit_scale);
   if (!block.begin()) {
     return;
   }
   Partial partial;
   NoGradientSum no_sum;
-  Tile tile(plan);
-  const RowRange range(plan.rows, plan.teams(), blockIdx.x, gridDim.x);
-  for (uint32_t row = range.first + (threadIdx.x >> plan.team_bits); row < range.last;
-       row += plan.teams()) {
-    for (tile.move_to(row); tile.is_in_row(); tile.move_on()) {
-      process(tile, work, scales, block.scale, term, partial, no_sum);
-    }
+  ChunkPlaces places(plan, chunks, blockIdx.x);
+  const int64_t tiles = plan.tiles();
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    places.move_to(index, index + gridDim.x);
+    Taken::for_each_tile(plan, places, shared, index, [&](auto& tile) {
+      process(tile, work, scales, block.scale, terms, partial, no_sum);
+    });
   }
   block.finish(partial, partials, finalize);
 }
 
-// A team adds up a part of a walk at a time.
-template <int kWidth, typename Work, typename Term>
-__global__ void __launch_bounds__(kTileThreads, kRunBlocks<4>)
-    elementwise_run_sums_kernel(const __grid_constant__ RunPlan plan, Work work, Term term,
-                                const __grid_constant__ ElementScales scales,
-                                SummedGradient summed) {
-  // Gradients are added up, not written.
-  using Tile = RunTile<AnyWork<kHasGradOutputs>, kWidth, RunSteps::kWithSums>;
-  BlockWork<float, Work> block(work, scales, 1.0f);
+template <typename acc_t>
+constexpr int kSumSteps = sizeof(acc_t) == 8 ? 1 : 4;
+
+// A block adds up its share of some sums.
+template <typename acc_t, typename Work, typename Terms>
+__global__ void __launch_bounds__(kTileThreads, sizeof(acc_t) == 8 ? 2 : 3)
+    elementwise_sums_kernel(const __grid_constant__ SumPlan plan, Work work, Terms terms,
+                            const __grid_constant__ ElementScales scales, Which which,
+                            double* partials) {
+  __shared__ double buffer[kTileThreads];
+  BlockWork<acc_t, Work> block(work, scales, acc_t(1));
   if (!block.begin()) {
     return;
   }
   Partial no_losses;
-  Tile tile(plan);
-  RunSum<Tile> sum;
-  const uint32_t lane = threadIdx.x & static_cast<uint32_t>(plan.team() - 1);
-  const RowRange range(plan.parts(), plan.teams(), blockIdx.x, gridDim.x);
-  for (uint32_t batch = range.first; batch < range.last; batch += plan.teams()) {
-    // All lanes stay for the sum over a team; those of teams that have no part add nothing.
-    const uint32_t number = batch + (threadIdx.x >> plan.team_bits);
-    const bool has_part = number < range.last;
-    const WalkPart part(plan, has_part ? number : range.first);
-    sum.clear();
-    tile.set_chunk(part.chunk);
-    tile.move_to(part.first);
-    for (uint32_t row = part.first; has_part && row < part.last;) {
-      while (tile.is_in_row()) {
-        process(tile, work, scales, block.scale, term, no_losses, sum);
-        if (plan.keeps_lead) {
-          break;
-        }
-        tile.move_on();
-      }
-      if (++row < part.last) {
-        tile.move_to_next(row);
-      }
-    }
-    double* const partials =
-        summed.partials + part.split * summed.outputs + sum_number(plan, summed.which, part.first);
-    if (plan.keeps_lead) {
-      if (has_part) {
-        sum.write(tile, partials);
-      }
-    } else {
-      const double total = sum.total(plan.team());
-      if (has_part && lane == 0) {
-        *partials = total;
-      }
-    }
+  SumTile<acc_t, kSumSteps<acc_t>> tile(plan, blockIdx.x);
+  GradientSum sum{which};
+  while (tile.move_on()) {
+    process(tile, work, scales, block.scale, terms, no_losses, sum);
   }
-}
-
-// A block walks over consecutive tiles of a group, which `splits` blocks share. One kernel for all
-// work: it is for layouts of which few are large.
-template <typename acc_t, typename Work, typename Term>
-__global__ void __launch_bounds__(kTileThreads, 2)
-    elementwise_planned_kernel(const __grid_constant__ TilePlan plan, Work work, Term term,
-                               const __grid_constant__ ElementScales scales, acc_t unit_scale,
-                               SummedGradient summed, int64_t splits, Partial* partials,
-                               Finalize finalize) {
-  using Tile = PlannedTile<acc_t>;
-  extern __shared__ __align__(kUnitBytes) char shared[];
-  __shared__ TilePlace places[Tile::kPlaces];
-  BlockWork<acc_t, Work> block(work, scales, unit_scale);
-  if (!block.begin()) {
-    return;
-  }
-  const int64_t group = blockIdx.x / splits;
-  const int64_t split = blockIdx.x - group * splits;
-  const int64_t tiles = (plan.walk + splits - 1) / splits;
-  const int64_t first = split * tiles;
-  const int64_t last = first + tiles < plan.walk ? first + tiles : plan.walk;
-  Partial partial;
-  Tile tile(plan, places, shared);
-  GradientSum<Tile> sum(summed.which);
-  tile.walk(first, last, group,
-            [&] { process(tile, work, scales, block.scale, term, partial, sum); });
-  if (summed.partials != nullptr) {
-    __shared__ double sums[kTileThreads];
-    sum.finish(tile, sums, summed.partials + split * summed.outputs);
-  }
-  block.finish(partial, partials, finalize);
+  tile.finish(sum.value, buffer, partials);
 }
 
 // ------------------------------------------------------------------ launches
@@ -205,10 +184,6 @@ constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInp
 // An elementwise operator as its kernels see it.
 struct Launch {
   Operand operands[kNumOperands];
-  // One of the two by plan(): of rows where the operands have such, else of tiles. They are large,
-  // and dense operands need neither.
-  std::optional<RunPlan> runs;
-  std::optional<TilePlan> tiles;
   DenseOperands dense;
   ElementScales scales;
   unsigned work = 0;
@@ -243,22 +218,23 @@ struct Launch {
                                           [](const void* data) { return is_vector_aligned(data); });
   }
 
-  void plan(const IterationSpace& space, bool acc_double, const Operand* summed = nullptr) {
-    const RunPlanner runs_planner(space, operands, acc_double, summed);
-    if (runs_planner.has_plan()) {
-      runs = runs_planner.plan();
-    } else {
-      tiles = TilePlanner(space, operands, acc_double, summed).plan();
-    }
+  // In fp64, for little machine code, where a dtype is rare.
+  bool computes_double(const ElementwiseArgs& args) const {
+    return args.acc_double ||
+           std::any_of(std::begin(operands), std::end(operands), [](const Operand& operand) {
+             return operand.data != nullptr && operand.dtype != DType::kFloat32 &&
+                    !is_half_type(operand.dtype);
+           });
   }
 
-  // Blocks of the kernel that plan() chose: enough for any GPU, so few that their start is a small
-  // part of what they do.
-  int64_t blocks() const {
-    constexpr int64_t kBlocks = 4096;
-    const int64_t parts =
-        runs ? ceil_div(runs->parts(), runs->teams()) : std::max<int64_t>(tiles->walk, 1);
-    return ceil_div(parts, ceil_div(parts, kBlocks));
+  // Of operands that are not dense.
+  ElementPlan plan(const ElementwiseArgs& args) const {
+    const bool has_weights = (work & kWeightWork) != 0;
+    return ElementPlanner(args.space, operands, computes_double(args), /*may_pack=*/!has_weights,
+                          [&](bool is_double, int width) {
+                            return planned_steps(is_double, width, has_weights);
+                          })
+        .plan();
   }
 
  private:
@@ -282,6 +258,12 @@ struct Launch {
 int64_t reduce_blocks(int64_t tiles) {
   const int64_t most = std::min(ceil_div(tiles, kTilesOfBlock), kMaxPartials);
   return std::max(most, std::min(tiles, kFewBlocks));
+}
+
+// Of a plan, whose tiles are smaller.
+int64_t planned_blocks(int64_t tiles) {
+  constexpr int64_t kTiles = 16;
+  return std::max({ceil_div(tiles, kTiles), std::min(tiles, kFewBlocks / 2), int64_t{1}});
 }
 
 int64_t dense_tiles(const ElementwiseArgs& args) {
@@ -310,28 +292,35 @@ acc_t unit_scale(const ElementwiseArgs& args) {
                                             : acc_t(1);
 }
 
-template <typename scalar_t, typename Term>
+template <typename scalar_t, typename Terms>
 void forward_dense(const ElementwiseForwardArgs& args, const Launch& what, int64_t blocks,
-                   const Term& term, Partial* partials, const Finalize& finalize,
+                   const Terms& terms, Partial* partials, const Finalize& finalize,
                    cudaStream_t stream) {
   using acc_t = acc_type_t<scalar_t>;
   const auto launch = [&](auto work) {
     launch_kernel("elementwise_dense_kernel",
-                  elementwise_dense_kernel<scalar_t, decltype(work), Term>, {blocks, kTileThreads},
-                  stream, what.dense, work, term, what.scales, unit_scale<acc_t>(args), partials,
+                  elementwise_dense_kernel<scalar_t, decltype(work), Terms>, {blocks, kTileThreads},
+                  stream, what.dense, work, terms, what.scales, unit_scale<acc_t>(args), partials,
                   finalize);
   };
   const auto launch_with = [&](auto weights) {
     constexpr unsigned kWeights = decltype(weights)::value;
-    if ((what.work & kStoresLosses) != 0) {
-      launch(FixedWork<kStoresLosses | kWeights>{});
-    } else if ((what.work & kWantsGradInput) != 0) {
-      launch(FixedWork<kSumsLosses | kWantsGradInput | kWeights>{});
-    } else {
-      launch(FixedWork<kSumsLosses | kWeights>{});
+    // Losses that are stored, and all in fp64, come with any term; sums with a fixed one.
+    if constexpr (!Terms::kIsFixed) {
+      if ((what.work & kStoresLosses) != 0) {
+        launch(FixedWork<kStoresLosses | kWeights>{});
+        return;
+      }
+    }
+    if constexpr (Terms::kIsFixed || std::is_same_v<scalar_t, double>) {
+      if ((what.work & kWantsGradInput) != 0) {
+        launch(FixedWork<kSumsLosses | kWantsGradInput | kWeights>{});
+      } else {
+        launch(FixedWork<kSumsLosses | kWeights>{});
+      }
     }
   };
-  if constexpr (Term::kHasWeight) {
+  if constexpr (Terms::kHasWeight) {
     if ((what.work & kHasWeights) != 0) {
       launch_with(std::integral_constant<unsigned, kHasWeights>{});
       return;
@@ -340,60 +329,61 @@ void forward_dense(const ElementwiseForwardArgs& args, const Launch& what, int64
   launch_with(std::integral_constant<unsigned, 0>{});
 }
 
-// Of work, what a term has.
-template <unsigned kPossible, typename Term>
-using WorkOf = AnyWork<Term::kHasWeight ? kPossible : kPossible & ~kWeightWork>;
+// What a loss can do of kPossible.
+template <unsigned kPossible, typename Terms>
+using WorkOf = AnyWork<Terms::kHasWeight ? kPossible : kPossible & ~kWeightWork>;
 
-template <unsigned kPossible, typename Term>
-void launch_runs(const ElementwiseArgs& args, const Launch& what, const Term& term, int64_t blocks,
-                 bool overlap, Partial* partials, const Finalize& finalize, cudaStream_t stream) {
-  const auto launch = [&](auto width, auto work) {
-    launch_kernel("elementwise_runs_kernel",
-                  elementwise_runs_kernel<decltype(width)::value, decltype(work), Term>,
-                  {blocks, kTileThreads, 0, 1, overlap}, stream, *what.runs, work, term,
-                  what.scales, unit_scale<float>(args), partials, finalize);
+// Of elements in any layout. What is common without weights has kernels of its own, which need fewer
+// registers.
+template <typename Terms>
+void launch_planned(const ElementwiseArgs& args, const Launch& what, const ElementPlan& plan,
+                    const Terms& terms, int64_t blocks, Partial* partials, const Finalize& finalize,
+                    cudaStream_t stream) {
+  const auto launch = [&](auto taken, auto work) {
+    using Taken = decltype(taken);
+    using Work = decltype(work);
+    using acc_t = typename Taken::acc_t;
+    const bool overlap = (what.work & kIsBackward) != 0;
+    const auto kernel = elementwise_planned_kernel<Taken, Work, Terms>;
+    launch_kernel("elementwise_planned_kernel", kernel, {blocks, kTileThreads, 0, 1, overlap},
+                  stream, plan, work, terms, what.scales, unit_scale<acc_t>(args), partials,
+                  finalize);
   };
-  if constexpr (Term::kHasWeight) {
+  constexpr unsigned kAll = kForwardWork | kBackwardWork;
+  const WorkOf<kAll, Terms> any{what.work};
+  if (what.computes_double(args)) {
+    launch(Rows<double, 1, false>{}, any);
+    return;
+  }
+  if constexpr (Terms::kHasWeight) {
     if ((what.work & kWeightWork) != 0) {
-      launch(std::integral_constant<int, 4>{}, AnyWork<kPossible>{what.work});
+      launch(Rows<float, 1, false, true>{}, any);
       return;
     }
   }
-  const AnyWork<kPossible & ~kWeightWork> work{what.work};
-  if (what.runs->width == 8) {
-    launch(std::integral_constant<int, 8>{}, work);
-  } else {
-    launch(std::integral_constant<int, 4>{}, work);
-  }
-}
-
-template <typename Term>
-void launch_run_sums(const Launch& what, const Term& term, const SummedGradient& summed,
-                     cudaStream_t stream) {
-  using Work = AnyWork<kBackwardWork & ~kWeightWork>;
-  launch_kernel("elementwise_run_sums_kernel", elementwise_run_sums_kernel<4, Work, Term>,
-                {what.blocks(), kTileThreads, 0, 1, true}, stream, *what.runs, Work{what.work},
-                term, what.scales, summed);
-}
-
-// summed: the gradient that is added up, if any.
-template <typename Term>
-void launch_planned(const ElementwiseArgs& args, const Launch& what, const Term& term,
-                    const SummedGradient& summed, int64_t splits, bool overlap, Partial* partials,
-                    const Finalize& finalize, cudaStream_t stream) {
-  const auto launch = [&](auto like) {
-    using acc_t = decltype(like);
-    using Work = WorkOf<kForwardWork | kBackwardWork, Term>;
-    constexpr int kMostShared = 64 << 10;
-    const auto kernel = elementwise_planned_kernel<acc_t, Work, Term>;
-    const int64_t shared_bytes = what.tiles->shared_bytes();
-    allow_shared_bytes(kernel, shared_bytes, (48 << 10) - kTileSharedBytes, kMostShared);
-    launch_kernel("elementwise_planned_kernel", kernel,
-                  {what.tiles->groups * splits, kTileThreads, shared_bytes, 1, overlap}, stream,
-                  *what.tiles, Work{what.work}, term, what.scales, unit_scale<acc_t>(args), summed,
-                  splits, partials, finalize);
+  const auto launch_rows = [&](auto work) {
+    constexpr int kWide = ElementPlanner::kPlanWidth;
+    // A sum of losses of half types takes fewer instructions.
+    constexpr bool kHalf = decltype(work)::all().has(kSumsLosses);
+    if (kHalf && plan.is_half) {
+      plan.width == 1 ? launch(Rows<float, 1, kHalf>{}, work)
+                      : launch(Rows<float, kWide, kHalf>{}, work);
+    } else {
+      plan.width == 1 ? launch(Rows<float, 1, false>{}, work)
+                      : launch(Rows<float, kWide, false>{}, work);
+    }
   };
-  args.acc_double ? launch(double()) : launch(float());
+  if (plan.has_boxes) {
+    launch(Boxes{}, AnyWork<kAll & ~kWeightWork>{what.work});
+  } else if ((what.work & kIsBackward) != 0) {
+    launch_rows(AnyWork<kBackwardWork & ~kWeightWork>{what.work});
+  } else if ((what.work & kStoresLosses) != 0) {
+    launch_rows(FixedWork<kStoresLosses>{});
+  } else if (what.work == kSumsLosses) {
+    launch_rows(FixedWork<kSumsLosses>{});
+  } else {
+    launch_rows(FixedWork<kSumsLosses | kWantsGradInput>{});
+  }
 }
 
 // ------------------------------------------- gradient of a broadcast operand
@@ -411,48 +401,30 @@ struct GradientSink {
   }
 };
 
-// The sums of one gradient of a launch.
-struct GradientSumPlan {
-  Which which = kGradInput;
+Which summed_gradient(const ElementwiseBackwardReduceArgs& args) {
+  return args.grad_input.data != nullptr    ? kGradInput
+         : args.grad_target.data != nullptr ? kGradTarget
+                                            : kGradWeight;
+}
+
+GradientSink make_sink(const SumPlan& plan, Which which) {
   GradientSink sink;
-  int64_t outputs = 1;
-  int64_t splits = 1;  // blocks that share a sum
-
-  // Makes `what` add the gradient up, in partials whose address it does not know yet.
-  GradientSumPlan(const ElementwiseBackwardReduceArgs& args, Launch& what) {
-    which = args.grad_input.data != nullptr    ? kGradInput
-            : args.grad_target.data != nullptr ? kGradTarget
-                                               : kGradWeight;
-    Operand& operand = what.operands[which];
-    sink.gradient = operand;
-    sink.space.ndim = args.num_kept;
-    for (int dim = 0; dim < args.space.ndim; ++dim) {
-      const bool is_kept = dim < args.num_kept;
-      operand.strides[dim] = is_kept ? outputs : 0;
-      if (is_kept) {
-        sink.space.sizes[dim] = args.space.sizes[dim];
-        outputs *= args.space.sizes[dim];
-      }
-    }
-    sink.space.numel = outputs;
-    operand.dtype = DType::kFloat64;
-    what.plan(args.space, args.acc_double, &operand);
-    if (what.runs) {
-      splits = what.runs->splits.value;
-      return;
-    }
-    // Enough blocks for any GPU; each still walks over some tiles.
-    constexpr int64_t kBlocks = 4096;
-    constexpr int64_t kFewestTiles = 4;
-    const TilePlan& plan = *what.tiles;
-    const int64_t most = std::max<int64_t>(plan.walk / kFewestTiles, 1);
-    splits = std::clamp<int64_t>(kBlocks / std::max<int64_t>(plan.groups, 1), 1, most);
-    splits = ceil_div(std::max<int64_t>(plan.walk, 1),
-                      ceil_div(std::max<int64_t>(plan.walk, 1), splits));
+  const PlanOperand& gradient = plan.operands[which];
+  sink.gradient.data = gradient.data;
+  sink.gradient.dtype = gradient.dtype;
+  sink.space.ndim = plan.extents.ndim - plan.num_walked;
+  sink.space.numel = plan.sums;
+  for (int dim = 0; dim < sink.space.ndim; ++dim) {
+    sink.space.sizes[dim] = plan.extents.sizes[plan.num_walked + dim];
+    sink.gradient.strides[dim] = gradient.strides[plan.num_walked + dim] / gradient.bytes;
   }
+  return sink;
+}
 
-  int64_t scratch() const { return splits * outputs; }
-};
+SumPlan plan_sums(const ElementwiseBackwardReduceArgs& args, const Launch& what) {
+  const int steps = what.computes_double(args) ? kSumSteps<double> : kSumSteps<float>;
+  return SumPlanner(args.space, what.operands, args.num_kept, steps).plan();
+}
 
 }  // namespace
 
@@ -464,8 +436,7 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
   if (what.is_dense(args)) {
     return reduce_blocks(dense_tiles(args)) * kPartialDoubles;
   }
-  what.plan(args.space, args.acc_double);
-  return what.blocks() * kPartialDoubles;
+  return planned_blocks(what.plan(args).tiles()) * kPartialDoubles;
 }
 
 void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch,
@@ -477,27 +448,34 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   const auto stream = static_cast<cudaStream_t>(context);
   auto* const partials = reinterpret_cast<Partial*>(scratch);
   const Finalize finalize = make_finalize(args);
-  Launch what(args);
+  const Launch what(args);
   int64_t blocks = 1;
-  const bool is_dense = what.is_dense(args);
-  if (is_dense) {
+  if (what.is_dense(args)) {
     blocks = reduce ? reduce_blocks(dense_tiles(args)) : dense_tiles(args);
-  } else {
-    what.plan(args.space, args.acc_double);
-    blocks = what.blocks();
-  }
-  visit_elementwise_loss(args.loss, args.params, [&](auto term) {
-    if (is_dense) {
-      visit_floating(args.input.dtype, [&](auto type) {
-        forward_dense<typename decltype(type)::type>(args, what, blocks, term, partials, finalize,
-                                                     stream);
+    const auto launch = [&](auto terms, auto like) {
+      forward_dense<decltype(like)>(args, what, blocks, terms, partials, finalize, stream);
+    };
+    if (!reduce || args.input.dtype == DType::kFloat64) {  // for little machine code
+      visit_loss_type(args.loss, [&](auto loss) {
+        visit_floating(args.input.dtype, [&](auto type) {
+          launch(AnyTerm<decltype(loss)>{args.params}, typename decltype(type)::type());
+        });
       });
-    } else if (what.runs) {
-      launch_runs<kForwardWork>(args, what, term, blocks, false, partials, finalize, stream);
     } else {
-      launch_planned(args, what, term, {}, blocks, false, partials, finalize, stream);
+      visit_elementwise_loss(args.loss, args.params, [&](auto term) {
+        visit_float_or_half(args.input.dtype, [&](auto type) {
+          launch(FixedTerm<decltype(term)>{term}, typename decltype(type)::type());
+        });
+      });
     }
-  });
+  } else {
+    const ElementPlan plan = what.plan(args);
+    blocks = planned_blocks(plan.tiles());
+    visit_loss_type(args.loss, [&](auto loss) {
+      launch_planned(args, what, plan, AnyTerm<decltype(loss)>{args.params}, blocks, partials,
+                     finalize, stream);
+    });
+  }
   if (reduce) {
     launch_grid_reduce(partials, blocks, finalize, stream);
   }
@@ -516,59 +494,60 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
   }
   const auto stream = static_cast<cudaStream_t>(context);
   const int64_t most_blocks = args.kept ? most_blocks_of_kept(kTileThreads) : kMaxGrid;
-  Launch what(args);
-  const bool is_dense = what.is_dense(args);
-  if (!is_dense) {
-    what.plan(args.space, args.acc_double);
+  const Launch what(args);
+  if (!what.is_dense(args)) {
+    const ElementPlan plan = what.plan(args);
+    const int64_t blocks = std::min(planned_blocks(plan.tiles()), most_blocks);
+    visit_loss_type(args.loss, [&](auto loss) {
+      launch_planned(args, what, plan, AnyTerm<decltype(loss)>{args.params}, blocks, nullptr,
+                     Finalize{}, stream);
+    });
+    return;
   }
-  visit_elementwise_loss(args.loss, args.params, [&](auto term) {
-    using Work = AnyWork<kBackwardWork>;
-    if (!is_dense) {
-      const int64_t blocks = std::min(what.blocks(), most_blocks);
-      if (what.runs) {
-        launch_runs<kBackwardWork>(args, what, term, blocks, true, nullptr, Finalize{}, stream);
-      } else {
-        launch_planned(args, what, term, {}, blocks, true, nullptr, Finalize{}, stream);
-      }
-      return;
-    }
+  visit_loss_type(args.loss, [&](auto loss) {
+    using Terms = AnyTerm<decltype(loss)>;
+    const WorkOf<kBackwardWork, Terms> work{what.work};
     visit_floating(args.input.dtype, [&](auto type) {
       using scalar_t = typename decltype(type)::type;
       const int64_t blocks = std::min(dense_tiles(args), most_blocks);
       launch_kernel("elementwise_dense_kernel",
-                    elementwise_dense_kernel<scalar_t, Work, decltype(term)>,
-                    {blocks, kTileThreads, 0, 1, true}, stream, what.dense, Work{what.work}, term,
-                    what.scales, acc_type_t<scalar_t>(1), nullptr, Finalize{});
+                    elementwise_dense_kernel<scalar_t, decltype(work), Terms>,
+                    {blocks, kTileThreads, 0, 1, true}, stream, what.dense, work,
+                    Terms{args.params}, what.scales, acc_type_t<scalar_t>(1), nullptr, Finalize{});
     });
   });
 }
 
 int64_t elementwise_backward_reduce_scratch(const ElementwiseBackwardReduceArgs& args) {
-  Launch what(args);
-  return GradientSumPlan(args, what).scratch();
+  const SumPlan plan = plan_sums(args, Launch(args));
+  return plan.splits * plan.sums;
 }
 
 void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& args, double* scratch,
                                         Context context) {
   const auto stream = static_cast<cudaStream_t>(context);
-  Launch what(args);
-  const GradientSumPlan sum(args, what);
-  if (sum.outputs == 0) {
+  const Launch what(args);
+  const SumPlan plan = plan_sums(args, what);
+  const Which which = summed_gradient(args);
+  if (plan.sums == 0) {
     return;
   }
-  int64_t parts = 0;
-  if (args.space.numel > 0) {
-    parts = sum.splits;
-    const SummedGradient summed{sum.which, scratch, sum.outputs};
-    visit_elementwise_loss(args.loss, args.params, [&](auto term) {
-      if (what.runs) {
-        launch_run_sums(what, term, summed, stream);
-        return;
-      }
-      launch_planned(args, what, term, summed, sum.splits, true, nullptr, Finalize{}, stream);
+  if (plan.walk > 0) {
+    visit_loss_type(args.loss, [&](auto loss) {
+      using Terms = AnyTerm<decltype(loss)>;
+      const Terms terms{args.params};
+      const WorkOf<kBackwardWork, Terms> work{what.work};
+      const auto launch = [&](auto kernel) {
+        launch_kernel("elementwise_sums_kernel", kernel,
+                      {plan.blocks(), kTileThreads, 0, 1, true}, stream, plan, work, terms,
+                      what.scales, which, scratch);
+      };
+      what.computes_double(args) ? launch(elementwise_sums_kernel<double, decltype(work), Terms>)
+                      : launch(elementwise_sums_kernel<float, decltype(work), Terms>);
     });
   }
-  column_fold(ColumnPartials{scratch, sum.outputs}, sum.sink, sum.outputs, parts, stream);
+  column_fold(ColumnPartials{scratch, plan.sums}, make_sink(plan, which), plan.sums,
+              plan.walk > 0 ? plan.splits : 0, stream);
 }
 
 }  // namespace lossops::cuda

@@ -5,6 +5,9 @@
 
 namespace lossops::cuda {
 
+// Of a block.
+constexpr int kTileThreads = 256;
+
 enum Which : int {
   kInput,
   kTarget,
@@ -32,6 +35,7 @@ enum : unsigned {
 // Known when the kernel is compiled.
 template <unsigned kBits>
 struct FixedWork {
+  LOSSOPS_HOST_DEVICE static constexpr FixedWork all() { return {}; }
   LOSSOPS_HOST_DEVICE constexpr bool has(unsigned bit) const { return (kBits & bit) != 0; }
 };
 

@@ -26,6 +26,31 @@ struct HasBackwardHalfInput<
     Term, std::void_t<decltype(std::declval<Term>().backward_half_input(0.0f, 0.0f))>>
     : std::true_type {};
 
+// The term of a kernel: known when it is compiled,
+template <typename Term_>
+struct FixedTerm {
+  static constexpr bool kIsFixed = true;
+  static constexpr bool kHasWeight = Term_::kHasWeight;
+  Term_ term;
+
+  template <typename Body>
+  __device__ __forceinline__ void visit(const Body& body) const {
+    body(term);
+  }
+};
+// or any of a loss. Loads and stores are most of a kernel's machine code, and stand once.
+template <typename Loss>
+struct AnyTerm {
+  static constexpr bool kIsFixed = false;
+  static constexpr bool kHasWeight = Loss::kTraits.has_weight;
+  LossParams params;
+
+  template <typename Body>
+  __device__ __forceinline__ void visit(const Body& body) const {
+    Loss::visit(params, body);
+  }
+};
+
 // The loss of an element, by the term's faster way if it has one and the loss is only added up.
 template <typename Tile, typename Work, typename Term, typename acc_t>
 __device__ __forceinline__ acc_t forward_of(Work work, const Term& term, acc_t x, acc_t t) {
@@ -37,23 +62,28 @@ __device__ __forceinline__ acc_t forward_of(Work work, const Term& term, acc_t x
   return term.forward(x, t);
 }
 
-// Where no gradient is added up.
+// A thread's part of a gradient that is added up, that of an operand which is broadcast. No other is
+// written.
+struct GradientSum {
+  static constexpr bool kSums = true;
+  Which which;
+  double value = 0;
+};
 struct NoGradientSum {
   static constexpr bool kSums = false;
 };
 
 // Reads the operands of a tile, adds its losses to `partial` and writes what `work` asks for.
-// scale: of a reduction's gradients. sum: takes one of the gradients, that of an operand which is
-// broadcast (gradient_sum.cuh).
-template <typename Tile, typename Work, typename Term, typename GradientSum>
+// scale: of a reduction's gradients. sum: takes one of the gradients.
+template <typename Tile, typename Work, typename Terms, typename GradientSum>
 __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScales& scales,
-                                        typename Tile::acc_t scale, const Term& term,
+                                        typename Tile::acc_t scale, const Terms& terms,
                                         Partial& partial, GradientSum& sum) {
   using acc_t = typename Tile::acc_t;
   using Values = typename Tile::Values;
   constexpr int kSteps = Tile::kSteps;
   constexpr int kWidth = Tile::kWidth;
-  const bool weighted = Term::kHasWeight && work.has(kHasWeights);
+  const bool weighted = Terms::kHasWeight && work.has(kHasWeights);
   const bool own_scale = work.has(kHasGradOutputs);
 
   Values x;
@@ -80,17 +110,23 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   if (work.has(kSumsLosses) || work.has(kStoresLosses)) {
     acc_t losses[kSteps * kWidth];
     acc_t weights[kSteps * kWidth];
+    terms.visit([&](const auto& term) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      acc_t results[kWidth];
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const int n = step * kWidth + i;
-        weights[n] = weighted ? w.at(step, i) : acc_t(1);
-        losses[n] = forward_of<Tile>(work, term, x.at(step, i), t.at(step, i)) * weights[n];
-        results[i] = losses[n];
+      for (int n = 0; n < kSteps * kWidth; ++n) {
+        weights[n] = weighted ? w.at(n / kWidth, n % kWidth) : acc_t(1);
+        losses[n] = forward_of<Tile>(work, term, x.at(n / kWidth, n % kWidth),
+                                     t.at(n / kWidth, n % kWidth)) *
+                    weights[n];
       }
-      if (work.has(kStoresLosses)) {
+    });
+    if (work.has(kStoresLosses)) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        acc_t results[kWidth];
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          results[i] = losses[step * kWidth + i];
+        }
         tile.store(kOutput, step, results);
       }
     }
@@ -112,37 +148,40 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   for (int n = 0; n < kSteps * kWidth; ++n) {
     factors[n] = own_scale ? g.at(n / kWidth, n % kWidth) : scale;
   }
-  // derivative: of the loss of an element, by input and target.
+  // derivative: of the loss of an element, by its term, input and target.
   const auto store_gradient = [&](Which which, auto&& derivative) {
+    acc_t results[kSteps * kWidth];
+    terms.visit([&](const auto& term) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      acc_t results[kWidth];
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        results[i] = factors[step * kWidth + i] * derivative(x.at(step, i), t.at(step, i));
+      for (int n = 0; n < kSteps * kWidth; ++n) {
+        results[n] = factors[n] *
+                     derivative(term, x.at(n / kWidth, n % kWidth), t.at(n / kWidth, n % kWidth));
       }
-      if constexpr (GradientSum::kSums) {
-        if (sum.takes(which)) {
-          sum.add(tile, step, results);
-          continue;
-        }
-      }
-      tile.store(which, step, results);
-    }
+    });
     if constexpr (GradientSum::kSums) {
-      if (sum.takes(which)) {
-        return;
+      if (sum.which == which) {
+        tile.add(results, sum.value);
       }
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        acc_t own[kWidth];
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          own[i] = results[step * kWidth + i];
+        }
+        tile.store(which, step, own);
+      }
+      tile.finish_store(which);
     }
-    tile.finish_store(which);
   };
-  if constexpr (Term::kHasWeight) {
+  if constexpr (Terms::kHasWeight) {
     if (work.has(kWantsGradWeight)) {
       // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
       const acc_t mean_share = scales.reduction == Reduction::kMean
                                    ? static_cast<acc_t>(scales.mean_terms[1] / scales.weight_copies)
                                    : acc_t(0);
-      store_gradient(kGradWeight, [&](acc_t x, acc_t t) {
+      store_gradient(kGradWeight, [&](const auto& term, acc_t x, acc_t t) {
         const acc_t loss = term.forward(x, t);
         return scales.reduction == Reduction::kMean ? loss - mean_share : loss;
       });
@@ -155,7 +194,8 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     }
   }
   if (work.has(kWantsGradInput)) {
-    store_gradient(kGradInput, [&](acc_t x, acc_t t) {
+    store_gradient(kGradInput, [&](const auto& term, acc_t x, acc_t t) {
+      using Term = std::decay_t<decltype(term)>;
       if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float>) {
         if (tile.is_half()) {
           return term.backward_half_input(x, t);
@@ -165,7 +205,9 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     });
   }
   if (work.has(kWantsGradTarget)) {
-    store_gradient(kGradTarget, [&](acc_t x, acc_t t) { return term.backward_target(x, t); });
+    store_gradient(kGradTarget, [&](const auto& term, acc_t x, acc_t t) {
+      return term.backward_target(x, t);
+    });
   }
 }
 

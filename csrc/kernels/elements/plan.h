@@ -1,0 +1,325 @@
+// How elements of any layout are dealt out to threads. Host code without CUDA, and the arithmetic
+// that kernels share with it (csrc/tests/test_element_plan.cpp).
+//
+// Elements are numbered along the dimensions of the plan, fastest first, and neighbouring threads
+// take neighbouring numbers. Where element n lies follows from n by one multiplication a dimension:
+//
+//   n stride_0 + (n / size_0) gap_1 + (n / size_0 / size_1) gap_2 + ...
+//   gap_d = stride_d - size_(d-1) stride_(d-1)
+//
+// which holds whether or not dimensions merge, for any strides.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/elements/operands.h"
+#include "kernels/integers.h"
+
+namespace lossops::cuda {
+
+// Boxes, and chunks, take more.
+constexpr int kPlanDims = kMaxDims + 3;
+// The side of a box along dimension 0. A tile is one box: the other side follows from its size.
+constexpr int kBoxSide = 32;
+
+// An operand, as plans number its elements. In bytes.
+struct PlanOperand {
+  char* data = nullptr;  // null: absent
+  int64_t strides[kPlanDims] = {};
+  int32_t gaps[kPlanDims] = {};  // of the dimensions within a chunk; [0] is stride 0
+  DType dtype = DType::kFloat32;
+  int32_t bytes = 4;       // of an element
+  // Within a chunk, element n lies at n stride_0 + (n / size_0) gap_1: the further gaps are 0.
+  bool is_simple = false;
+  bool is_turned = false;  // its rows lie along the other side of boxes
+};
+
+// The dimensions of a plan. Those of a chunk come first: numbers in it fit 31 bits, and gaps 32.
+struct Extents {
+  int64_t sizes[kPlanDims] = {};
+  Divisor divisors[kPlanDims];  // of sizes that fit 31 bits
+  int ndim = 0;
+  int chunk_ndim = 0;
+
+  void add(int64_t size) { sizes[ndim++] = size; }
+  void set_divisors() {
+    for (int dim = 0; dim < ndim; ++dim) {
+      if (0 < sizes[dim] && sizes[dim] <= kMaxDividend) {
+        divisors[dim] = Divisor(static_cast<uint32_t>(sizes[dim]));
+      }
+    }
+  }
+
+  LOSSOPS_HOST_DEVICE int64_t quotient(int64_t n, int dim) const {
+    if (n > kMaxDividend) {
+      return n / sizes[dim];
+    }
+    return sizes[dim] > kMaxDividend ? 0 : divisors[dim].quotient(static_cast<uint32_t>(n));
+  }
+
+  // How far from its first element an operand has the one whose number along dimensions
+  // [first, last) is n.
+  LOSSOPS_HOST_DEVICE int64_t offset(const int64_t* strides, int64_t n, int first, int last) const {
+    int64_t offset = 0;
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
+    for (int dim = first; dim < last; ++dim) {
+      const int64_t rest = quotient(n, dim);
+      offset += (n - rest * sizes[dim]) * strides[dim];
+      n = rest;
+    }
+    return offset;
+  }
+};
+
+// The offset within a chunk of the unit whose quotient by sizes [0, first) is `rest`; without the
+// gaps of dimensions [0, first].
+LOSSOPS_HOST_DEVICE int64_t further_gaps(const Extents& extents, const int32_t* gaps, uint32_t rest,
+                                         int first) {
+  int64_t offset = 0;
+  for (int dim = first; dim + 1 < extents.chunk_ndim; ++dim) {
+    rest = extents.divisors[dim].quotient(rest);
+    offset += static_cast<int64_t>(static_cast<int32_t>(rest)) * gaps[dim + 1];
+  }
+  return offset;
+}
+
+// Chooses the chunks of a plan whose sizes and strides are known: as many of the first dimensions as
+// numbers allow, of the last one a part. Calls of_operands(body) to have body(operand) called.
+// Returns the units of the last chunk along the dimension that was cut; 0: none was.
+template <typename OfOperands>
+int64_t choose_chunks(Extents& extents, int64_t most_units, const OfOperands& of_operands) {
+  constexpr int64_t kLimit = (int64_t{1} << 31) - 1;
+  int64_t units = 1;
+  int64_t last_units = 0;
+  const auto gap = [&](const PlanOperand& operand, int dim) {
+    return operand.strides[dim] -
+           (dim > 0 ? extents.sizes[dim - 1] * operand.strides[dim - 1] : 0);
+  };
+  int dim = 0;
+  for (; dim < extents.ndim; ++dim) {
+    bool fits = true;
+    of_operands([&](PlanOperand& operand) {
+      const int64_t own = gap(operand, dim);
+      fits = fits && -kLimit <= own && own <= kLimit;
+    });
+    if (!fits) {
+      break;
+    }
+    const int64_t piece = std::max<int64_t>(most_units / units, 1);
+    const int64_t size = extents.sizes[dim];
+    if (piece < size) {
+      // The dimension becomes two: a piece, and how many of those.
+      for (int other = extents.ndim; other > dim + 1; --other) {
+        extents.sizes[other] = extents.sizes[other - 1];
+      }
+      extents.sizes[dim] = piece;
+      extents.sizes[dim + 1] = ceil_div(size, piece);
+      ++extents.ndim;
+      of_operands([&](PlanOperand& operand) {
+        for (int other = extents.ndim - 1; other > dim; --other) {
+          operand.strides[other] = operand.strides[other - 1];
+        }
+        operand.strides[dim + 1] *= piece;
+      });
+      last_units = (size - (extents.sizes[dim + 1] - 1) * piece) * units;
+      ++dim;
+      break;
+    }
+    units *= size;
+  }
+  extents.chunk_ndim = dim;
+  of_operands([&](PlanOperand& operand) {
+    for (int own = 0; own < dim; ++own) {
+      operand.gaps[own] = static_cast<int32_t>(gap(operand, own));
+    }
+  });
+  return last_units;
+}
+
+struct ElementPlan {
+  Extents extents;  // of units: `width` neighbours of a row
+  PlanOperand operands[kNumOperands];
+  int32_t width = 1;
+  bool is_half = false;  // all operands are of half types
+  int32_t tile_units = 0;
+  int64_t chunk_units = 1;
+  int64_t last_units = 0;  // of a chunk that is the last along a dimension that was cut; 0: as others
+  int64_t chunk_tiles = 1;
+  int64_t chunks = 1;
+
+  // Where operands disagree on which dimension is contiguous, a tile is a box of two dimensions.
+  // Dimensions 0 and 1 are its sides, 2 and 3 count boxes along each, and a chunk is one box.
+  bool has_boxes = false;
+  int64_t box_extents[2] = {};  // elements of the two dimensions: boxes reach beyond their ends
+
+  LOSSOPS_HOST_DEVICE int64_t tiles() const { return chunks * chunk_tiles; }
+};
+
+// Makes an ElementPlan.
+class ElementPlanner {
+ public:
+  // Elements of a unit, where all operands allow vectors.
+  static constexpr int kPlanWidth = 4;
+
+  // operands: kNumOperands of them; null data: absent. may_pack: there may be boxes, units of
+  // several elements, and units that are known to be of half types. steps_of(width, is_half): units of a thread and tile.
+  // chunk_units: of a chunk, at the most.
+  template <typename StepsOf>
+  ElementPlanner(const IterationSpace& space, const Operand* operands, bool is_double, bool may_pack,
+                 const StepsOf& steps_of, int64_t chunk_units = int64_t{1} << 30)
+      : space_(space), operands_(operands) {
+    if (space_.ndim == 0 || space_.numel == 0) {
+      space_.ndim = 1;
+      space_.sizes[0] = 1;
+    }
+    lead_ = leading_dim(-1);
+    other_ = leading_dim(lead_);
+    plan_.has_boxes = may_pack && !is_double && other_ != lead_;
+    const bool packs = may_pack && !plan_.has_boxes && !is_double;
+    plan_.width = packs && allows(kPlanWidth) ? kPlanWidth : 1;
+    plan_.is_half = packs && are_half();
+    plan_.tile_units = kTileThreads * steps_of(is_double, plan_.width);
+    for_each_operand([&](const Operand& operand, PlanOperand& own) {
+      own.data = static_cast<char*>(operand.data);
+      own.dtype = operand.dtype;
+      own.bytes = static_cast<int32_t>(element_size(operand.dtype));
+    });
+    plan_.has_boxes ? cut_boxes() : cut_rows(chunk_units);
+    count();
+  }
+
+  const ElementPlan& plan() const { return plan_; }
+
+ private:
+  // Shorter dimensions make no boxes.
+  static constexpr int64_t kLeastSide = 8;
+
+  template <typename Body>
+  void for_each_operand(const Body& body) {
+    for (int which = 0; which < kNumOperands; ++which) {
+      if (operands_[which].data != nullptr) {
+        body(operands_[which], plan_.operands[which]);
+      }
+    }
+  }
+
+  // The dimension along which most bytes are neighbours. lead: if not negative, that of the
+  // operands whose rows do not lie along `lead`; `lead` where there are none.
+  int leading_dim(int lead) {
+    int found = std::max(lead, 0);
+    int64_t most = 0;
+    for (int dim = 0; dim < space_.ndim; ++dim) {
+      int64_t bytes = 0;
+      for_each_operand([&](const Operand& operand, PlanOperand&) {
+        const bool counts = operand.strides[dim] == 1 && (lead < 0 || is_turned(operand, lead));
+        bytes += counts ? element_size(operand.dtype) : 0;
+      });
+      const int64_t least =
+          lead < 0 ? space_.sizes[dim] : std::min(space_.sizes[dim], space_.sizes[lead]);
+      if (bytes > most && least >= (lead < 0 ? 2 : kLeastSide)) {
+        most = bytes;
+        found = dim;
+      }
+    }
+    return found;
+  }
+
+  static bool is_turned(const Operand& operand, int lead) {
+    return operand.strides[lead] != 0 && operand.strides[lead] != 1;
+  }
+
+  bool are_half() {
+    bool are = true;
+    for_each_operand([&](const Operand& operand, PlanOperand&) {
+      are = are && is_half_type(operand.dtype);
+    });
+    return are;
+  }
+
+  // Whether all rows can be read and written by vectors of so many elements.
+  bool allows(int width) {
+    bool allowed = space_.sizes[lead_] % width == 0;
+    for_each_operand([&](const Operand& operand, PlanOperand&) {
+      const int64_t bytes = element_size(operand.dtype);
+      const bool is_common = operand.dtype == DType::kFloat32 || is_half_type(operand.dtype);
+      allowed = allowed && is_common && !is_turned(operand, lead_);
+      if (operand.strides[lead_] == 0) {
+        return;  // one number a row
+      }
+      allowed = allowed && reinterpret_cast<uintptr_t>(operand.data) % (width * bytes) == 0;
+      for (int dim = 0; dim < space_.ndim; ++dim) {
+        allowed = allowed && (dim == lead_ || operand.strides[dim] % width == 0);
+      }
+    });
+    return allowed;
+  }
+
+  // factor: of the dimension's stride.
+  void add(int64_t size, int dim, int64_t factor) {
+    for_each_operand([&](const Operand& operand, PlanOperand& own) {
+      own.strides[plan_.extents.ndim] = operand.strides[dim] * factor * own.bytes;
+    });
+    plan_.extents.add(size);
+  }
+
+  template <typename Skips>
+  void add_others(const Skips& skips) {
+    for (int dim = 0; dim < space_.ndim; ++dim) {
+      if (!skips(dim)) {
+        add(space_.sizes[dim], dim, 1);
+      }
+    }
+  }
+
+  void cut_rows(int64_t chunk_units) {
+    add(space_.sizes[lead_] / plan_.width, lead_, plan_.width);
+    add_others([&](int dim) { return dim == lead_; });
+    plan_.last_units = choose_chunks(plan_.extents, chunk_units, [&](const auto& body) {
+      for_each_operand([&](const Operand&, PlanOperand& own) { body(own); });
+    });
+    for_each_operand([&](const Operand&, PlanOperand& own) {
+      own.is_simple = true;
+      for (int dim = 2; dim < plan_.extents.chunk_ndim; ++dim) {
+        own.is_simple = own.is_simple && own.gaps[dim] == 0;
+      }
+    });
+  }
+
+  void cut_boxes() {
+    const int64_t sides[2] = {kBoxSide, plan_.tile_units / kBoxSide};
+    const int dims[2] = {lead_, other_};
+    for (const bool counts : {false, true}) {
+      for (int i = 0; i < 2; ++i) {
+        const int64_t size = space_.sizes[dims[i]];
+        add(counts ? ceil_div(size, sides[i]) : sides[i], dims[i], counts ? sides[i] : 1);
+        plan_.box_extents[i] = size;
+      }
+    }
+    add_others([&](int dim) { return dim == lead_ || dim == other_; });
+    plan_.extents.chunk_ndim = 2;
+    for_each_operand([&](const Operand& operand, PlanOperand& own) {
+      own.is_turned = operand.strides[other_] == 1 && is_turned(operand, lead_);
+    });
+  }
+
+  void count() {
+    Extents& extents = plan_.extents;
+    extents.set_divisors();
+    for (int dim = 0; dim < extents.ndim; ++dim) {
+      (dim < extents.chunk_ndim ? plan_.chunk_units : plan_.chunks) *= extents.sizes[dim];
+    }
+    plan_.chunk_tiles = ceil_div(plan_.chunk_units, plan_.tile_units);
+    plan_.chunks = space_.numel > 0 ? plan_.chunks : 0;
+  }
+
+  IterationSpace space_;
+  const Operand* const operands_;
+  int lead_ = 0;   // the dimension of the space along which rows lie
+  int other_ = 0;  // that of rows of turned operands; lead_: there are none
+  ElementPlan plan_;
+};
+
+}  // namespace lossops::cuda

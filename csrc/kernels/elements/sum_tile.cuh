@@ -1,0 +1,289 @@
+// The gradient of an operand that is broadcast: each of its elements is the sum over those that
+// read it. A few lanes of a block share a sum, and where sums are long or few, several blocks; what
+// they have is folded in a fixed order.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/elements/values.cuh"
+#include "kernels/thread_reduce.cuh"
+
+namespace lossops::cuda {
+
+struct SumPlan {
+  // Dimensions that are summed over, the walked ones, then those of the sums.
+  Extents extents;
+  int32_t num_walked = 0;
+  PlanOperand operands[kNumOperands];
+  int64_t walk = 1;  // elements of a sum
+  int64_t sums = 1;
+  int32_t block_sums = 1;  // a block's
+  int32_t lanes = 1;       // of a sum
+  // Neighbouring threads take neighbours of a walk, else neighbouring sums.
+  bool walks_lead = false;
+  int64_t splits = 1;  // blocks that share a sum
+  int64_t split_walk = 1;
+
+  int64_t blocks() const { return ceil_div(sums, block_sums) * splits; }
+};
+
+// Makes a SumPlan for `summed`, whose strides are 0 along the dimensions that are summed over and
+// which has `sums` elements.
+class SumPlanner {
+ public:
+  // steps: elements of a thread that are read at once. Dimensions [0, num_kept) of the space are
+  // those of the sums.
+  SumPlanner(const IterationSpace& space, const Operand* operands, int num_kept, int steps)
+      : space_(space), operands_(operands) {
+    const int64_t walked_bytes = add(num_kept, space.ndim);
+    plan_.num_walked = plan_.extents.ndim;
+    const int64_t kept_bytes = add(0, num_kept);
+    plan_.walks_lead = walked_bytes >= kept_bytes;
+    for (int dim = 0; dim < plan_.extents.ndim; ++dim) {
+      (dim < plan_.num_walked ? plan_.walk : plan_.sums) *= plan_.extents.sizes[dim];
+    }
+    share(steps);
+    // The numbers of a walk are those of a chunk where they and the gaps are small enough.
+    Extents& extents = plan_.extents;
+    constexpr int64_t kLimit = (int64_t{1} << 31) - 1;
+    bool is_small = plan_.walk + int64_t{kTileThreads} * steps <= kLimit;
+    for (PlanOperand& own : plan_.operands) {
+      for (int dim = 0; dim < plan_.num_walked; ++dim) {
+        const int64_t gap =
+            own.strides[dim] - (dim > 0 ? extents.sizes[dim - 1] * own.strides[dim - 1] : 0);
+        is_small = is_small && -kLimit <= gap && gap <= kLimit;
+        own.gaps[dim] = static_cast<int32_t>(gap);
+      }
+    }
+    extents.set_divisors();
+    extents.chunk_ndim = is_small ? plan_.num_walked : 0;
+  }
+
+  const SumPlan& plan() const { return plan_; }
+
+ private:
+  // Adds dimensions [first, last), the one along which most bytes are neighbours first. Returns how
+  // many bytes these are.
+  int64_t add(int first, int last) {
+    int lead = first;
+    int64_t most = 0;
+    for (int dim = first; dim < last; ++dim) {
+      int64_t bytes = 0;
+      for (int which = kInput; which <= kGradOutput; ++which) {
+        const Operand& operand = operands_[which];
+        bytes += operand.data != nullptr && operand.strides[dim] == 1 ? element_size(operand.dtype)
+                                                                      : 0;
+      }
+      if (bytes > most && space_.sizes[dim] > 1) {
+        most = bytes;
+        lead = dim;
+      }
+    }
+    for (int n = first; n < last; ++n) {
+      const int dim = n == first ? lead : n <= lead ? n - 1 : n;
+      for (int which = 0; which < kNumOperands; ++which) {
+        const Operand& operand = operands_[which];
+        if (operand.data == nullptr) {
+          continue;
+        }
+        PlanOperand& own = plan_.operands[which];
+        own.data = static_cast<char*>(operand.data);
+        own.dtype = operand.dtype;
+        own.bytes = static_cast<int32_t>(element_size(operand.dtype));
+        own.strides[plan_.extents.ndim] = operand.strides[dim] * own.bytes;
+      }
+      plan_.extents.add(space_.sizes[dim]);
+    }
+    return most;
+  }
+
+  void share(int steps) {
+    if (plan_.walks_lead) {
+      while (plan_.lanes < kTileThreads && int64_t{plan_.lanes} * steps < plan_.walk) {
+        plan_.lanes *= 2;
+      }
+      plan_.block_sums = kTileThreads / plan_.lanes;
+    } else {
+      constexpr int64_t kNeighbours = 64;  // 128 bytes of half types
+      plan_.block_sums =
+          static_cast<int32_t>(std::clamp<int64_t>(plan_.sums, 1, kNeighbours));
+      plan_.lanes = kTileThreads / plan_.block_sums;
+    }
+    // Enough blocks for any GPU; each still reads some times what it reads at once.
+    constexpr int64_t kBlocks = 4096;
+    constexpr int64_t kFewestReads = 4;
+    const int64_t groups = std::max<int64_t>(ceil_div(plan_.sums, plan_.block_sums), 1);
+    const int64_t at_once = int64_t{plan_.lanes} * steps;
+    const int64_t most = std::max<int64_t>(plan_.walk / (at_once * kFewestReads), 1);
+    const int64_t splits = std::clamp<int64_t>(kBlocks / groups, 1, most);
+    plan_.split_walk = ceil_div(std::max<int64_t>(plan_.walk, 1), splits);
+    plan_.splits = ceil_div(std::max<int64_t>(plan_.walk, 1), plan_.split_walk);
+  }
+
+  const IterationSpace& space_;
+  const Operand* const operands_;
+  SumPlan plan_;
+};
+
+// A thread's elements of its sum, with the members that process.cuh asks of tiles.
+template <typename acc_t_, int kSteps_>
+class SumTile {
+ public:
+  using acc_t = acc_t_;
+  static constexpr int kWidth = 1;
+  static constexpr int kSteps = kSteps_;
+  static constexpr bool kIsHalf = false;
+  static constexpr bool kHasSubnormals = true;
+  using Values = PlannedValues<SumTile>;
+  friend Values;
+
+  __device__ __forceinline__ SumTile(const SumPlan& plan, int64_t block) : plan_(plan) {
+    const int64_t group = block / plan.splits;
+    const int64_t split = block - group * plan.splits;
+    const auto thread = static_cast<int>(threadIdx.x);
+    const int lanes = plan.lanes;
+    const int sums = plan.block_sums;
+    lane_ = plan.walks_lead ? thread % lanes : thread / sums;
+    const int own = plan.walks_lead ? thread / lanes : thread - lane_ * sums;
+    sum_ = group * sums + own;
+    end_ = (split + 1) * plan.split_walk;
+    end_ = end_ < plan.walk ? end_ : plan.walk;
+    next_ = split * plan.split_walk + lane_;
+    slot_ = plan.walks_lead ? thread : own * lanes + lane_;
+    split_ = split;
+    has_sum_ = lane_ < lanes && sum_ < plan.sums;
+    if (!has_sum_) {
+      end_ = sum_ = 0;
+    }
+#pragma unroll
+    for (int which = kInput; which <= kGradOutput; ++which) {
+      const PlanOperand& operand = plan.operands[which];
+      own_[which] = operand.data == nullptr
+                        ? 0
+                        : plan.extents.offset(operand.strides, sum_, plan.num_walked,
+                                              plan.extents.ndim);
+    }
+  }
+
+  // Whether any thread of the block has elements left. Then they are the tile's.
+  __device__ __forceinline__ bool move_on() {
+    first_ = next_;
+    next_ += int64_t{kSteps} * plan_.lanes;
+    // Lane 0 of the first sum is there in every block.
+    return first_ - lane_ < last_of_split();
+  }
+
+  __device__ __forceinline__ bool is_half() const {
+    return is_half_type(plan_.operands[kInput].dtype);
+  }
+  __device__ __forceinline__ const PlanOperand& operand(Which which) const {
+    return plan_.operands[which];
+  }
+  __device__ __forceinline__ void store(Which /*which*/, int step, const acc_t (&results)[1]) {
+    results_.at(step, 0) = results[0];
+  }
+  __device__ __forceinline__ void finish_store(Which which) { results_.store(*this, which); }
+
+  __device__ __forceinline__ void add(const acc_t (&values)[kSteps], double& sum) const {
+    acc_t own[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      own[step] = has(step) ? values[step] : acc_t(0);
+    }
+    sum += static_cast<double>(pairwise_sum(own));
+  }
+
+  // Adds up what the lanes have of each sum. buffer: of kTileThreads. partials: (splits, sums).
+  __device__ __forceinline__ void finish(double sum, double* buffer, double* partials) const {
+    if (lane_ < plan_.lanes) {
+      buffer[slot_] = sum;
+    }
+    __syncthreads();
+    for (int count = plan_.lanes; count > 1;) {
+      const int half = (count + 1) / 2;
+      if (lane_ + half < count) {
+        buffer[slot_] += buffer[slot_ + half];
+      }
+      __syncthreads();
+      count = half;
+    }
+    if (has_sum_ && lane_ == 0) {
+      partials[split_ * plan_.sums + sum_] = buffer[slot_];
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int64_t last_of_split() const {
+    const int64_t end = (split_ + 1) * plan_.split_walk;
+    return end < plan_.walk ? end : plan_.walk;
+  }
+  __device__ __forceinline__ int64_t number(int step) const {
+    return first_ + step * static_cast<int64_t>(plan_.lanes);
+  }
+  __device__ __forceinline__ bool has(int step) const { return number(step) < end_; }
+
+  template <int kBytes, typename Body>
+  __device__ __forceinline__ void for_each_unit(Which which, Body&& body) const {
+    const PlanOperand& operand = plan_.operands[which];
+    const Extents& extents = plan_.extents;
+    const int walked = plan_.num_walked;
+    char* const data = operand.data + own_[which];
+    int64_t offsets[kSteps];
+    if (extents.chunk_ndim == walked) {
+      uint32_t rest[kSteps];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        rest[step] = static_cast<uint32_t>(number(step));
+        offsets[step] = static_cast<int64_t>(static_cast<int32_t>(rest[step])) * operand.gaps[0];
+      }
+#pragma unroll 1
+      for (int dim = 0; dim + 1 < walked; ++dim) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          rest[step] = extents.divisors[dim].quotient(rest[step]);
+          offsets[step] +=
+              static_cast<int64_t>(static_cast<int32_t>(rest[step])) * operand.gaps[dim + 1];
+        }
+      }
+    } else {  // it is large, and this is slow
+      int64_t far[kSteps];
+#pragma unroll 1
+      for (int step = 0; step < kSteps; ++step) {
+        far[step] = extents.offset(operand.strides, number(step), 0, walked);
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        offsets[step] = far[step];
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (has(step)) {
+        body(step, data + offsets[step], true);
+      }
+    }
+  }
+  __device__ __forceinline__ bool has_own(Which /*which*/, int step) const { return has(step); }
+  __device__ __forceinline__ char* address(Which which, int step) const {
+    const PlanOperand& operand = plan_.operands[which];
+    const int walked = plan_.num_walked;
+    return operand.data + own_[which] + plan_.extents.offset(operand.strides, number(step), 0, walked);
+  }
+  __device__ __forceinline__ void take(Which /*which*/, Values& /*values*/) const {}
+  __device__ __forceinline__ void give(Which /*which*/, Values& /*values*/) const {}
+
+  const SumPlan& plan_;
+  int lane_;
+  int slot_;  // of the thread in the buffer, where the lanes of a sum are neighbours
+  bool has_sum_;
+  int64_t sum_;
+  int64_t split_;
+  int64_t end_;   // of the thread's elements
+  int64_t own_[kGradOutput + 1];  // how far the operands' first elements of the sum are
+  int64_t next_;  // the first of the next tile
+  int64_t first_ = 0;
+  Values results_;
+};
+
+}  // namespace lossops::cuda
