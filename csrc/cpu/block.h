@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "cpu/half.h"
@@ -92,11 +93,24 @@ class BlockWalker {
       block_[n].run_offsets = run_offsets_[n];
     }
     advance(std::min<int64_t>(left, count));
-    for (int64_t done = left, run = 0; done < count; done += size, ++run) {
+    int64_t run = 0;
+    for (int64_t done = left; done < count;) {
+      // Runs one after the other along dimension 1.
+      const int64_t runs =
+          std::min(space_.sizes[1] - coordinates_[1], (count - done + size - 1) / size);
       for (int n = 0; n < N; ++n) {
-        run_offsets_[n][run] = offsets_[n] - block_[n].base;
+        const int64_t step = operands_[n]->strides[1];
+        const int64_t first = offsets_[n] - block_[n].base;
+        for (int64_t k = 0; k < runs; ++k) {
+          run_offsets_[n][run + k] = first + k * step;
+        }
+        offsets_[n] += (runs - 1) * step;
       }
-      advance(std::min<int64_t>(size, count - done));
+      coordinates_[1] += runs - 1;
+      const int64_t last = std::min(size, count - done - (runs - 1) * size);
+      advance(last);
+      run += runs;
+      done += (runs - 1) * size + last;
     }
   }
 
@@ -135,48 +149,102 @@ class BlockWalker {
 
 namespace detail {
 
-template <typename acc_t, typename scalar_t>
-LOSSOPS_HOST_DEVICE void load_typed(const scalar_t* data, const BlockOffsets& at, int count,
-                                    acc_t* values) {
+// body(i, integral_constant n): elements [i, i + n) of a run. A constant n is vectors without a
+// loop; the last of them overlaps the one before, so that no tail is left to scalars.
+template <int kGroup = 16, typename Body>
+LOSSOPS_HOST_DEVICE void for_each_group(int length, const Body& body) {
+  if (length >= kGroup) {
+    for (int i = 0; i < length - kGroup; i += kGroup) {
+      body(i, std::integral_constant<int, kGroup>());
+    }
+    body(length - kGroup, std::integral_constant<int, kGroup>());
+  } else if constexpr (kGroup > 1) {
+    for_each_group<kGroup / 4>(length, body);
+  }
+}
+
+// The elements of a block, one behind the other.
+template <typename scalar_t>
+LOSSOPS_HOST_DEVICE void gather(const scalar_t* data, const BlockOffsets& at, int count,
+                                scalar_t* values) {
   at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
     const scalar_t* run = data + offset;
-    if constexpr (std::is_same_v<scalar_t, half_t> && std::is_same_v<acc_t, float>) {
-      if (at.stride == 1 && has_half_conversions()) {
-        return halves_to_floats(run, length, values + j);
-      }
-    }
     if (at.stride == 1) {
-      for (int i = 0; i < length; ++i) {
-        values[j + i] = to_acc<acc_t>(run[i]);
-      }
+      for_each_group(length, [&](int i, auto n) LOSSOPS_ALWAYS_INLINE {
+        std::memcpy(values + j + i, run + i, n * sizeof(scalar_t));
+      });
+    } else if (at.stride == 0) {
+      std::fill_n(values + j, length, *run);
     } else {
       for (int i = 0; i < length; ++i) {
-        values[j + i] = to_acc<acc_t>(run[i * at.stride]);
+        values[j + i] = run[i * at.stride];
+      }
+    }
+  });
+}
+
+template <typename scalar_t>
+LOSSOPS_HOST_DEVICE void scatter(const scalar_t* values, const BlockOffsets& at, int count,
+                                 scalar_t* data) {
+  at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
+    scalar_t* run = data + offset;
+    if (at.stride == 1) {
+      for_each_group(length, [&](int i, auto n) LOSSOPS_ALWAYS_INLINE {
+        std::memcpy(run + i, values + j + i, n * sizeof(scalar_t));
+      });
+    } else {
+      for (int i = 0; i < length; ++i) {
+        run[i * at.stride] = values[j + i];
       }
     }
   });
 }
 
 template <typename acc_t, typename scalar_t>
+LOSSOPS_HOST_DEVICE void load_typed(const scalar_t* data, const BlockOffsets& at, int count,
+                                    acc_t* values) {
+  if constexpr (std::is_same_v<scalar_t, acc_t>) {
+    gather(data, at, count, values);
+  } else {
+    scalar_t gathered[kBlock];
+    const scalar_t* from = data + at.base;
+    if (at.stride != 1 || count > at.first_length) {
+      gather(data, at, count, gathered);
+      from = gathered;
+    }
+    if constexpr (std::is_same_v<scalar_t, half_t> && std::is_same_v<acc_t, float>) {
+      if (has_half_conversions()) {
+        return halves_to_floats(from, count, values);
+      }
+    }
+    for (int i = 0; i < count; ++i) {
+      values[i] = to_acc<acc_t>(from[i]);
+    }
+  }
+}
+
+template <typename acc_t, typename scalar_t>
 LOSSOPS_HOST_DEVICE void store_typed(scalar_t* data, const BlockOffsets& at, int count,
                                      const acc_t* values) {
-  at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
-    scalar_t* run = data + offset;
+  if constexpr (std::is_same_v<scalar_t, acc_t>) {
+    scatter(values, at, count, data);
+  } else {
+    scalar_t gathered[kBlock];
+    const bool dense = at.stride == 1 && count <= at.first_length;
+    scalar_t* to = dense ? data + at.base : gathered;
     if constexpr (std::is_same_v<scalar_t, half_t> && std::is_same_v<acc_t, float>) {
-      if (at.stride == 1 && has_half_conversions()) {
-        return floats_to_halves(values + j, length, run);
+      if (has_half_conversions()) {
+        floats_to_halves(values, count, to);
+        return dense ? void() : scatter(gathered, at, count, data);
       }
     }
-    if (at.stride == 1) {
-      for (int i = 0; i < length; ++i) {
-        run[i] = from_acc<scalar_t>(values[j + i]);
-      }
-    } else {
-      for (int i = 0; i < length; ++i) {
-        run[i * at.stride] = from_acc<scalar_t>(values[j + i]);
-      }
+    for (int i = 0; i < count; ++i) {
+      to[i] = from_acc<scalar_t>(values[i]);
     }
-  });
+    if (!dense) {
+      scatter(gathered, at, count, data);
+    }
+  }
 }
 
 }  // namespace detail
