@@ -22,8 +22,7 @@ constexpr int kVector = 32;  // two of the widest vectors of fp32
 
 LOSSOPS_HOST_DEVICE int padded(int count) { return (count + kVector - 1) / kVector * kVector; }
 
-// Where the elements of a block lie in one operand: in runs along dimension 0, whose
-// elements are `stride` apart.
+// Where the elements of a block lie in one operand: in runs, whose elements are `stride` apart.
 struct BlockOffsets {
   int64_t base = 0;  // of the first run
   int64_t stride = 0;
@@ -58,93 +57,116 @@ struct BlockOffsets {
   }
 };
 
+// Walks one operand block by block. Dimensions that are one run of this operand count as one,
+// whatever they are in others: beside a broadcast row, a dense operand still is a single run.
+class OperandWalker {
+ public:
+  void start(const IterationSpace& space, const Operand& operand, int64_t begin) {
+    ndim_ = 1;
+    sizes_[0] = space.ndim > 0 ? std::max<int64_t>(space.sizes[0], 1) : 1;
+    strides_[0] = space.ndim > 0 ? operand.strides[0] : 0;
+    for (int dim = 1; dim < space.ndim; ++dim) {
+      const int64_t size = std::max<int64_t>(space.sizes[dim], 1);
+      if (operand.strides[dim] == sizes_[ndim_ - 1] * strides_[ndim_ - 1]) {
+        sizes_[ndim_ - 1] *= size;
+      } else {
+        sizes_[ndim_] = size;
+        strides_[ndim_++] = operand.strides[dim];
+      }
+    }
+    block_.stride = strides_[0];
+    block_.run_offsets = run_offsets_;
+    seek(begin);
+  }
+
+  void seek(int64_t index) {
+    offset_ = 0;
+    for (int dim = 0; dim < ndim_; ++dim) {
+      coordinates_[dim] = index % sizes_[dim];
+      index /= sizes_[dim];
+      offset_ += coordinates_[dim] * strides_[dim];
+    }
+  }
+
+  void next(int count) {
+    block_.base = offset_;
+    if (ndim_ == 1) {
+      offset_ += count * strides_[0];
+      return;
+    }
+    const int64_t size = sizes_[0];
+    const int64_t left = size - coordinates_[0];
+    block_.first_length = static_cast<int>(std::min<int64_t>(left, kBlock));
+    block_.length = static_cast<int>(std::min<int64_t>(size, kBlock));
+    advance(std::min<int64_t>(left, count));
+    int64_t run = 0;
+    for (int64_t done = left; done < count;) {
+      // Runs one after the other along dimension 1.
+      const int64_t runs = std::min(sizes_[1] - coordinates_[1], (count - done + size - 1) / size);
+      for (int64_t k = 0; k < runs; ++k) {
+        run_offsets_[run + k] = offset_ - block_.base + k * strides_[1];
+      }
+      run += runs;
+      offset_ += (runs - 1) * strides_[1];
+      coordinates_[1] += runs - 1;
+      done += (runs - 1) * size;
+      advance(std::min(size, count - done));
+      done += size;
+    }
+  }
+
+  const BlockOffsets& block() const { return block_; }
+
+ private:
+  // Within the run along dimension 0.
+  void advance(int64_t count) {
+    coordinates_[0] += count;
+    offset_ += count * strides_[0];
+    for (int dim = 0; coordinates_[dim] == sizes_[dim] && dim + 1 < ndim_; ++dim) {
+      coordinates_[dim] = 0;
+      coordinates_[dim + 1] += 1;
+      offset_ += strides_[dim + 1] - sizes_[dim] * strides_[dim];
+    }
+  }
+
+  int ndim_ = 0;
+  int64_t sizes_[kMaxDims];
+  int64_t strides_[kMaxDims];
+  int64_t coordinates_[kMaxDims];
+  // fault: cpu-offsets
+  int64_t offset_;  // of the next element
+  BlockOffsets block_;
+  int64_t run_offsets_[kBlock];
+};
+
 // Walks an iteration space block by block and says where each block lies in N operands.
 template <int N>
 class BlockWalker {
  public:
-  BlockWalker(const IterationSpace& space, const Operand* const (&operands)[N], int64_t begin)
-      : space_(space) {
-    std::copy_n(operands, N, operands_);
-    seek(begin);
+  BlockWalker(const IterationSpace& space, const Operand* const (&operands)[N], int64_t begin) {
+    for (int n = 0; n < N; ++n) {
+      walkers_[n].start(space, *operands[n], begin);
+    }
   }
 
   // The next block starts at this linear index.
   __attribute__((noinline)) void seek(int64_t index) {
-    std::fill_n(offsets_, N, 0);
-    for (int dim = 0; dim < space_.ndim; ++dim) {
-      const int64_t size = std::max<int64_t>(space_.sizes[dim], 1);
-      coordinates_[dim] = index % size;
-      index /= size;
-      for (int n = 0; n < N; ++n) {
-        offsets_[n] += coordinates_[dim] * operands_[n]->strides[dim];
-      }
+    for (OperandWalker& walker : walkers_) {
+      walker.seek(index);
     }
   }
 
   // Moves on to the next count <= kBlock elements.
   __attribute__((noinline)) void next(int count) {
-    const int64_t size = space_.ndim > 0 ? space_.sizes[0] : 1;
-    const int64_t left = space_.ndim > 0 ? size - coordinates_[0] : 1;
-    for (int n = 0; n < N; ++n) {
-      block_[n].base = offsets_[n];
-      block_[n].stride = stride(n);
-      block_[n].first_length = static_cast<int>(std::min<int64_t>(left, kBlock));
-      block_[n].length = static_cast<int>(std::min<int64_t>(size, kBlock));
-      block_[n].run_offsets = run_offsets_[n];
-    }
-    advance(std::min<int64_t>(left, count));
-    int64_t run = 0;
-    for (int64_t done = left; done < count;) {
-      // Runs one after the other along dimension 1.
-      const int64_t runs =
-          std::min(space_.sizes[1] - coordinates_[1], (count - done + size - 1) / size);
-      for (int n = 0; n < N; ++n) {
-        const int64_t step = operands_[n]->strides[1];
-        const int64_t first = offsets_[n] - block_[n].base;
-        for (int64_t k = 0; k < runs; ++k) {
-          run_offsets_[n][run + k] = first + k * step;
-        }
-        offsets_[n] += (runs - 1) * step;
-      }
-      coordinates_[1] += runs - 1;
-      const int64_t last = std::min(size, count - done - (runs - 1) * size);
-      advance(last);
-      run += runs;
-      done += (runs - 1) * size + last;
+    for (OperandWalker& walker : walkers_) {
+      walker.next(count);
     }
   }
 
-  const BlockOffsets& operator[](int n) const { return block_[n]; }
+  const BlockOffsets& operator[](int n) const { return walkers_[n].block(); }
 
  private:
-  int64_t stride(int n) const { return space_.ndim > 0 ? operands_[n]->strides[0] : 0; }
-
-  // Within the run along dimension 0.
-  void advance(int64_t count) {
-    if (space_.ndim == 0) {
-      return;
-    }
-    coordinates_[0] += count;
-    for (int n = 0; n < N; ++n) {
-      offsets_[n] += count * stride(n);
-    }
-    for (int dim = 0; coordinates_[dim] == space_.sizes[dim] && dim + 1 < space_.ndim; ++dim) {
-      coordinates_[dim] = 0;
-      coordinates_[dim + 1] += 1;
-      for (int n = 0; n < N; ++n) {
-        const int64_t* strides = operands_[n]->strides;
-        offsets_[n] += strides[dim + 1] - space_.sizes[dim] * strides[dim];
-      }
-    }
-  }
-
-  const IterationSpace& space_;
-  const Operand* operands_[N];
-  int64_t coordinates_[kMaxDims];
-  // fault: cpu-offsets
-  int64_t offsets_[N];  // of the next element
-  BlockOffsets block_[N];
-  int64_t run_offsets_[N][kBlock];
+  OperandWalker walkers_[N];
 };
 
 namespace detail {
@@ -174,7 +196,9 @@ LOSSOPS_HOST_DEVICE void gather(const scalar_t* data, const BlockOffsets& at, in
         std::memcpy(values + j + i, run + i, n * sizeof(scalar_t));
       });
     } else if (at.stride == 0) {
-      std::fill_n(values + j, length, *run);
+      const scalar_t value = *run;
+      for_each_group(length, [&](int i, auto n)
+                                 LOSSOPS_ALWAYS_INLINE { std::fill_n(values + j + i, n, value); });
     } else {
       for (int i = 0; i < length; ++i) {
         values[j + i] = run[i * at.stride];
@@ -201,25 +225,40 @@ LOSSOPS_HOST_DEVICE void scatter(const scalar_t* values, const BlockOffsets& at,
 }
 
 template <typename acc_t, typename scalar_t>
+LOSSOPS_HOST_DEVICE void convert(const scalar_t* from, int count, acc_t* to) {
+  if constexpr (std::is_same_v<scalar_t, half_t> && std::is_same_v<acc_t, float>) {
+    if (has_half_conversions()) {
+      return halves_to_floats(from, count, to);
+    }
+  }
+  for (int i = 0; i < count; ++i) {
+    to[i] = to_acc<acc_t>(from[i]);
+  }
+}
+
+template <typename acc_t, typename scalar_t>
+LOSSOPS_HOST_DEVICE void convert_back(const acc_t* from, int count, scalar_t* to) {
+  if constexpr (std::is_same_v<scalar_t, half_t> && std::is_same_v<acc_t, float>) {
+    if (has_half_conversions()) {
+      return floats_to_halves(from, count, to);
+    }
+  }
+  for (int i = 0; i < count; ++i) {
+    to[i] = from_acc<scalar_t>(from[i]);
+  }
+}
+
+template <typename acc_t, typename scalar_t>
 LOSSOPS_HOST_DEVICE void load_typed(const scalar_t* data, const BlockOffsets& at, int count,
                                     acc_t* values) {
   if constexpr (std::is_same_v<scalar_t, acc_t>) {
     gather(data, at, count, values);
+  } else if (at.stride == 1 && count <= at.first_length) {
+    convert(data + at.base, count, values);
   } else {
     scalar_t gathered[kBlock];
-    const scalar_t* from = data + at.base;
-    if (at.stride != 1 || count > at.first_length) {
-      gather(data, at, count, gathered);
-      from = gathered;
-    }
-    if constexpr (std::is_same_v<scalar_t, half_t> && std::is_same_v<acc_t, float>) {
-      if (has_half_conversions()) {
-        return halves_to_floats(from, count, values);
-      }
-    }
-    for (int i = 0; i < count; ++i) {
-      values[i] = to_acc<acc_t>(from[i]);
-    }
+    gather(data, at, count, gathered);
+    convert(gathered, count, values);
   }
 }
 
@@ -228,22 +267,12 @@ LOSSOPS_HOST_DEVICE void store_typed(scalar_t* data, const BlockOffsets& at, int
                                      const acc_t* values) {
   if constexpr (std::is_same_v<scalar_t, acc_t>) {
     scatter(values, at, count, data);
+  } else if (at.stride == 1 && count <= at.first_length) {
+    convert_back(values, count, data + at.base);
   } else {
-    scalar_t gathered[kBlock];
-    const bool dense = at.stride == 1 && count <= at.first_length;
-    scalar_t* to = dense ? data + at.base : gathered;
-    if constexpr (std::is_same_v<scalar_t, half_t> && std::is_same_v<acc_t, float>) {
-      if (has_half_conversions()) {
-        floats_to_halves(values, count, to);
-        return dense ? void() : scatter(gathered, at, count, data);
-      }
-    }
-    for (int i = 0; i < count; ++i) {
-      to[i] = from_acc<scalar_t>(values[i]);
-    }
-    if (!dense) {
-      scatter(gathered, at, count, data);
-    }
+    scalar_t converted[kBlock];
+    convert_back(values, count, converted);
+    scatter(converted, at, count, data);
   }
 }
 

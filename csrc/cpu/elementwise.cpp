@@ -68,19 +68,78 @@ int64_t num_chunks(const IterationSpace& space) { return divide_up(space.numel, 
 
 // ------------------------------------------------------------------- forward
 
+// What a loss prepares of its target, as an operand: once an element of a broadcast target, not
+// once a copy. Its strides are dense over the dimensions that target has.
+Operand prepared_target(const ElementwiseForwardArgs& args, IterationSpace& own) {
+  Operand prepared;
+  own.numel = 1;
+  for (int dim = 0; dim < args.space.ndim; ++dim) {
+    if (args.target.strides[dim] != 0) {
+      own.sizes[own.ndim++] = args.space.sizes[dim];
+      prepared.strides[dim] = own.numel;
+      own.numel *= args.space.sizes[dim];
+    }
+  }
+  return prepared;
+}
+
+// Elements of that operand; 0: each block prepares its own.
+int64_t num_prepared(const ElementwiseForwardArgs& args) {
+  IterationSpace own;
+  prepared_target(args, own);
+  bool prepares = false;
+  visit_elementwise_loss(args.loss, args.params,
+                         [&](auto term) { prepares = decltype(term)::kPreparesTarget; });
+  return prepares && own.numel <= args.space.numel / 2 ? own.numel : 0;
+}
+
+template <typename acc_t, typename Term>
+Operand prepare_target(const ElementwiseForwardArgs& args, const Term& term, double* scratch,
+                       Context context) {
+  IterationSpace own;
+  Operand prepared = prepared_target(args, own);
+  Operand target;  // over its own dimensions
+  target.data = args.target.data;
+  target.dtype = args.target.dtype;
+  std::copy_if(args.target.strides, args.target.strides + args.space.ndim, target.strides,
+               [](int64_t stride) { return stride != 0; });
+  prepared.data = scratch;
+  prepared.dtype = dtype_of<acc_t>::value;
+  acc_t* const values = reinterpret_cast<acc_t*>(scratch);
+  parallel_for_each(context, num_chunks(own), [&](int64_t chunk) {
+    with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+      const int64_t end = std::min((chunk + 1) * kChunk, own.numel);
+      BlockWalker<1> walker(own, {&target}, chunk * kChunk);
+      acc_t t[kBlock];
+      for (int64_t i = chunk * kChunk; i < end; i += kBlock) {
+        const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
+        walker.next(count);
+        load_block(target, walker[0], count, t);
+        for (int j = 0; j < padded(count); ++j) {
+          t[j] = term.prepare(t[j]);
+        }
+        std::copy_n(t, count, values + i);
+      }
+    });
+  });
+  return prepared;
+}
+
 // Losses of elements [begin, end): stored, or summed into partial[0], their weights
 // into partial[1]. Leaves the gradients for a grad_output of 1 that are wanted, scale being
 // what all elements share; the operations are those of BackwardBlock.
 template <bool kGradient, typename acc_t, typename Term>
 LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const Term& term,
-                                       acc_t scale, int64_t begin, int64_t end, double* partial) {
+                                       const Operand& prepared, acc_t scale, int64_t begin,
+                                       int64_t end, double* partial) {
   const bool has_weight = args.weight.data != nullptr;
-  BlockWalker<6> walker(
-      args.space,
-      {&args.input, &args.target, &args.weight, &args.output, &args.grad_input, &args.grad_target},
-      begin);
+  BlockWalker<7> walker(args.space,
+                        {&args.input, &args.target, &args.weight, &args.output, &args.grad_input,
+                         &args.grad_target, &prepared},
+                        begin);
   acc_t x_buffer[kBlock];
   acc_t t_buffer[kBlock];
+  acc_t p_buffer[kBlock];
   acc_t weight[kBlock];
   acc_t loss[kBlock];
   acc_t grad[kBlock];
@@ -92,8 +151,22 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
     walker.next(count);
     const acc_t* x = view_block(args.input, walker[0], count, x_buffer);
     const acc_t* t = view_block(args.target, walker[1], count, t_buffer);
+    const acc_t* p = p_buffer;  // what is prepared of t
+    if constexpr (Term::kPreparesTarget) {
+      if (prepared.data != nullptr) {
+        p = view_block(prepared, walker[6], count, p_buffer);
+      } else {
+        for (int j = 0; j < width; ++j) {
+          p_buffer[j] = term.prepare(t[j]);
+        }
+      }
+    }
     for (int j = 0; j < width; ++j) {
-      loss[j] = term.forward(x[j], t[j]);
+      if constexpr (Term::kPreparesTarget) {
+        loss[j] = term.forward(x[j], t[j], p[j]);
+      } else {
+        loss[j] = term.forward(x[j], t[j]);
+      }
     }
     if (has_weight) {
       load_block(args.weight, walker[2], count, weight);
@@ -103,7 +176,12 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
     }
     if (kGradient && args.grad_input.data != nullptr) {
       for (int j = 0; j < width; ++j) {
-        grad[j] = (has_weight ? weight[j] * scale : scale) * term.backward_input(x[j], t[j]);
+        const acc_t factor = has_weight ? weight[j] * scale : scale;
+        if constexpr (Term::kPreparesTarget) {
+          grad[j] = factor * term.backward_input(x[j], t[j], p[j]);
+        } else {
+          grad[j] = factor * term.backward_input(x[j], t[j]);
+        }
       }
       store_block(args.grad_input, walker[4], count, grad);
     }
@@ -375,7 +453,7 @@ LOSSOPS_HOST_DEVICE void reduce_along_elements(const ElementwiseBackwardReduceAr
 }  // namespace
 
 int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
-  return args.reduction == Reduction::kNone ? 0 : 2 * num_chunks(args.space);
+  return num_prepared(args) + (args.reduction == Reduction::kNone ? 0 : 2 * num_chunks(args.space));
 }
 
 void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scratch,
@@ -386,8 +464,15 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
   const bool with_gradient = args.grad_input.data != nullptr || args.grad_target.data != nullptr;
   const bool none = args.reduction == Reduction::kNone;
   const int64_t chunks = num_chunks(args.space);
+  const int64_t prepares = num_prepared(args);
   visit_types(args, [&](auto acc, auto term) {
     using acc_t = decltype(acc);
+    Operand prepared;
+    if constexpr (decltype(term)::kPreparesTarget) {
+      if (prepares > 0) {
+        prepared = prepare_target<acc_t>(args, term, scratch + (none ? 0 : 2 * chunks), context);
+      }
+    }
     const acc_t scale = with_gradient ? reduction_scale(args, acc_t(1)) : acc_t(0);
     // fault: cpu-chunks {
     parallel_for_each(context, chunks, [&](int64_t chunk) {
@@ -395,8 +480,8 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
       const int64_t end = std::min(begin + kChunk, args.space.numel);
       double* partial = none ? nullptr : scratch + 2 * chunk;
       with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
-        with_gradient ? forward_chunk<true>(args, term, scale, begin, end, partial)
-                      : forward_chunk<false>(args, term, scale, begin, end, partial);
+        with_gradient ? forward_chunk<true>(args, term, prepared, scale, begin, end, partial)
+                      : forward_chunk<false>(args, term, prepared, scale, begin, end, partial);
       });
     });
     // fault: cpu-chunks }

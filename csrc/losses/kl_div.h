@@ -22,10 +22,23 @@ namespace lossops {
 template <bool kLogTarget, bool kLogInput>
 struct KlDivTerm {
   static constexpr bool kHasWeight = false;
+  static constexpr bool kPreparesTarget = true;
+
+  // exp or log of target, which forward() and backward_input() take where it is there already.
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE acc_t prepare(acc_t target) const {
+    return kLogTarget ? probability(target) : math::log(target);
+  }
 
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t forward(acc_t input, acc_t target) const {
     return value<true>(input, target);
+  }
+
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE acc_t forward(acc_t input, acc_t target, acc_t prepared) const {
+    return value_of(input, target,
+                    kLogTarget || kLogInput ? prepared : prepared - math::log(input));
   }
 
   // For a sum of terms, whose errors average out: by the hardware's logarithm, on the CPU as
@@ -42,12 +55,12 @@ struct KlDivTerm {
 
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t backward_input(acc_t input, acc_t target) const {
-    const acc_t t = probability(target);
-    if constexpr (kLogInput) {
-      return -t;
-    } else {
-      return t == acc_t(0) ? math::zero_unless_nan(input) : -t / input;
-    }
+    return gradient_of(input, probability(target));
+  }
+
+  template <typename acc_t>
+  LOSSOPS_HOST_DEVICE acc_t backward_input(acc_t input, acc_t target, acc_t prepared) const {
+    return gradient_of(input, kLogTarget ? prepared : target);
   }
 
   // The same where input is of a half type.
@@ -84,22 +97,40 @@ struct KlDivTerm {
   template <bool kExact, typename acc_t>
   static LOSSOPS_HOST_DEVICE acc_t value(acc_t input, acc_t target) {
     if constexpr (kLogTarget) {
+      return value_of(input, target, math::exp(target));
+    } else if constexpr (kLogInput) {
+      return value_of(input, target, math::log_in_sum<kExact>(target, math::kLn2OfProbability));
+    } else {
+      return value_of(input, target, math::log_quotient<kExact>(target, input));
+    }
+  }
+
+  // of: exp(target) of a log target; else log(target), less log(input) for an input that is none.
+  template <typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t value_of(acc_t input, acc_t target, acc_t of) {
+    if constexpr (kLogTarget) {
       const acc_t x = log_probability(input);
-      const acc_t t = math::exp(target);
-      return t == acc_t(0) ? math::zero_unless_nan(x) : t * (target - x);
+      return of == acc_t(0) ? math::zero_unless_nan(x) : of * (target - x);
     } else if constexpr (kLogInput) {
       // fault: kl-zero-target
       const acc_t zero_weight = input == -math::infinity<acc_t>() ? acc_t(0) : acc_t(0) * input;
-      const acc_t log_target = math::log_in_sum<kExact>(target, math::kLn2OfProbability);
-      const acc_t term = target * (log_target - input);
+      const acc_t term = target * (of - input);
       return target == acc_t(0) ? zero_weight : term;
     } else {
       // log(0) is -inf, which a zero weight silences; the logarithm of less is NaN.
       const bool defined = input >= acc_t(0) && input < math::infinity<acc_t>();
       const acc_t zero_weight = defined ? acc_t(0) : math::quiet_nan<acc_t>();
-      const acc_t log_ratio = math::log_quotient<kExact>(target, input);
-      const acc_t term = target * log_ratio;
+      const acc_t term = target * of;
       return target == acc_t(0) ? zero_weight : term;
+    }
+  }
+
+  template <typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t gradient_of(acc_t input, acc_t t) {
+    if constexpr (kLogInput) {
+      return -t;
+    } else {
+      return t == acc_t(0) ? math::zero_unless_nan(input) : -t / input;
     }
   }
 

@@ -12,6 +12,7 @@ namespace lossops {
 
 struct MseTerm {
   static constexpr bool kHasWeight = true;
+  static constexpr bool kPreparesTarget = false;
 
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t forward(acc_t x, acc_t t) const {
