@@ -30,15 +30,9 @@ struct KlDivTerm {
     return kLogTarget ? probability(target) : math::log(target);
   }
 
-  template <typename acc_t>
-  LOSSOPS_HOST_DEVICE acc_t forward(acc_t input, acc_t target) const {
-    return value<true>(input, target);
-  }
-
-  template <typename acc_t>
-  LOSSOPS_HOST_DEVICE acc_t forward(acc_t input, acc_t target, acc_t prepared) const {
-    return value_of(input, target,
-                    kLogTarget || kLogInput ? prepared : prepared - math::log(input));
+  template <typename acc_t, typename... Prepared>
+  LOSSOPS_HOST_DEVICE acc_t forward(acc_t input, acc_t target, Prepared... prepared) const {
+    return value<true>(input, target, prepared...);
   }
 
   // For a sum of terms, whose errors average out: by the hardware's logarithm, on the CPU as
@@ -53,14 +47,14 @@ struct KlDivTerm {
     }
   }
 
-  template <typename acc_t>
-  LOSSOPS_HOST_DEVICE acc_t backward_input(acc_t input, acc_t target) const {
-    return gradient_of(input, probability(target));
-  }
-
-  template <typename acc_t>
-  LOSSOPS_HOST_DEVICE acc_t backward_input(acc_t input, acc_t target, acc_t prepared) const {
-    return gradient_of(input, kLogTarget ? prepared : target);
+  template <typename acc_t, typename... Prepared>
+  LOSSOPS_HOST_DEVICE acc_t backward_input(acc_t input, acc_t target, Prepared... prepared) const {
+    const acc_t t = probability(target, prepared...);
+    if constexpr (kLogInput) {
+      return -t;
+    } else {
+      return t == acc_t(0) ? math::zero_unless_nan(input) : -t / input;
+    }
   }
 
   // The same where input is of a half type.
@@ -94,43 +88,25 @@ struct KlDivTerm {
   }
 
  private:
-  template <bool kExact, typename acc_t>
-  static LOSSOPS_HOST_DEVICE acc_t value(acc_t input, acc_t target) {
-    if constexpr (kLogTarget) {
-      return value_of(input, target, math::exp(target));
-    } else if constexpr (kLogInput) {
-      return value_of(input, target, math::log_in_sum<kExact>(target, math::kLn2OfProbability));
-    } else {
-      return value_of(input, target, math::log_quotient<kExact>(target, input));
-    }
-  }
-
-  // of: exp(target) of a log target; else log(target), less log(input) for an input that is none.
-  template <typename acc_t>
-  static LOSSOPS_HOST_DEVICE acc_t value_of(acc_t input, acc_t target, acc_t of) {
+  template <bool kExact, typename acc_t, typename... Prepared>
+  static LOSSOPS_HOST_DEVICE acc_t value(acc_t input, acc_t target, Prepared... prepared) {
     if constexpr (kLogTarget) {
       const acc_t x = log_probability(input);
-      return of == acc_t(0) ? math::zero_unless_nan(x) : of * (target - x);
+      const acc_t t = probability(target, prepared...);
+      return t == acc_t(0) ? math::zero_unless_nan(x) : t * (target - x);
     } else if constexpr (kLogInput) {
       // fault: kl-zero-target
       const acc_t zero_weight = input == -math::infinity<acc_t>() ? acc_t(0) : acc_t(0) * input;
-      const acc_t term = target * (of - input);
+      const acc_t log_target = log_of_target<kExact>(target, prepared...);
+      const acc_t term = target * (log_target - input);
       return target == acc_t(0) ? zero_weight : term;
     } else {
       // log(0) is -inf, which a zero weight silences; the logarithm of less is NaN.
       const bool defined = input >= acc_t(0) && input < math::infinity<acc_t>();
       const acc_t zero_weight = defined ? acc_t(0) : math::quiet_nan<acc_t>();
-      const acc_t term = target * of;
+      const acc_t log_ratio = log_of_quotient<kExact>(target, input, prepared...);
+      const acc_t term = target * log_ratio;
       return target == acc_t(0) ? zero_weight : term;
-    }
-  }
-
-  template <typename acc_t>
-  static LOSSOPS_HOST_DEVICE acc_t gradient_of(acc_t input, acc_t t) {
-    if constexpr (kLogInput) {
-      return -t;
-    } else {
-      return t == acc_t(0) ? math::zero_unless_nan(input) : -t / input;
     }
   }
 
@@ -160,6 +136,31 @@ struct KlDivTerm {
     } else {
       return target;
     }
+  }
+
+  template <typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t probability(acc_t target, acc_t prepared) {
+    return kLogTarget ? prepared : target;
+  }
+
+  template <bool kExact, typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t log_of_target(acc_t target) {
+    return math::log_in_sum<kExact>(target, math::kLn2OfProbability);
+  }
+
+  template <bool kExact, typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t log_of_target(acc_t, acc_t prepared) {
+    return prepared;
+  }
+
+  template <bool kExact, typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t log_of_quotient(acc_t target, acc_t input) {
+    return math::log_quotient<kExact>(target, input);
+  }
+
+  template <bool kExact, typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t log_of_quotient(acc_t, acc_t input, acc_t prepared) {
+    return prepared - math::log(input);
   }
 
   template <typename acc_t>
