@@ -1,5 +1,4 @@
-// Offsets into strided tensors, and the loss of one element read through them:
-// the path that takes any layout and any mixture of dtypes. Host and device.
+// Offsets into strided tensors, and single elements of any dtype. Host and device.
 #pragma once
 
 #include <type_traits>
@@ -9,11 +8,10 @@
 
 namespace lossops {
 
-// Where a linear index is in one dimension of `end`; what is left of it is of those after it.
-LOSSOPS_HOST_DEVICE int64_t take_coordinate(const IterationSpace& space, int dim, int end,
-                                            int64_t& index) {
+// Where a linear index is in one dimension; what is left of it is of those after it.
+LOSSOPS_HOST_DEVICE int64_t take_coordinate(const IterationSpace& space, int dim, int64_t& index) {
   // The slowest dimension takes what is left, undivided.
-  if (dim >= end - 1) {
+  if (dim >= space.ndim - 1) {
     return index;
   }
   const int64_t size = space.sizes[dim];
@@ -35,14 +33,12 @@ LOSSOPS_HOST_DEVICE int64_t take_coordinate(const IterationSpace& space, int dim
 template <bool kRolled = true, int N>
 LOSSOPS_HOST_DEVICE void strided_offsets(const IterationSpace& space,
                                          const Operand* const (&operands)[N], int64_t index,
-                                         int64_t (&offsets)[N], int first_dim = 0,
-                                         int last_dim = kMaxDims) {
-  const int end = last_dim < space.ndim ? last_dim : space.ndim;
+                                         int64_t (&offsets)[N]) {
 #if defined(__CUDA_ARCH__)
 #pragma unroll(kRolled ? 1 : 4)
 #endif
-  for (int dim = first_dim; dim < end; ++dim) {
-    const int64_t coordinate = take_coordinate(space, dim, end, index);
+  for (int dim = 0; dim < space.ndim; ++dim) {
+    const int64_t coordinate = take_coordinate(space, dim, index);
     for (int n = 0; n < N; ++n) {
       offsets[n] += coordinate * operands[n]->strides[dim];
     }

@@ -162,7 +162,7 @@ def test_forward_and_backward_are_fused(loss: Loss, variant: Variant, device: st
 @pytest.mark.cuda
 @per_variant
 def test_memory_of_a_step(loss: Loss, variant: Variant) -> None:
-    """A small part of the input, and the gradients, some of which may come with the forward pass."""
+    """A small part of the input, and the gradients, which may come with the forward pass."""
     for dtype in (torch.float32, torch.bfloat16):
         for shape, layout in (((4096, 4096), "contiguous"), ((4, 4096, 1024), "classes_last")):
             sample = variant.sample(shape, device="cuda", dtype=dtype, reduction="mean")

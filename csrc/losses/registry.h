@@ -44,7 +44,8 @@ inline LossTraits traits_of(ElementwiseLoss loss) {
 
 // Calls body with the term of a loss: run-time values become types here.
 template <typename Body>
-void visit_elementwise_loss(ElementwiseLoss loss, const LossParams& params, Body&& body) {
+LOSSOPS_HOST_DEVICE void visit_elementwise_loss(ElementwiseLoss loss, const LossParams& params,
+                                                Body&& body) {
   switch (loss) {
 #define LOSSOPS_ROW(name, Loss) \
   case ElementwiseLoss::name:   \

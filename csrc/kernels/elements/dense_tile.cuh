@@ -10,13 +10,18 @@
 
 namespace lossops::cuda {
 
+// Either half type, known at launch.
+struct AnyHalf {
+  uint16_t bits;
+};
+
 // 16-byte vectors a thread and dense operand, all in flight at once: 4, and 2 of half types.
 // Measured on an H200: more vectors, more threads or a persistent grid lose 4 to 14 %. fp64 has 1,
-// for less machine code.
+// for less machine code, and AnyHalf, as its elements need a register each.
 template <typename scalar_t>
-constexpr int kVectors = sizeof(scalar_t) == 8   ? 1
-                         : sizeof(scalar_t) == 2 ? 2
-                                                 : 4;
+constexpr int kVectors = sizeof(scalar_t) == 8 || std::is_same_v<scalar_t, AnyHalf> ? 1
+                         : sizeof(scalar_t) == 2                                    ? 2
+                                                                                    : 4;
 
 template <typename scalar_t>
 constexpr int64_t kDenseTile = int64_t{kTileThreads} * kVectors<scalar_t> * kVectorSize<scalar_t>;
@@ -25,6 +30,7 @@ constexpr int64_t kDenseTile = int64_t{kTileThreads} * kVectors<scalar_t> * kVec
 struct DenseOperands {
   void* data[kNumOperands];  // null: absent
   int64_t numel;
+  DType dtype;
 };
 
 // A whole tile of dense operands.
@@ -51,28 +57,62 @@ class DenseTile {
         vectors_[step] = load_vector(data, tile.first_ + step * kTileThreads);
       }
     }
-    __device__ __forceinline__ void convert(const DenseTile& /*tile*/, Which /*which*/) {}
+    __device__ __forceinline__ void convert(const DenseTile& tile, Which /*which*/) {
+      if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
+        tile.operands_.dtype == DType::kBFloat16 ? unpack<bfloat16_t>() : unpack<half_t>();
+      }
+    }
     __device__ __forceinline__ acc_t at(int step, int i) const {
-      return to_acc<acc_t>(vectors_[step].get(i));
+      if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
+        return halves_[step * kWidth + i];
+      } else {
+        return to_acc<acc_t>(vectors_[step].get(i));
+      }
     }
 
    private:
+    template <typename half>
+    __device__ __forceinline__ void unpack() {
+#pragma unroll
+      for (int n = 0; n < kSteps * kWidth; ++n) {
+        halves_[n] = to_acc<acc_t>(half{vectors_[n / kWidth].get(n % kWidth).bits});
+      }
+    }
+
     Vector<scalar_t> vectors_[kSteps];
+    acc_t halves_[kSteps * kWidth];  // of AnyHalf
   };
 
   __device__ __forceinline__ bool is_half() const { return kIsHalf; }
 
-  __device__ __forceinline__ void store(Which which, int step, const acc_t (&results)[kWidth]) {
-    store_vector(static_cast<scalar_t*>(operands_.data[which]), first_ + step * kTileThreads,
-                 pack<scalar_t>(results));
+  __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps * kWidth]) {
+    if constexpr (!std::is_same_v<scalar_t, AnyHalf>) {
+      store_as<scalar_t>(which, results);
+    } else if (operands_.dtype == DType::kBFloat16) {
+      store_as<bfloat16_t>(which, results);
+    } else {
+      store_as<half_t>(which, results);
+    }
   }
-  __device__ __forceinline__ void finish_store(Which /*which*/) {}
-
-  __device__ __forceinline__ void add(const acc_t (&values)[kSteps * kWidth], double& sum) const {
-    sum += static_cast<double>(pairwise_sum(values));
+  __device__ __forceinline__ acc_t total(const acc_t (&values)[kSteps * kWidth]) const {
+    return pairwise_sum(values);
   }
 
  private:
+  template <typename stored_t>
+  __device__ __forceinline__ void store_as(Which which, const acc_t (&results)[kSteps * kWidth]) {
+    auto* const data = static_cast<stored_t*>(operands_.data[which]);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      acc_t own[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        own[i] = results[step * kWidth + i];
+      }
+      store_vector(data, first_ + step * kTileThreads, pack<stored_t>(own));
+    }
+  }
+
   const DenseOperands& operands_;
   int64_t first_;  // of this thread, in vectors
 };
@@ -94,27 +134,31 @@ class DenseRest {
   class Values {
    public:
     __device__ __forceinline__ void load(const DenseRest& tile, Which which) {
-      value_ = static_cast<const scalar_t*>(tile.operands_.data[which])[tile.index_];
+      const void* const data = tile.operands_.data[which];
+      if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
+        value_ = load_as<acc_t>(data, tile.operands_.dtype, tile.index_);
+      } else {
+        value_ = to_acc<acc_t>(static_cast<const scalar_t*>(data)[tile.index_]);
+      }
     }
     __device__ __forceinline__ void convert(const DenseRest& /*tile*/, Which /*which*/) {}
-    __device__ __forceinline__ acc_t at(int /*step*/, int /*i*/) const {
-      return to_acc<acc_t>(value_);
-    }
+    __device__ __forceinline__ acc_t at(int /*step*/, int /*i*/) const { return value_; }
 
    private:
-    scalar_t value_;
+    acc_t value_;
   };
 
   __device__ __forceinline__ bool is_half() const { return kIsHalf; }
 
-  __device__ __forceinline__ void store(Which which, int /*step*/, const acc_t (&results)[1]) {
-    static_cast<scalar_t*>(operands_.data[which])[index_] = from_acc<scalar_t>(results[0]);
+  __device__ __forceinline__ void store(Which which, const acc_t (&results)[1]) {
+    if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
+      store_as<acc_t>(operands_.data[which], operands_.dtype, index_, results[0]);
+    } else {
+      static_cast<scalar_t*>(operands_.data[which])[index_] = from_acc<scalar_t>(results[0]);
+    }
   }
-  __device__ __forceinline__ void finish_store(Which /*which*/) {}
 
-  __device__ __forceinline__ void add(const acc_t (&values)[1], double& sum) const {
-    sum += static_cast<double>(values[0]);
-  }
+  __device__ __forceinline__ acc_t total(const acc_t (&values)[1]) const { return values[0]; }
 
  private:
   const DenseOperands& operands_;

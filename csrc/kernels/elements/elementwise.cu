@@ -10,9 +10,11 @@
 #include "kernels/column_reduce.cuh"
 #include "kernels/device.cuh"
 #include "kernels/dispatch.cuh"
+#include "kernels/elements/box_tile.cuh"
 #include "kernels/elements/dense_tile.cuh"
-#include "kernels/elements/planned_tile.cuh"
 #include "kernels/elements/process.cuh"
+#include "kernels/elements/quad_tile.cuh"
+#include "kernels/elements/row_tile.cuh"
 #include "kernels/elements/sum_tile.cuh"
 #include "kernels/grid_reduce.cuh"
 #include "kernels/integers.h"
@@ -72,62 +74,68 @@ __global__ void __launch_bounds__(kTileThreads, kMinBlocks<scalar_t>)
   block.finish(partial, partials, finalize);
 }
 
-// Units of a thread and tile whose loads are on their way at once.
-// In fp64 one, for little machine code.
-constexpr int planned_steps(bool is_double, int width, bool is_weighted) {
-  return is_double ? 1 : width > 1 || is_weighted ? 2 : 8;
-}
+constexpr unsigned kForwardWork = kSumsLosses | kStoresLosses | kHasWeights | kWantsGradInput;
+constexpr unsigned kWeightWork = kHasWeights | kWantsGradWeight;
+constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInput |
+                                   kWantsGradTarget | kWantsGradWeight | kIsBackward;
 
-// How a kernel takes the elements of a plan.
-template <typename acc_t_, int kWidth, bool kIsHalf, bool kIsWeighted = false>
-struct Rows {
-  using acc_t = acc_t_;
+// How a kernel takes the elements of a plan. kBlocks: resident a multiprocessor, at the least; as
+// many as leave a thread its registers.
+template <typename WholeTile, int kBlocks_>
+struct InRows {
+  using acc_t = typename WholeTile::acc_t;
+  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kTileElements = kTileThreads * WholeTile::kSteps * WholeTile::kWidth;
   struct Shared {};
 
   template <typename Body>
   static __device__ __forceinline__ void for_each_tile(const ElementPlan& plan,
                                                        const ChunkPlaces& places, Shared&,
                                                        int64_t tile, Body&& body) {
-    constexpr int kSteps = planned_steps(sizeof(acc_t) == 8, kWidth, kIsWeighted);
-    constexpr uint32_t kUnits = kTileThreads * kSteps;
     const auto first =
-        static_cast<uint32_t>(tile - places.chunk() * plan.chunk_tiles) * kUnits;
-    const uint32_t units = places.units();
-    if constexpr (kSteps > 1) {
-      if (first + kUnits <= units) {
-        RowTile<acc_t, kWidth, kSteps, kIsHalf> whole(plan, places, first + threadIdx.x);
+        static_cast<uint32_t>(tile - places.chunk() * plan.chunk_tiles) * kTileElements;
+    const uint32_t elements = places.elements();
+    if constexpr (WholeTile::kSteps > 1) {
+      if (first + kTileElements <= elements) {
+        WholeTile whole(plan, places, first + threadIdx.x * WholeTile::kWidth);
         body(whole);
         return;
       }
     }
-    for (uint32_t unit = first + threadIdx.x; unit < units; unit += kTileThreads) {
-      RowTile<acc_t, kWidth, 1, kIsHalf> rest(plan, places, unit);
+    const uint32_t last = first + kTileElements < elements ? first + kTileElements : elements;
+    for (uint32_t number = first + threadIdx.x; number < last; number += kTileThreads) {
+      RowTile<acc_t, 1, WholeTile::kIsHalf> rest(plan, places, number);
       body(rest);
     }
   }
 };
+// Tiles of forward are the same with a gradient and without one, for the same bits.
+template <bool kIsHalf, unsigned kWork>
+using Quads = InRows<QuadTile<kIsHalf ? 4 : 2, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
+template <bool kIsHalf, unsigned kWork>
+using Rows = InRows<RowTile<float, 8, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
+using WeightedRows = InRows<RowTile<float, 2>, 3>;
+using DoubleRows = InRows<RowTile<double, 1>, 2>;  // for little machine code
+
+template <bool kIsBackward>
 struct Boxes {
-  using acc_t = float;
-  using Tile = BoxTile<float, planned_steps(false, 1, false)>;
-  using Shared = Tile::Shared;
+  using acc_t = BoxTile::acc_t;
+  using Shared = BoxTile::Shared;
+  static constexpr int kBlocks = kIsBackward ? 3 : 4;
+  static constexpr int kTileElements = kBoxElements;
 
   template <typename Body>
   static __device__ __forceinline__ void for_each_tile(const ElementPlan& plan,
                                                        const ChunkPlaces& places, Shared& shared,
                                                        int64_t /*tile*/, Body&& body) {
-    Tile tile(plan, places, shared);
+    BoxTile tile(plan, places, shared);
     body(tile);
   }
 };
 
-// Resident blocks a multiprocessor, at the least: as many as leave a thread its registers.
-template <typename Taken, typename Work>
-constexpr int kPlannedBlocks = sizeof(typename Taken::acc_t) == 8       ? 2
-                               : Work::all().has(kIsBackward) || Work::all().has(kHasWeights) ? 3 : 4;
-
 // Blocks stride over the tiles of a plan.
 template <typename Taken, typename Work, typename Terms>
-__global__ void __launch_bounds__(kTileThreads, (kPlannedBlocks<Taken, Work>))
+__global__ void __launch_bounds__(kTileThreads, Taken::kBlocks)
     elementwise_planned_kernel(const __grid_constant__ ElementPlan plan, Work work, Terms terms,
                                const __grid_constant__ ElementScales scales,
                                typename Taken::acc_t unit_scale, Partial* partials,
@@ -176,11 +184,6 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(acc_t) == 8 ? 2 : 3)
 
 // ------------------------------------------------------------------ launches
 
-constexpr unsigned kForwardWork = kSumsLosses | kStoresLosses | kHasWeights | kWantsGradInput;
-constexpr unsigned kWeightWork = kHasWeights | kWantsGradWeight;
-constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInput |
-                                   kWantsGradTarget | kWantsGradWeight | kIsBackward;
-
 // An elementwise operator as its kernels see it.
 struct Launch {
   Operand operands[kNumOperands];
@@ -227,15 +230,8 @@ struct Launch {
            });
   }
 
-  // Of operands that are not dense.
-  ElementPlan plan(const ElementwiseArgs& args) const {
-    const bool has_weights = (work & kWeightWork) != 0;
-    return ElementPlanner(args.space, operands, computes_double(args), /*may_pack=*/!has_weights,
-                          [&](bool is_double, int width) {
-                            return planned_steps(is_double, width, has_weights);
-                          })
-        .plan();
-  }
+  bool has_weights() const { return (work & kWeightWork) != 0; }
+  bool is_backward() const { return (work & kIsBackward) != 0; }
 
  private:
   static unsigned bit_if(const Operand& operand, unsigned bit) {
@@ -248,6 +244,7 @@ struct Launch {
   void add(const ElementwiseArgs& args) {
     std::fill(std::begin(dense.data), std::end(dense.data), nullptr);
     dense.numel = args.space.numel;
+    dense.dtype = args.input.dtype;
     add(kInput, args.input);
     add(kTarget, args.target);
     add(kWeight, args.weight);
@@ -263,7 +260,8 @@ int64_t reduce_blocks(int64_t tiles) {
 // Of a plan, whose tiles are smaller.
 int64_t planned_blocks(int64_t tiles) {
   constexpr int64_t kTiles = 16;
-  return std::max({ceil_div(tiles, kTiles), std::min(tiles, kFewBlocks / 2), int64_t{1}});
+  const int64_t most = std::min(ceil_div(tiles, kTiles), kMaxPartials);
+  return std::max({most, std::min(tiles, kFewBlocks / 2), int64_t{1}});
 }
 
 int64_t dense_tiles(const ElementwiseArgs& args) {
@@ -292,98 +290,129 @@ acc_t unit_scale(const ElementwiseArgs& args) {
                                             : acc_t(1);
 }
 
-template <typename scalar_t, typename Terms>
-void forward_dense(const ElementwiseForwardArgs& args, const Launch& what, int64_t blocks,
-                   const Terms& terms, Partial* partials, const Finalize& finalize,
-                   cudaStream_t stream) {
-  using acc_t = acc_type_t<scalar_t>;
-  const auto launch = [&](auto work) {
-    launch_kernel("elementwise_dense_kernel",
-                  elementwise_dense_kernel<scalar_t, decltype(work), Terms>, {blocks, kTileThreads},
-                  stream, what.dense, work, terms, what.scales, unit_scale<acc_t>(args), partials,
-                  finalize);
-  };
-  const auto launch_with = [&](auto weights) {
-    constexpr unsigned kWeights = decltype(weights)::value;
-    // Losses that are stored, and all in fp64, come with any term; sums with a fixed one.
-    if constexpr (!Terms::kIsFixed) {
-      if ((what.work & kStoresLosses) != 0) {
-        launch(FixedWork<kStoresLosses | kWeights>{});
-        return;
-      }
-    }
-    if constexpr (Terms::kIsFixed || std::is_same_v<scalar_t, double>) {
-      if ((what.work & kWantsGradInput) != 0) {
-        launch(FixedWork<kSumsLosses | kWantsGradInput | kWeights>{});
-      } else {
-        launch(FixedWork<kSumsLosses | kWeights>{});
-      }
-    }
-  };
-  if constexpr (Terms::kHasWeight) {
-    if ((what.work & kHasWeights) != 0) {
-      launch_with(std::integral_constant<unsigned, kHasWeights>{});
-      return;
-    }
-  }
-  launch_with(std::integral_constant<unsigned, 0>{});
-}
-
 // What a loss can do of kPossible.
 template <unsigned kPossible, typename Terms>
 using WorkOf = AnyWork<Terms::kHasWeight ? kPossible : kPossible & ~kWeightWork>;
 
-// Of elements in any layout. What is common without weights has kernels of its own, which need fewer
-// registers.
-template <typename Terms>
-void launch_planned(const ElementwiseArgs& args, const Launch& what, const ElementPlan& plan,
-                    const Terms& terms, int64_t blocks, Partial* partials, const Finalize& finalize,
-                    cudaStream_t stream) {
-  const auto launch = [&](auto taken, auto work) {
-    using Taken = decltype(taken);
+template <typename scalar_t, typename Terms>
+void forward_dense(const ElementwiseForwardArgs& args, const Launch& what, int64_t blocks,
+                   const Terms& terms, Partial* partials, const Finalize& finalize,
+                   cudaStream_t stream) {
+  const auto launch = [&](auto work) {
     using Work = decltype(work);
-    using acc_t = typename Taken::acc_t;
-    const bool overlap = (what.work & kIsBackward) != 0;
-    const auto kernel = elementwise_planned_kernel<Taken, Work, Terms>;
-    launch_kernel("elementwise_planned_kernel", kernel, {blocks, kTileThreads, 0, 1, overlap},
-                  stream, plan, work, terms, what.scales, unit_scale<acc_t>(args), partials,
-                  finalize);
+    launch_kernel("elementwise_dense_kernel", elementwise_dense_kernel<scalar_t, Work, Terms>,
+                  {blocks, kTileThreads}, stream, what.dense, work, terms, what.scales,
+                  unit_scale<acc_type_t<scalar_t>>(args), partials, finalize);
+  };
+  const auto launch_with = [&](auto weights) {
+    constexpr unsigned kWeights = decltype(weights)::value;
+    if ((what.work & kStoresLosses) != 0) {
+      launch(FixedWork<kStoresLosses | kWeights>{});
+    } else if ((what.work & kWantsGradInput) != 0) {
+      launch(FixedWork<kSumsLosses | kWantsGradInput | kWeights>{});
+    } else {
+      launch(FixedWork<kSumsLosses | kWeights>{});
+    }
+  };
+  if constexpr (std::is_same_v<scalar_t, double>) {  // for little machine code
+    launch(WorkOf<kForwardWork, Terms>{what.work});
+  } else {
+    if constexpr (Terms::kHasWeight) {
+      if (what.has_weights()) {
+        launch_with(std::integral_constant<unsigned, kHasWeights>{});
+        return;
+      }
+    }
+    launch_with(std::integral_constant<unsigned, 0>{});
+  }
+}
+
+// Calls body with the terms of a kernel that takes any loss.
+template <typename Body>
+void visit_any_term(const ElementwiseArgs& args, const Launch& what, const Body& body) {
+  if (what.has_weights()) {
+    body(AnyTerm<true>{args.loss, args.params});
+  } else {
+    body(AnyTerm<false>{args.loss, args.params});
+  }
+}
+
+// Calls body with the work and terms of a kernel without weights. Sums, which are what is asked for
+// most, have kernels of their own for each loss: those need fewer registers.
+template <typename Body>
+void visit_work(const ElementwiseArgs& args, const Launch& what, const Body& body) {
+  const AnyTerm<false> any{args.loss, args.params};
+  if (what.is_backward()) {
+    body(AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
+  } else if ((what.work & kStoresLosses) != 0) {
+    body(FixedWork<kStoresLosses>{}, any);
+  } else {
+    visit_loss_type(args.loss, [&](auto loss) {
+      const TermOf<decltype(loss)> terms{args.params};
+      if ((what.work & kWantsGradInput) == 0) {
+        body(FixedWork<kSumsLosses>{}, terms);
+      } else {
+        body(FixedWork<kSumsLosses | kWantsGradInput>{}, terms);
+      }
+    });
+  }
+}
+
+// Operands that are not dense, and the kernel that takes them: calls body with the plan and what
+// the kernel is of.
+template <typename Body>
+void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& body) {
+  const bool is_double = what.computes_double(args);
+  const bool packs = !is_double && !what.has_weights();
+  ElementPlan plan = ElementPlanner(args.space, what.operands, packs).plan();
+  const auto visit = [&](auto taken, auto work, auto terms) {
+    plan.cut(decltype(taken)::kTileElements);
+    body(plan, taken, work, terms);
   };
   constexpr unsigned kAll = kForwardWork | kBackwardWork;
-  const WorkOf<kAll, Terms> any{what.work};
-  if (what.computes_double(args)) {
-    launch(Rows<double, 1, false>{}, any);
-    return;
-  }
-  if constexpr (Terms::kHasWeight) {
-    if ((what.work & kWeightWork) != 0) {
-      launch(Rows<float, 1, false, true>{}, any);
-      return;
-    }
-  }
-  const auto launch_rows = [&](auto work) {
-    constexpr int kWide = ElementPlanner::kPlanWidth;
-    // A sum of losses of half types takes fewer instructions.
-    constexpr bool kHalf = decltype(work)::all().has(kSumsLosses);
-    if (kHalf && plan.is_half) {
-      plan.width == 1 ? launch(Rows<float, 1, kHalf>{}, work)
-                      : launch(Rows<float, kWide, kHalf>{}, work);
+  if (is_double) {
+    visit_any_term(args, what, [&](auto terms) {
+      visit(DoubleRows{}, WorkOf<kAll, decltype(terms)>{what.work}, terms);
+    });
+  } else if (what.has_weights()) {
+    visit(WeightedRows{}, AnyWork<kAll>{what.work}, AnyTerm<true>{args.loss, args.params});
+  } else if (plan.has_boxes) {
+    const AnyTerm<false> any{args.loss, args.params};
+    if (what.is_backward()) {
+      visit(Boxes<true>{}, AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
     } else {
-      plan.width == 1 ? launch(Rows<float, 1, false>{}, work)
-                      : launch(Rows<float, kWide, false>{}, work);
+      visit(Boxes<false>{}, AnyWork<kForwardWork & ~kWeightWork>{what.work}, any);
     }
-  };
-  if (plan.has_boxes) {
-    launch(Boxes{}, AnyWork<kAll & ~kWeightWork>{what.work});
-  } else if ((what.work & kIsBackward) != 0) {
-    launch_rows(AnyWork<kBackwardWork & ~kWeightWork>{what.work});
-  } else if ((what.work & kStoresLosses) != 0) {
-    launch_rows(FixedWork<kStoresLosses>{});
-  } else if (what.work == kSumsLosses) {
-    launch_rows(FixedWork<kSumsLosses>{});
   } else {
-    launch_rows(FixedWork<kSumsLosses | kWantsGradInput>{});
+    visit_work(args, what, [&](auto work, auto terms) {
+      constexpr unsigned kWork = decltype(work)::kBits;
+      // A sum of losses of half types takes fewer instructions.
+      constexpr bool kHalf = (kWork & kSumsLosses) != 0;
+      if (kHalf && plan.is_half) {
+        plan.has_quads ? visit(Quads<kHalf, kWork>{}, work, terms)
+                       : visit(Rows<kHalf, kWork>{}, work, terms);
+      } else {
+        plan.has_quads ? visit(Quads<false, kWork>{}, work, terms)
+                       : visit(Rows<false, kWork>{}, work, terms);
+      }
+    });
   }
+}
+
+// blocks: for a number of tiles.
+template <typename Blocks>
+int64_t launch_planned(const ElementwiseArgs& args, const Launch& what, const Blocks& blocks_of,
+                       Partial* partials, const Finalize& finalize, cudaStream_t stream) {
+  int64_t blocks = 0;
+  visit_planned(args, what, [&](const ElementPlan& plan, auto taken, auto work, auto terms) {
+    using Taken = decltype(taken);
+    blocks = blocks_of(plan.tiles());
+    launch_kernel("elementwise_planned_kernel",
+                  elementwise_planned_kernel<Taken, decltype(work), decltype(terms)>,
+                  {blocks, kTileThreads, 0, 1, what.is_backward()}, stream, plan, work, terms,
+                  what.scales, unit_scale<typename Taken::acc_t>(args), partials, finalize);
+  });
+  return blocks;
 }
 
 // ------------------------------------------- gradient of a broadcast operand
@@ -421,8 +450,13 @@ GradientSink make_sink(const SumPlan& plan, Which which) {
   return sink;
 }
 
+// Weighted gradients too, for little machine code.
+bool sums_double(const ElementwiseArgs& args, const Launch& what) {
+  return what.has_weights() || what.computes_double(args);
+}
+
 SumPlan plan_sums(const ElementwiseBackwardReduceArgs& args, const Launch& what) {
-  const int steps = what.computes_double(args) ? kSumSteps<double> : kSumSteps<float>;
+  const int steps = sums_double(args, what) ? kSumSteps<double> : kSumSteps<float>;
   return SumPlanner(args.space, what.operands, args.num_kept, steps).plan();
 }
 
@@ -436,7 +470,10 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
   if (what.is_dense(args)) {
     return reduce_blocks(dense_tiles(args)) * kPartialDoubles;
   }
-  return planned_blocks(what.plan(args).tiles()) * kPartialDoubles;
+  int64_t blocks = 0;
+  visit_planned(args, what,
+                [&](const ElementPlan& plan, auto...) { blocks = planned_blocks(plan.tiles()); });
+  return blocks * kPartialDoubles;
 }
 
 void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch,
@@ -452,29 +489,15 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   int64_t blocks = 1;
   if (what.is_dense(args)) {
     blocks = reduce ? reduce_blocks(dense_tiles(args)) : dense_tiles(args);
-    const auto launch = [&](auto terms, auto like) {
-      forward_dense<decltype(like)>(args, what, blocks, terms, partials, finalize, stream);
-    };
-    if (!reduce || args.input.dtype == DType::kFloat64) {  // for little machine code
-      visit_loss_type(args.loss, [&](auto loss) {
-        visit_floating(args.input.dtype, [&](auto type) {
-          launch(AnyTerm<decltype(loss)>{args.params}, typename decltype(type)::type());
-        });
+    visit_elementwise_loss(args.loss, args.params, [&](auto term) {
+      visit_floating(args.input.dtype, [&](auto type) {
+        using scalar_t = typename decltype(type)::type;
+        forward_dense<scalar_t>(args, what, blocks, FixedTerm<decltype(term)>{term}, partials,
+                                finalize, stream);
       });
-    } else {
-      visit_elementwise_loss(args.loss, args.params, [&](auto term) {
-        visit_float_or_half(args.input.dtype, [&](auto type) {
-          launch(FixedTerm<decltype(term)>{term}, typename decltype(type)::type());
-        });
-      });
-    }
-  } else {
-    const ElementPlan plan = what.plan(args);
-    blocks = planned_blocks(plan.tiles());
-    visit_loss_type(args.loss, [&](auto loss) {
-      launch_planned(args, what, plan, AnyTerm<decltype(loss)>{args.params}, blocks, partials,
-                     finalize, stream);
     });
+  } else {
+    blocks = launch_planned(args, what, planned_blocks, partials, finalize, stream);
   }
   if (reduce) {
     launch_grid_reduce(partials, blocks, finalize, stream);
@@ -496,24 +519,25 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
   const int64_t most_blocks = args.kept ? most_blocks_of_kept(kTileThreads) : kMaxGrid;
   const Launch what(args);
   if (!what.is_dense(args)) {
-    const ElementPlan plan = what.plan(args);
-    const int64_t blocks = std::min(planned_blocks(plan.tiles()), most_blocks);
-    visit_loss_type(args.loss, [&](auto loss) {
-      launch_planned(args, what, plan, AnyTerm<decltype(loss)>{args.params}, blocks, nullptr,
-                     Finalize{}, stream);
-    });
+    const auto blocks = [&](int64_t tiles) { return std::min(planned_blocks(tiles), most_blocks); };
+    launch_planned(args, what, blocks, nullptr, Finalize{}, stream);
     return;
   }
-  visit_loss_type(args.loss, [&](auto loss) {
-    using Terms = AnyTerm<decltype(loss)>;
+  visit_any_term(args, what, [&](auto terms) {
+    using Terms = decltype(terms);
     const WorkOf<kBackwardWork, Terms> work{what.work};
     visit_floating(args.input.dtype, [&](auto type) {
-      using scalar_t = typename decltype(type)::type;
-      const int64_t blocks = std::min(dense_tiles(args), most_blocks);
+      // Half types share a kernel, for little machine code; with weights there are not registers
+      // enough for that.
+      using own_t = typename decltype(type)::type;
+      constexpr bool kShares = sizeof(own_t) == 2 && !Terms::kHasWeight;
+      using scalar_t = std::conditional_t<kShares, AnyHalf, own_t>;
+      const int64_t tiles = std::max<int64_t>(ceil_div(args.space.numel, kDenseTile<scalar_t>), 1);
+      const int64_t blocks = std::min(tiles, most_blocks);
       launch_kernel("elementwise_dense_kernel",
                     elementwise_dense_kernel<scalar_t, decltype(work), Terms>,
-                    {blocks, kTileThreads, 0, 1, true}, stream, what.dense, work,
-                    Terms{args.params}, what.scales, acc_type_t<scalar_t>(1), nullptr, Finalize{});
+                    {blocks, kTileThreads, 0, 1, true}, stream, what.dense, work, terms,
+                    what.scales, acc_type_t<scalar_t>(1), nullptr, Finalize{});
     });
   });
 }
@@ -533,17 +557,19 @@ void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& arg
     return;
   }
   if (plan.walk > 0) {
-    visit_loss_type(args.loss, [&](auto loss) {
-      using Terms = AnyTerm<decltype(loss)>;
-      const Terms terms{args.params};
+    visit_any_term(args, what, [&](auto terms) {
+      using Terms = decltype(terms);
       const WorkOf<kBackwardWork, Terms> work{what.work};
       const auto launch = [&](auto kernel) {
-        launch_kernel("elementwise_sums_kernel", kernel,
-                      {plan.blocks(), kTileThreads, 0, 1, true}, stream, plan, work, terms,
-                      what.scales, which, scratch);
+        launch_kernel("elementwise_sums_kernel", kernel, {plan.blocks(), kTileThreads, 0, 1, true},
+                      stream, plan, work, terms, what.scales, which, scratch);
       };
-      what.computes_double(args) ? launch(elementwise_sums_kernel<double, decltype(work), Terms>)
-                      : launch(elementwise_sums_kernel<float, decltype(work), Terms>);
+      if constexpr (Terms::kHasWeight) {
+        launch(elementwise_sums_kernel<double, decltype(work), Terms>);
+      } else {
+        sums_double(args, what) ? launch(elementwise_sums_kernel<double, decltype(work), Terms>)
+                                : launch(elementwise_sums_kernel<float, decltype(work), Terms>);
+      }
     });
   }
   column_fold(ColumnPartials{scratch, plan.sums}, make_sink(plan, which), plan.sums,

@@ -33,8 +33,9 @@ enum : unsigned {
 };
 
 // Known when the kernel is compiled.
-template <unsigned kBits>
+template <unsigned kBits_>
 struct FixedWork {
+  static constexpr unsigned kBits = kBits_;
   LOSSOPS_HOST_DEVICE static constexpr FixedWork all() { return {}; }
   LOSSOPS_HOST_DEVICE constexpr bool has(unsigned bit) const { return (kBits & bit) != 0; }
 };
@@ -42,6 +43,7 @@ struct FixedWork {
 // Known at launch; only of kPossible, so that the kernel has code for no more.
 template <unsigned kPossible>
 struct AnyWork {
+  static constexpr unsigned kBits = kPossible;
   unsigned bits;
   // Does all that is possible.
   LOSSOPS_HOST_DEVICE static constexpr AnyWork all() { return {kPossible}; }
@@ -54,7 +56,7 @@ struct AnyWork {
 struct ElementScales {
   Reduction reduction = Reduction::kMean;
   bool weighted = false;
-  // kGradInput holds the gradient for a grad_output of 1: nothing to do where it is 1.
+  // Gradients hold those for a grad_output of 1: nothing to do where it is 1.
   bool kept = false;
   // Backward of a reduction: one number; null: 1.
   const void* grad_output = nullptr;

@@ -20,8 +20,19 @@ namespace lossops::cuda {
 
 // Boxes, and chunks, take more.
 constexpr int kPlanDims = kMaxDims + 3;
-// The side of a box along dimension 0. A tile is one box: the other side follows from its size.
-constexpr int kBoxSide = 32;
+// Elements of a box. Its sides are powers of two, of at most a block's threads.
+constexpr int kBoxShift = 11;
+constexpr int kBoxElements = 1 << kBoxShift;
+
+// Four elements with neighbouring numbers, which a thread reads at once.
+constexpr int kQuad = 4;
+// How an operand has its quads.
+enum class QuadKind : int8_t {
+  kNone,    // has none
+  kVector,  // all are aligned vectors
+  kOne,     // all are one number
+  kWords,   // of 2 bytes an element, anywhere: a quad may have the end of a row in it
+};
 
 // An operand, as plans number its elements. In bytes.
 struct PlanOperand {
@@ -29,9 +40,10 @@ struct PlanOperand {
   int64_t strides[kPlanDims] = {};
   int32_t gaps[kPlanDims] = {};  // of the dimensions within a chunk; [0] is stride 0
   DType dtype = DType::kFloat32;
-  int32_t bytes = 4;       // of an element
+  int32_t bytes = 4;  // of an element
   // Within a chunk, element n lies at n stride_0 + (n / size_0) gap_1: the further gaps are 0.
   bool is_simple = false;
+  QuadKind quads = QuadKind::kNone;
   bool is_turned = false;  // its rows lie along the other side of boxes
 };
 
@@ -74,11 +86,14 @@ struct Extents {
   }
 };
 
-// The offset within a chunk of the unit whose quotient by sizes [0, first) is `rest`; without the
-// gaps of dimensions [0, first].
+// The offset within a chunk of the element whose quotient by sizes [0, first) is `rest`; without
+// the gaps of dimensions [0, first].
 LOSSOPS_HOST_DEVICE int64_t further_gaps(const Extents& extents, const int32_t* gaps, uint32_t rest,
                                          int first) {
   int64_t offset = 0;
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
   for (int dim = first; dim + 1 < extents.chunk_ndim; ++dim) {
     rest = extents.divisors[dim].quotient(rest);
     offset += static_cast<int64_t>(static_cast<int32_t>(rest)) * gaps[dim + 1];
@@ -86,17 +101,16 @@ LOSSOPS_HOST_DEVICE int64_t further_gaps(const Extents& extents, const int32_t* 
   return offset;
 }
 
-// Chooses the chunks of a plan whose sizes and strides are known: as many of the first dimensions as
-// numbers allow, of the last one a part. Calls of_operands(body) to have body(operand) called.
-// Returns the units of the last chunk along the dimension that was cut; 0: none was.
+// Chooses the chunks of a plan whose sizes and strides are known: as many of the first dimensions
+// as numbers allow, of the last one a part. Calls of_operands(body) to have body(operand) called.
+// Returns the elements of the last chunk along the dimension that was cut; 0: none was.
 template <typename OfOperands>
-int64_t choose_chunks(Extents& extents, int64_t most_units, const OfOperands& of_operands) {
+int64_t choose_chunks(Extents& extents, int64_t most_elements, const OfOperands& of_operands) {
   constexpr int64_t kLimit = (int64_t{1} << 31) - 1;
-  int64_t units = 1;
-  int64_t last_units = 0;
+  int64_t elements = 1;
+  int64_t last_elements = 0;
   const auto gap = [&](const PlanOperand& operand, int dim) {
-    return operand.strides[dim] -
-           (dim > 0 ? extents.sizes[dim - 1] * operand.strides[dim - 1] : 0);
+    return operand.strides[dim] - (dim > 0 ? extents.sizes[dim - 1] * operand.strides[dim - 1] : 0);
   };
   int dim = 0;
   for (; dim < extents.ndim; ++dim) {
@@ -108,7 +122,9 @@ int64_t choose_chunks(Extents& extents, int64_t most_units, const OfOperands& of
     if (!fits) {
       break;
     }
-    const int64_t piece = std::max<int64_t>(most_units / units, 1);
+    // Of whole quads, so that vectors are aligned in every chunk.
+    int64_t piece = std::max<int64_t>(most_elements / elements, 1);
+    piece -= piece > kQuad ? piece % kQuad : 0;
     const int64_t size = extents.sizes[dim];
     if (piece < size) {
       // The dimension becomes two: a piece, and how many of those.
@@ -124,11 +140,11 @@ int64_t choose_chunks(Extents& extents, int64_t most_units, const OfOperands& of
         }
         operand.strides[dim + 1] *= piece;
       });
-      last_units = (size - (extents.sizes[dim + 1] - 1) * piece) * units;
+      last_elements = (size - (extents.sizes[dim + 1] - 1) * piece) * elements;
       ++dim;
       break;
     }
-    units *= size;
+    elements *= size;
   }
   extents.chunk_ndim = dim;
   of_operands([&](PlanOperand& operand) {
@@ -136,40 +152,38 @@ int64_t choose_chunks(Extents& extents, int64_t most_units, const OfOperands& of
       operand.gaps[own] = static_cast<int32_t>(gap(operand, own));
     }
   });
-  return last_units;
+  return last_elements;
 }
 
 struct ElementPlan {
-  Extents extents;  // of units: `width` neighbours of a row
+  Extents extents;
   PlanOperand operands[kNumOperands];
-  int32_t width = 1;
-  bool is_half = false;  // all operands are of half types
-  int32_t tile_units = 0;
-  int64_t chunk_units = 1;
-  int64_t last_units = 0;  // of a chunk that is the last along a dimension that was cut; 0: as others
-  int64_t chunk_tiles = 1;
+  bool has_quads = false;  // four neighbours are read at once
+  bool is_half = false;    // all operands are of half types
+  int64_t chunk_elements = 1;
+  int64_t last_elements = 0;  // of the last chunk along a dimension that was cut; 0: as others
   int64_t chunks = 1;
+  int64_t chunk_tiles = 1;  // by cut()
 
   // Where operands disagree on which dimension is contiguous, a tile is a box of two dimensions.
   // Dimensions 0 and 1 are its sides, 2 and 3 count boxes along each, and a chunk is one box.
   bool has_boxes = false;
+  int32_t box_shifts[2] = {};   // powers of the sides
   int64_t box_extents[2] = {};  // elements of the two dimensions: boxes reach beyond their ends
 
   LOSSOPS_HOST_DEVICE int64_t tiles() const { return chunks * chunk_tiles; }
+
+  // tile_elements: of a tile of the kernel that takes the plan.
+  void cut(int64_t tile_elements) { chunk_tiles = ceil_div(chunk_elements, tile_elements); }
 };
 
 // Makes an ElementPlan.
 class ElementPlanner {
  public:
-  // Elements of a unit, where all operands allow vectors.
-  static constexpr int kPlanWidth = 4;
-
-  // operands: kNumOperands of them; null data: absent. may_pack: there may be boxes, units of
-  // several elements, and units that are known to be of half types. steps_of(width, is_half): units of a thread and tile.
-  // chunk_units: of a chunk, at the most.
-  template <typename StepsOf>
-  ElementPlanner(const IterationSpace& space, const Operand* operands, bool is_double, bool may_pack,
-                 const StepsOf& steps_of, int64_t chunk_units = int64_t{1} << 30)
+  // operands: kNumOperands of them; null data: absent. may_pack: there may be boxes and quads, and
+  // operands that are known to be of half types. chunk_elements: of a chunk, at the most.
+  ElementPlanner(const IterationSpace& space, const Operand* operands, bool may_pack,
+                 int64_t chunk_elements = int64_t{1} << 30)
       : space_(space), operands_(operands) {
     if (space_.ndim == 0 || space_.numel == 0) {
       space_.ndim = 1;
@@ -177,26 +191,21 @@ class ElementPlanner {
     }
     lead_ = leading_dim(-1);
     other_ = leading_dim(lead_);
-    plan_.has_boxes = may_pack && !is_double && other_ != lead_;
-    const bool packs = may_pack && !plan_.has_boxes && !is_double;
-    plan_.width = packs && allows(kPlanWidth) ? kPlanWidth : 1;
-    plan_.is_half = packs && are_half();
-    plan_.tile_units = kTileThreads * steps_of(is_double, plan_.width);
     for_each_operand([&](const Operand& operand, PlanOperand& own) {
       own.data = static_cast<char*>(operand.data);
       own.dtype = operand.dtype;
       own.bytes = static_cast<int32_t>(element_size(operand.dtype));
     });
-    plan_.has_boxes ? cut_boxes() : cut_rows(chunk_units);
+    plan_.has_boxes = may_pack && chooses_boxes();
+    plan_.has_boxes ? cut_boxes() : cut_rows(chunk_elements);
+    plan_.has_quads = may_pack && !plan_.has_boxes && finds_quads();
+    plan_.is_half = may_pack && are_half();
     count();
   }
 
   const ElementPlan& plan() const { return plan_; }
 
  private:
-  // Shorter dimensions make no boxes.
-  static constexpr int64_t kLeastSide = 8;
-
   template <typename Body>
   void for_each_operand(const Body& body) {
     for (int which = 0; which < kNumOperands; ++which) {
@@ -206,20 +215,26 @@ class ElementPlanner {
     }
   }
 
-  // The dimension along which most bytes are neighbours. lead: if not negative, that of the
-  // operands whose rows do not lie along `lead`; `lead` where there are none.
+  // The dimension along which most bytes that are read are neighbours, and the longest of those
+  // that are alike. What is written follows: so plans are the same with a gradient and without one.
+  // lead: if not negative, only operands count whose rows do not lie along `lead`; `lead` where
+  // there are none.
   int leading_dim(int lead) {
     int found = std::max(lead, 0);
     int64_t most = 0;
     for (int dim = 0; dim < space_.ndim; ++dim) {
       int64_t bytes = 0;
-      for_each_operand([&](const Operand& operand, PlanOperand&) {
-        const bool counts = operand.strides[dim] == 1 && (lead < 0 || is_turned(operand, lead));
-        bytes += counts ? element_size(operand.dtype) : 0;
-      });
-      const int64_t least =
-          lead < 0 ? space_.sizes[dim] : std::min(space_.sizes[dim], space_.sizes[lead]);
-      if (bytes > most && least >= (lead < 0 ? 2 : kLeastSide)) {
+      for (int which = kInput; which <= kGradOutput; ++which) {
+        const Operand& operand = operands_[which];
+        if (operand.data != nullptr && operand.strides[dim] == 1 &&
+            (lead < 0 || is_turned(operand, lead))) {
+          // One that is broadcast is mostly read from caches.
+          constexpr int64_t kMore = 16;
+          bytes += element_size(operand.dtype) * (is_broadcast(operand) ? 1 : kMore);
+        }
+      }
+      const bool is_longer = bytes == most && space_.sizes[dim] > space_.sizes[found];
+      if (bytes > 0 && space_.sizes[dim] > 1 && (bytes > most || is_longer)) {
         most = bytes;
         found = dim;
       }
@@ -227,34 +242,80 @@ class ElementPlanner {
     return found;
   }
 
+  bool is_broadcast(const Operand& operand) const {
+    return std::any_of(operand.strides, operand.strides + space_.ndim,
+                       [](int64_t stride) { return stride == 0; });
+  }
   static bool is_turned(const Operand& operand, int lead) {
     return operand.strides[lead] != 0 && operand.strides[lead] != 1;
   }
 
+  // Chooses the sides of boxes that the two dimensions fill best. Whether that is half of them, at
+  // least: of smaller matrices, the rows that lie across a warp's are found in the cache.
+  bool chooses_boxes() {
+    if (other_ == lead_) {
+      return false;
+    }
+    const auto padded = [&](int dim, int shift) {
+      return (((space_.sizes[dim] - 1) >> shift) + 1) << shift;
+    };
+    int64_t least = 0;
+    // From near a square on, which is best where boxes are full.
+    for (const int shift : {5, 6, 4, 7, 3, 8}) {
+      const int64_t elements = padded(lead_, shift) * padded(other_, kBoxShift - shift);
+      if (least == 0 || elements < least) {
+        least = elements;
+        plan_.box_shifts[0] = shift;
+        plan_.box_shifts[1] = kBoxShift - shift;
+      }
+    }
+    return 2 * space_.sizes[lead_] * space_.sizes[other_] >= least;
+  }
+
   bool are_half() {
     bool are = true;
-    for_each_operand([&](const Operand& operand, PlanOperand&) {
-      are = are && is_half_type(operand.dtype);
-    });
+    for_each_operand(
+        [&](const Operand& operand, PlanOperand&) { are = are && is_half_type(operand.dtype); });
     return are;
   }
 
-  // Whether all rows can be read and written by vectors of so many elements.
-  bool allows(int width) {
-    bool allowed = space_.sizes[lead_] % width == 0;
-    for_each_operand([&](const Operand& operand, PlanOperand&) {
-      const int64_t bytes = element_size(operand.dtype);
-      const bool is_common = operand.dtype == DType::kFloat32 || is_half_type(operand.dtype);
-      allowed = allowed && is_common && !is_turned(operand, lead_);
-      if (operand.strides[lead_] == 0) {
-        return;  // one number a row
-      }
-      allowed = allowed && reinterpret_cast<uintptr_t>(operand.data) % (width * bytes) == 0;
-      for (int dim = 0; dim < space_.ndim; ++dim) {
-        allowed = allowed && (dim == lead_ || operand.strides[dim] % width == 0);
-      }
+  // Whether all operands have quads; says of each how.
+  bool finds_quads() {
+    bool found = true;
+    for_each_operand([&](const Operand& operand, PlanOperand& own) {
+      const bool is_written = &operand - operands_ >= kOutput;
+      own.quads = quads_of(operand, own);
+      found = found && own.quads != QuadKind::kNone && !(is_written && own.quads == QuadKind::kOne);
     });
-    return allowed;
+    return found;
+  }
+  QuadKind quads_of(const Operand& operand, const PlanOperand& own) const {
+    const Extents& extents = plan_.extents;
+    const bool is_half = is_half_type(operand.dtype);
+    if ((!is_half && operand.dtype != DType::kFloat32) || is_turned(operand, lead_) ||
+        extents.chunk_ndim == 0) {
+      return QuadKind::kNone;
+    }
+    const int64_t row = extents.sizes[0];
+    const bool is_one = own.strides[0] == 0;
+    // Of shorter rows, many quads have an end in them.
+    constexpr int64_t kLeastRow = 64;
+    const bool has_words = is_half && own.is_simple && !is_one && row >= kLeastRow;
+    const QuadKind anywhere = has_words ? QuadKind::kWords : QuadKind::kNone;
+    // Where rows of a chunk follow each other without gaps, it does not matter where they end.
+    const bool has_gaps = !own.is_simple || (extents.chunk_ndim > 1 && own.gaps[1] != 0);
+    if (row % kQuad != 0 && has_gaps) {
+      return anywhere;
+    }
+    if (is_one) {
+      return QuadKind::kOne;
+    }
+    const int64_t bytes = kQuad * own.bytes;
+    bool is_aligned = reinterpret_cast<uintptr_t>(own.data) % bytes == 0;
+    for (int dim = has_gaps ? 1 : extents.chunk_ndim; dim < extents.ndim; ++dim) {
+      is_aligned = is_aligned && own.strides[dim] % bytes == 0;
+    }
+    return is_aligned ? QuadKind::kVector : anywhere;
   }
 
   // factor: of the dimension's stride.
@@ -274,10 +335,10 @@ class ElementPlanner {
     }
   }
 
-  void cut_rows(int64_t chunk_units) {
-    add(space_.sizes[lead_] / plan_.width, lead_, plan_.width);
+  void cut_rows(int64_t chunk_elements) {
+    add(space_.sizes[lead_], lead_, 1);
     add_others([&](int dim) { return dim == lead_; });
-    plan_.last_units = choose_chunks(plan_.extents, chunk_units, [&](const auto& body) {
+    plan_.last_elements = choose_chunks(plan_.extents, chunk_elements, [&](const auto& body) {
       for_each_operand([&](const Operand&, PlanOperand& own) { body(own); });
     });
     for_each_operand([&](const Operand&, PlanOperand& own) {
@@ -289,7 +350,7 @@ class ElementPlanner {
   }
 
   void cut_boxes() {
-    const int64_t sides[2] = {kBoxSide, plan_.tile_units / kBoxSide};
+    const int64_t sides[2] = {int64_t{1} << plan_.box_shifts[0], int64_t{1} << plan_.box_shifts[1]};
     const int dims[2] = {lead_, other_};
     for (const bool counts : {false, true}) {
       for (int i = 0; i < 2; ++i) {
@@ -309,9 +370,8 @@ class ElementPlanner {
     Extents& extents = plan_.extents;
     extents.set_divisors();
     for (int dim = 0; dim < extents.ndim; ++dim) {
-      (dim < extents.chunk_ndim ? plan_.chunk_units : plan_.chunks) *= extents.sizes[dim];
+      (dim < extents.chunk_ndim ? plan_.chunk_elements : plan_.chunks) *= extents.sizes[dim];
     }
-    plan_.chunk_tiles = ceil_div(plan_.chunk_units, plan_.tile_units);
     plan_.chunks = space_.numel > 0 ? plan_.chunks : 0;
   }
 

@@ -7,6 +7,8 @@
 
 #include "kernels/elements/operands.h"
 #include "kernels/grid_reduce.cuh"
+#include "kernels/thread_reduce.cuh"
+#include "losses/registry.h"
 #include "strided.h"
 
 namespace lossops::cuda {
@@ -29,7 +31,6 @@ struct HasBackwardHalfInput<
 // The term of a kernel: known when it is compiled,
 template <typename Term_>
 struct FixedTerm {
-  static constexpr bool kIsFixed = true;
   static constexpr bool kHasWeight = Term_::kHasWeight;
   Term_ term;
 
@@ -38,16 +39,31 @@ struct FixedTerm {
     body(term);
   }
 };
-// or any of a loss. Loads and stores are most of a kernel's machine code, and stand once.
+// or any of a loss, or any of all losses that take weights if kHasWeight_. Loads and stores are
+// most of a kernel's machine code, and stand once.
 template <typename Loss>
-struct AnyTerm {
-  static constexpr bool kIsFixed = false;
-  static constexpr bool kHasWeight = Loss::kTraits.has_weight;
+struct TermOf {
+  static constexpr bool kHasWeight = false;
   LossParams params;
 
   template <typename Body>
   __device__ __forceinline__ void visit(const Body& body) const {
     Loss::visit(params, body);
+  }
+};
+template <bool kHasWeight_>
+struct AnyTerm {
+  static constexpr bool kHasWeight = kHasWeight_;
+  ElementwiseLoss loss;
+  LossParams params;
+
+  template <typename Body>
+  __device__ __forceinline__ void visit(const Body& body) const {
+    visit_elementwise_loss(loss, params, [&](const auto& term) {
+      if constexpr (!kHasWeight || std::decay_t<decltype(term)>::kHasWeight) {
+        body(term);
+      }
+    });
   }
 };
 
@@ -62,8 +78,8 @@ __device__ __forceinline__ acc_t forward_of(Work work, const Term& term, acc_t x
   return term.forward(x, t);
 }
 
-// A thread's part of a gradient that is added up, that of an operand which is broadcast. No other is
-// written.
+// A thread's part of a gradient that is added up, that of an operand which is broadcast. No other
+// is written.
 struct GradientSum {
   static constexpr bool kSums = true;
   Which which;
@@ -73,6 +89,36 @@ struct NoGradientSum {
   static constexpr bool kSums = false;
 };
 
+// What a thread read of a tile.
+template <typename Tile>
+struct Operands {
+  using Values = typename Tile::Values;
+  Values x;
+  Values t;
+  Values w;
+  Values g;
+
+  // All reads are on their way before the first is waited for.
+  __device__ __forceinline__ void read(Tile& tile, bool weighted, bool own_scale) {
+    x.load(tile, kInput);
+    t.load(tile, kTarget);
+    if (weighted) {
+      w.load(tile, kWeight);
+    }
+    if (own_scale) {
+      g.load(tile, kGradOutput);
+    }
+    x.convert(tile, kInput);
+    t.convert(tile, kTarget);
+    if (weighted) {
+      w.convert(tile, kWeight);
+    }
+    if (own_scale) {
+      g.convert(tile, kGradOutput);
+    }
+  }
+};
+
 // Reads the operands of a tile, adds its losses to `partial` and writes what `work` asks for.
 // scale: of a reduction's gradients. sum: takes one of the gradients.
 template <typename Tile, typename Work, typename Terms, typename GradientSum>
@@ -80,117 +126,77 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
                                         typename Tile::acc_t scale, const Terms& terms,
                                         Partial& partial, GradientSum& sum) {
   using acc_t = typename Tile::acc_t;
-  using Values = typename Tile::Values;
-  constexpr int kSteps = Tile::kSteps;
   constexpr int kWidth = Tile::kWidth;
+  constexpr int kCount = Tile::kSteps * kWidth;
   const bool weighted = Terms::kHasWeight && work.has(kHasWeights);
   const bool own_scale = work.has(kHasGradOutputs);
-
-  Values x;
-  Values t;
-  Values w;
-  Values g;
-  x.load(tile, kInput);
-  t.load(tile, kTarget);
-  if (weighted) {
-    w.load(tile, kWeight);
-  }
-  if (own_scale) {
-    g.load(tile, kGradOutput);
-  }
-  x.convert(tile, kInput);
-  t.convert(tile, kTarget);
-  if (weighted) {
-    w.convert(tile, kWeight);
-  }
-  if (own_scale) {
-    g.convert(tile, kGradOutput);
-  }
+  Operands<Tile> operands;
+  operands.read(tile, weighted, own_scale);
+  const auto at = [](const typename Tile::Values& values, int n) {
+    return values.at(n / kWidth, n % kWidth);
+  };
 
   if (work.has(kSumsLosses) || work.has(kStoresLosses)) {
-    acc_t losses[kSteps * kWidth];
-    acc_t weights[kSteps * kWidth];
+    acc_t losses[kCount];
+    acc_t weights[kCount];
     terms.visit([&](const auto& term) {
 #pragma unroll
-      for (int n = 0; n < kSteps * kWidth; ++n) {
-        weights[n] = weighted ? w.at(n / kWidth, n % kWidth) : acc_t(1);
-        losses[n] = forward_of<Tile>(work, term, x.at(n / kWidth, n % kWidth),
-                                     t.at(n / kWidth, n % kWidth)) *
-                    weights[n];
+      for (int n = 0; n < kCount; ++n) {
+        weights[n] = weighted ? at(operands.w, n) : acc_t(1);
+        losses[n] = forward_of<Tile>(work, term, at(operands.x, n), at(operands.t, n)) * weights[n];
       }
     });
-    if (work.has(kStoresLosses)) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        acc_t results[kWidth];
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          results[i] = losses[step * kWidth + i];
-        }
-        tile.store(kOutput, step, results);
+    if constexpr (Work::all().has(kStoresLosses)) {
+      if (work.has(kStoresLosses)) {
+        tile.store(kOutput, losses);
       }
     }
-    if (work.has(kStoresLosses)) {
-      tile.finish_store(kOutput);
-    }
     if (work.has(kSumsLosses)) {
-      tile.add(losses, partial.sum);
+      partial.sum += static_cast<double>(tile.total(losses));
       if (weighted) {
-        tile.add(weights, partial.weight);
+        partial.weight += static_cast<double>(tile.total(weights));
       }
     }
   }
 
   // What multiplies a derivative. Selected here, once: else the compiler makes loops over the
   // elements for each case.
-  acc_t factors[kSteps * kWidth];
+  acc_t factors[kCount];
 #pragma unroll
-  for (int n = 0; n < kSteps * kWidth; ++n) {
-    factors[n] = own_scale ? g.at(n / kWidth, n % kWidth) : scale;
+  for (int n = 0; n < kCount; ++n) {
+    factors[n] = own_scale ? at(operands.g, n) : scale;
   }
   // derivative: of the loss of an element, by its term, input and target.
   const auto store_gradient = [&](Which which, auto&& derivative) {
-    acc_t results[kSteps * kWidth];
+    acc_t results[kCount];
     terms.visit([&](const auto& term) {
 #pragma unroll
-      for (int n = 0; n < kSteps * kWidth; ++n) {
-        results[n] = factors[n] *
-                     derivative(term, x.at(n / kWidth, n % kWidth), t.at(n / kWidth, n % kWidth));
+      for (int n = 0; n < kCount; ++n) {
+        results[n] = factors[n] * derivative(term, at(operands.x, n), at(operands.t, n));
       }
     });
-    if constexpr (GradientSum::kSums) {
-      if (sum.which == which) {
-        tile.add(results, sum.value);
-      }
-    } else {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        acc_t own[kWidth];
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          own[i] = results[step * kWidth + i];
-        }
-        tile.store(which, step, own);
-      }
-      tile.finish_store(which);
+    if constexpr (!GradientSum::kSums) {
+      tile.store(which, results);
+    } else if (sum.which == which) {
+      sum.value += static_cast<double>(tile.total(results));
     }
   };
   if constexpr (Terms::kHasWeight) {
     if (work.has(kWantsGradWeight)) {
       // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
-      const acc_t mean_share = scales.reduction == Reduction::kMean
-                                   ? static_cast<acc_t>(scales.mean_terms[1] / scales.weight_copies)
-                                   : acc_t(0);
+      const bool is_mean = scales.reduction == Reduction::kMean;
+      const acc_t mean_share =
+          is_mean ? static_cast<acc_t>(scales.mean_terms[1] / scales.weight_copies) : acc_t(0);
       store_gradient(kGradWeight, [&](const auto& term, acc_t x, acc_t t) {
         const acc_t loss = term.forward(x, t);
-        return scales.reduction == Reduction::kMean ? loss - mean_share : loss;
+        return is_mean ? loss - mean_share : loss;
       });
     }
-    if (weighted) {
+  }
+  if (weighted) {
 #pragma unroll
-      for (int n = 0; n < kSteps * kWidth; ++n) {
-        factors[n] *= w.at(n / kWidth, n % kWidth);
-      }
+    for (int n = 0; n < kCount; ++n) {
+      factors[n] *= at(operands.w, n);
     }
   }
   if (work.has(kWantsGradInput)) {
@@ -205,9 +211,8 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     });
   }
   if (work.has(kWantsGradTarget)) {
-    store_gradient(kGradTarget, [&](const auto& term, acc_t x, acc_t t) {
-      return term.backward_target(x, t);
-    });
+    store_gradient(kGradTarget,
+                   [&](const auto& term, acc_t x, acc_t t) { return term.backward_target(x, t); });
   }
 }
 

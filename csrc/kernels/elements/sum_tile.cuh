@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/elements/places.cuh"
 #include "kernels/elements/values.cuh"
 #include "kernels/thread_reduce.cuh"
 
@@ -72,8 +73,8 @@ class SumPlanner {
       int64_t bytes = 0;
       for (int which = kInput; which <= kGradOutput; ++which) {
         const Operand& operand = operands_[which];
-        bytes += operand.data != nullptr && operand.strides[dim] == 1 ? element_size(operand.dtype)
-                                                                      : 0;
+        bytes +=
+            operand.data != nullptr && operand.strides[dim] == 1 ? element_size(operand.dtype) : 0;
       }
       if (bytes > most && space_.sizes[dim] > 1) {
         most = bytes;
@@ -106,8 +107,7 @@ class SumPlanner {
       plan_.block_sums = kTileThreads / plan_.lanes;
     } else {
       constexpr int64_t kNeighbours = 64;  // 128 bytes of half types
-      plan_.block_sums =
-          static_cast<int32_t>(std::clamp<int64_t>(plan_.sums, 1, kNeighbours));
+      plan_.block_sums = static_cast<int32_t>(std::clamp<int64_t>(plan_.sums, 1, kNeighbours));
       plan_.lanes = kTileThreads / plan_.block_sums;
     }
     // Enough blocks for any GPU; each still reads some times what it reads at once.
@@ -159,10 +159,10 @@ class SumTile {
 #pragma unroll
     for (int which = kInput; which <= kGradOutput; ++which) {
       const PlanOperand& operand = plan.operands[which];
-      own_[which] = operand.data == nullptr
-                        ? 0
-                        : plan.extents.offset(operand.strides, sum_, plan.num_walked,
-                                              plan.extents.ndim);
+      own_[which] =
+          operand.data == nullptr
+              ? 0
+              : plan.extents.offset(operand.strides, sum_, plan.num_walked, plan.extents.ndim);
     }
   }
 
@@ -180,18 +180,13 @@ class SumTile {
   __device__ __forceinline__ const PlanOperand& operand(Which which) const {
     return plan_.operands[which];
   }
-  __device__ __forceinline__ void store(Which /*which*/, int step, const acc_t (&results)[1]) {
-    results_.at(step, 0) = results[0];
-  }
-  __device__ __forceinline__ void finish_store(Which which) { results_.store(*this, which); }
-
-  __device__ __forceinline__ void add(const acc_t (&values)[kSteps], double& sum) const {
+  __device__ __forceinline__ acc_t total(const acc_t (&values)[kSteps]) const {
     acc_t own[kSteps];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      own[step] = has(step) ? values[step] : acc_t(0);
+    for (int n = 0; n < kSteps; ++n) {
+      own[n] = has(n) ? values[n] : acc_t(0);
     }
-    sum += static_cast<double>(pairwise_sum(own));
+    return pairwise_sum(own);
   }
 
   // Adds up what the lanes have of each sum. buffer: of kTileThreads. partials: (splits, sums).
@@ -224,7 +219,7 @@ class SumTile {
   __device__ __forceinline__ bool has(int step) const { return number(step) < end_; }
 
   template <int kBytes, typename Body>
-  __device__ __forceinline__ void for_each_unit(Which which, Body&& body) const {
+  __device__ __forceinline__ void for_each_element(Which which, Body&& body) const {
     const PlanOperand& operand = plan_.operands[which];
     const Extents& extents = plan_.extents;
     const int walked = plan_.num_walked;
@@ -234,18 +229,12 @@ class SumTile {
       uint32_t rest[kSteps];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        rest[step] = static_cast<uint32_t>(number(step));
-        offsets[step] = static_cast<int64_t>(static_cast<int32_t>(rest[step])) * operand.gaps[0];
+        const auto own = static_cast<uint32_t>(number(step));
+        rest[step] = extents.divisors[0].quotient(own);
+        offsets[step] =
+            times(own, operand.gaps[0]) + (walked > 1 ? times(rest[step], operand.gaps[1]) : 0);
       }
-#pragma unroll 1
-      for (int dim = 0; dim + 1 < walked; ++dim) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          rest[step] = extents.divisors[dim].quotient(rest[step]);
-          offsets[step] +=
-              static_cast<int64_t>(static_cast<int32_t>(rest[step])) * operand.gaps[dim + 1];
-        }
-      }
+      add_further_gaps(extents, operand.gaps, rest, offsets);
     } else {  // it is large, and this is slow
       int64_t far[kSteps];
 #pragma unroll 1
@@ -260,15 +249,16 @@ class SumTile {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (has(step)) {
-        body(step, data + offsets[step], true);
+        body(step, data + offsets[step]);
       }
     }
   }
-  __device__ __forceinline__ bool has_own(Which /*which*/, int step) const { return has(step); }
+  __device__ __forceinline__ bool has(Which /*which*/, int step) const { return has(step); }
   __device__ __forceinline__ char* address(Which which, int step) const {
     const PlanOperand& operand = plan_.operands[which];
     const int walked = plan_.num_walked;
-    return operand.data + own_[which] + plan_.extents.offset(operand.strides, number(step), 0, walked);
+    return operand.data + own_[which] +
+           plan_.extents.offset(operand.strides, number(step), 0, walked);
   }
   __device__ __forceinline__ void take(Which /*which*/, Values& /*values*/) const {}
   __device__ __forceinline__ void give(Which /*which*/, Values& /*values*/) const {}
@@ -279,11 +269,10 @@ class SumTile {
   bool has_sum_;
   int64_t sum_;
   int64_t split_;
-  int64_t end_;   // of the thread's elements
+  int64_t end_;                   // of the thread's elements
   int64_t own_[kGradOutput + 1];  // how far the operands' first elements of the sum are
-  int64_t next_;  // the first of the next tile
+  int64_t next_;                  // the first of the next tile
   int64_t first_ = 0;
-  Values results_;
 };
 
 }  // namespace lossops::cuda

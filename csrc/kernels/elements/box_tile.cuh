@@ -1,0 +1,164 @@
+// Tiles of operands that disagree on which dimension is contiguous.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/elements/places.cuh"
+#include "kernels/elements/values.cuh"
+#include "kernels/thread_reduce.cuh"
+
+namespace lossops::cuda {
+
+// A box. Operands whose rows lie along its dimension 1 are read and written in that order; shared
+// memory turns them.
+class BoxTile {
+ public:
+  using acc_t = float;
+  static constexpr int kWidth = 1;
+  static constexpr int kSteps = kBoxElements / kTileThreads;
+  static constexpr bool kIsHalf = false;
+  static constexpr bool kHasSubnormals = true;
+  using Values = PlannedValues<BoxTile>;
+  friend Values;
+
+  // Rows of a box lie one element further apart than they are long, so that columns are in
+  // different banks. The most rows are those of 8 elements.
+  struct Shared {
+    acc_t values[kBoxElements + kBoxElements / 8];
+  };
+
+  __device__ __forceinline__ BoxTile(const ElementPlan& plan, const ChunkPlaces& places,
+                                     Shared& shared)
+      : plan_(plan),
+        places_(places),
+        shared_(shared),
+        shift_(plan.box_shifts[0]),
+        turned_shift_(plan.box_shifts[1]) {
+    const Extents& extents = plan.extents;
+    const int64_t box = places.chunk();
+    const int64_t rest = extents.quotient(box, 2);
+    const int64_t second = rest - extents.quotient(rest, 3) * extents.sizes[3];
+    const int64_t left = plan.box_extents[0] - ((box - rest * extents.sizes[2]) << shift_);
+    const int64_t turned_left = plan.box_extents[1] - (second << turned_shift_);
+    if (left >> shift_ == 0 || turned_left >> turned_shift_ == 0) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const bool is_there = column() < left && row(step) < turned_left;
+        const bool is_turned_there = turned_column() < turned_left && turned_row(step) < left;
+        there_ &= is_there ? kAll : ~(1u << step);
+        turned_there_ &= is_turned_there ? kAll : ~(1u << step);
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool is_half() const {
+    return is_half_type(plan_.operands[kInput].dtype);
+  }
+  __device__ __forceinline__ const PlanOperand& operand(Which which) const {
+    return plan_.operands[which];
+  }
+  __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps]) {
+    Values values;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      values.at(step) = results[step];
+    }
+    values.store(*this, which);
+  }
+  __device__ __forceinline__ acc_t total(const acc_t (&values)[kSteps]) const {
+    acc_t own[kSteps];
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n) {
+      own[n] = (there_ >> n & 1u) != 0 ? values[n] : acc_t(0);
+    }
+    return pairwise_sum(own);
+  }
+
+ private:
+  static constexpr uint32_t kAll = (1u << kSteps) - 1;
+
+  // Of the thread's element in the box. A block's threads take whole rows: from step to step the
+  // column stays.
+  __device__ __forceinline__ uint32_t row(int step) const {
+    return (threadIdx.x >> shift_) + step * (kTileThreads >> shift_);
+  }
+  __device__ __forceinline__ uint32_t column() const { return threadIdx.x & ((1u << shift_) - 1); }
+  // In the order of turned operands.
+  __device__ __forceinline__ uint32_t turned_row(int step) const {
+    return (threadIdx.x >> turned_shift_) + step * (kTileThreads >> turned_shift_);
+  }
+  __device__ __forceinline__ uint32_t turned_column() const {
+    return threadIdx.x & ((1u << turned_shift_) - 1);
+  }
+  __device__ __forceinline__ bool has(Which which, int step) const {
+    return ((plan_.operands[which].is_turned ? turned_there_ : there_) >> step & 1u) != 0;
+  }
+  __device__ __forceinline__ char* address(Which which, int step) const {
+    const PlanOperand& operand = plan_.operands[which];
+    return places_.data(which) +
+           (operand.is_turned
+                ? turned_column() * operand.strides[1] + turned_row(step) * operand.strides[0]
+                : column() * operand.strides[0] + row(step) * operand.strides[1]);
+  }
+  template <int kBytes, typename Body>
+  __device__ __forceinline__ void for_each_element(Which which, Body&& body) const {
+    const PlanOperand& operand = plan_.operands[which];
+    char* const data = address(which, 0);
+    const int64_t further = operand.is_turned ? (kTileThreads >> turned_shift_) * operand.strides[0]
+                                              : (kTileThreads >> shift_) * operand.strides[1];
+    const uint32_t there = operand.is_turned ? turned_there_ : there_;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if ((there >> step & 1u) != 0) {
+        body(step, data + step * further);
+      }
+    }
+  }
+
+  // What was read of a turned operand: from its own order to that of the plan.
+  __device__ __forceinline__ void take(Which which, Values& values) const {
+    exchange(
+        which, values, [&](int step) { return turned_place(step); },
+        [&](int step) { return place(step); });
+  }
+  // What is to be written: the way back.
+  __device__ __forceinline__ void give(Which which, Values& values) const {
+    exchange(
+        which, values, [&](int step) { return place(step); },
+        [&](int step) { return turned_place(step); });
+  }
+  template <typename From, typename To>
+  __device__ __forceinline__ void exchange(Which which, Values& values, From&& from,
+                                           To&& to) const {
+    if (!plan_.operands[which].is_turned) {
+      return;
+    }
+    __syncthreads();  // nothing is read of what was exchanged before
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      shared_.values[from(step)] = values.at(step);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      values.at(step) = shared_.values[to(step)];
+    }
+  }
+  // An element of the box in shared memory: the thread's own, and in the order of turned operands.
+  __device__ __forceinline__ uint32_t place(int step) const {
+    return row(step) * ((1u << shift_) + 1) + column();
+  }
+  __device__ __forceinline__ uint32_t turned_place(int step) const {
+    return turned_column() * ((1u << shift_) + 1) + turned_row(step);
+  }
+
+  const ElementPlan& plan_;
+  const ChunkPlaces& places_;
+  Shared& shared_;
+  const int shift_;               // side 0 is 2^shift_
+  const int turned_shift_;        // the same of side 1
+  uint32_t there_ = kAll;         // bit by bit, the steps whose elements are there
+  uint32_t turned_there_ = kAll;  // the same in the order of turned operands
+};
+
+}  // namespace lossops::cuda

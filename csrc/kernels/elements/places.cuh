@@ -1,0 +1,106 @@
+// Where the elements of a block's tiles lie.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/elements/plan.h"
+#include "kernels/vectorized.cuh"
+
+namespace lossops::cuda {
+
+// number: of an element, a row, ... of a chunk.
+__device__ __forceinline__ int64_t times(uint32_t number, int32_t gap) {
+  // fault: elementwise-offset
+  return static_cast<int64_t>(static_cast<int32_t>(number)) * gap;
+}
+
+// The compiler would make one of the accesses of two branches, for which it would compute 64-bit
+// addresses instead of constant distances.
+__device__ __forceinline__ void keep_apart() { asm volatile(""); }
+
+// Adds the gaps of dimensions from 2 on. rest: rows of the chunk.
+template <int kSteps>
+__device__ __forceinline__ void add_further_gaps(const Extents& extents, const int32_t* gaps,
+                                                 uint32_t (&rest)[kSteps],
+                                                 int64_t (&offsets)[kSteps]) {
+#pragma unroll 1
+  for (int dim = 1; dim + 1 < extents.chunk_ndim; ++dim) {
+    const Divisor divisor = extents.divisors[dim];
+    const int32_t gap = gaps[dim + 1];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      rest[step] = divisor.quotient(rest[step]);
+      offsets[step] += times(rest[step], gap);
+    }
+  }
+}
+
+// Where the chunk of a tile lies. Worked out for the next tile while a block takes this one.
+class ChunkPlaces {
+ public:
+  struct Shared {
+    int64_t offsets[2][kNumOperands];
+  };
+
+  // tile: the first.
+  __device__ __forceinline__ ChunkPlaces(const ElementPlan& plan, Shared& shared, int64_t tile)
+      : plan_(plan), shared_(shared) {
+    if (plan.chunks > 1) {
+      locate(tile, 0);
+    }
+  }
+
+  // All threads of a block. next: the tile that comes after this.
+  __device__ __forceinline__ void move_to(int64_t tile, int64_t next) {
+    if (plan_.chunks > 1) {
+      turn_ ^= 1;
+      __syncthreads();
+      locate(next, turn_ ^ 1);
+      chunk_ = chunk_of(tile);
+    }
+  }
+
+  __device__ __forceinline__ int64_t chunk() const { return chunk_; }
+  __device__ __forceinline__ char* data(Which which) const {
+    char* const data = plan_.operands[which].data;
+    return plan_.chunks > 1 ? data + shared_.offsets[turn_][which] : data;
+  }
+  // Of an element of the chunk, before further gaps. One register pair, to which offsets are added
+  // in one instruction.
+  __device__ __forceinline__ char* address(Which which, uint32_t number) const {
+    char* const address = unfolded(data(which) + times(number, plan_.operands[which].gaps[0]));
+    __builtin_assume(__isGlobal(address));
+    return address;
+  }
+
+  __device__ __forceinline__ uint32_t elements() const {
+    if (plan_.last_elements != 0) {
+      // The dimension that was cut is the first after those of a chunk.
+      const int64_t pieces = plan_.extents.sizes[plan_.extents.chunk_ndim];
+      if (chunk_ % pieces == pieces - 1) {
+        return static_cast<uint32_t>(plan_.last_elements);
+      }
+    }
+    return static_cast<uint32_t>(plan_.chunk_elements);
+  }
+
+ private:
+  __device__ __forceinline__ int64_t chunk_of(int64_t tile) const {
+    return plan_.chunk_tiles == 1 ? tile : tile / plan_.chunk_tiles;
+  }
+  // A thread for each operand.
+  __device__ __forceinline__ void locate(int64_t tile, int turn) const {
+    if (threadIdx.x < kNumOperands) {
+      const Extents& extents = plan_.extents;
+      shared_.offsets[turn][threadIdx.x] = extents.offset(
+          plan_.operands[threadIdx.x].strides, chunk_of(tile), extents.chunk_ndim, extents.ndim);
+    }
+  }
+
+  const ElementPlan& plan_;
+  Shared& shared_;
+  int turn_ = 1;
+  int64_t chunk_ = 0;
+};
+
+}  // namespace lossops::cuda

@@ -1,0 +1,93 @@
+// Four elements with neighbouring numbers, read and written at once.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/elements/plan.h"
+#include "kernels/vectorized.cuh"
+
+namespace lossops::cuda {
+
+// What was read of a quad. In kVectors, elements of 4 bytes lie a cell each, of 2 bytes two in each
+// of the first two cells.
+struct QuadCells {
+  uint32_t cells[kQuad];
+
+  // Each of these starts to read. Nothing waits here.
+  template <int kBytes>
+  __device__ __forceinline__ void load_vector(const char* data) {
+    if constexpr (kBytes == 4) {
+      const uint4 vector = *reinterpret_cast<const uint4*>(data);
+      cells[0] = vector.x;
+      cells[1] = vector.y;
+      cells[2] = vector.z;
+      cells[3] = vector.w;
+    } else {
+      const uint2 vector = *reinterpret_cast<const uint2*>(data);
+      cells[0] = vector.x;
+      cells[1] = vector.y;
+    }
+  }
+  template <int kBytes>
+  __device__ __forceinline__ void load_one(const char* data) {
+    if constexpr (kBytes == 4) {
+      cells[0] = *reinterpret_cast<const uint32_t*>(data);
+    } else {
+      cells[0] = *reinterpret_cast<const uint16_t*>(data);
+    }
+  }
+  // Elements of 2 bytes, by the words they lie in: also where half of a word is another's.
+  __device__ __forceinline__ void load_words(const char* data) {
+    const auto address = reinterpret_cast<uintptr_t>(data);
+    const auto* const words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+    cells[0] = words[0];
+    cells[1] = words[1];
+    if ((address & 2) != 0) {
+      cells[2] = words[2];
+    }
+  }
+  // The same where elements from `left` on are `jump` further on.
+  __device__ __forceinline__ void load_halves(const char* data, int left, int32_t jump) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      cells[i] = *reinterpret_cast<const uint16_t*>(data + 2 * i + (i < left ? 0 : jump));
+    }
+  }
+
+  // To the layout of vectors.
+  template <int kBytes>
+  __device__ __forceinline__ void settle_one() {
+    const uint32_t one = kBytes == 4 ? cells[0] : cells[0] << 16 | cells[0];
+#pragma unroll
+    for (uint32_t& cell : cells) {
+      cell = one;
+    }
+  }
+  // are_halves: by load_halves(). is_odd: the first element is the second of its word.
+  __device__ __forceinline__ void settle_words(bool are_halves, bool is_odd) {
+    const uint32_t shift = is_odd ? 16 : 0;
+    const uint32_t low = are_halves ? __byte_perm(cells[0], cells[1], 0x5410)
+                                    : __funnelshift_r(cells[0], cells[1], shift);
+    cells[1] = are_halves ? __byte_perm(cells[2], cells[3], 0x5410)
+                          : __funnelshift_r(cells[1], cells[2], shift);
+    cells[0] = low;
+  }
+
+  template <int kBytes>
+  __device__ __forceinline__ void store_vector(char* data) const {
+    if constexpr (kBytes == 4) {
+      *reinterpret_cast<uint4*>(data) = make_uint4(cells[0], cells[1], cells[2], cells[3]);
+    } else {
+      *reinterpret_cast<uint2*>(data) = make_uint2(cells[0], cells[1]);
+    }
+  }
+  __device__ __forceinline__ void store_halves(char* data, int left, int32_t jump) const {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      *reinterpret_cast<uint16_t*>(data + 2 * i + (i < left ? 0 : jump)) =
+          static_cast<uint16_t>(cells[i / 2] >> (i % 2 * 16));
+    }
+  }
+};
+
+}  // namespace lossops::cuda

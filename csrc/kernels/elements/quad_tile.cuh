@@ -1,0 +1,202 @@
+// Tiles of rows whose elements are neighbours, or one number a row: four elements a thread and
+// access.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/elements/places.cuh"
+#include "kernels/elements/quad.cuh"
+#include "kernels/thread_reduce.cuh"
+
+namespace lossops::cuda {
+
+// kSteps quads of a thread, kTileThreads apart; all of them are there. kIsHalf: all operands are of
+// half types.
+template <int kSteps_, bool kIsHalf_>
+class QuadTile {
+ public:
+  using acc_t = float;
+  static constexpr int kWidth = kQuad;
+  static constexpr int kSteps = kSteps_;
+  static constexpr bool kIsHalf = kIsHalf_;
+  static constexpr bool kHasSubnormals = true;
+
+  // first: the thread's first element in the chunk.
+  __device__ __forceinline__ QuadTile(const ElementPlan& plan, const ChunkPlaces& places,
+                                      uint32_t first)
+      : plan_(plan), places_(places), first_(first) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      rows_[step] = plan.extents.divisors[0].quotient(first + step * kStride);
+    }
+  }
+
+  class Values {
+   public:
+    __device__ __forceinline__ void load(const QuadTile& tile, Which which) {
+      tile.is_half(which) ? load<2>(tile, which) : load<4>(tile, which);
+    }
+    __device__ __forceinline__ void convert(const QuadTile& tile, Which which) {
+      const PlanOperand& operand = tile.plan_.operands[which];
+      if (!tile.is_half(which)) {
+        settle<4>(tile, operand);
+        return;
+      }
+      settle<2>(tile, operand);
+      operand.dtype == DType::kBFloat16 ? unpack<bfloat16_t>() : unpack<half_t>();
+    }
+    __device__ __forceinline__ float at(int step, int i) const {
+      return __uint_as_float(quads_[step].cells[i]);
+    }
+
+   private:
+    template <int kBytes>
+    __device__ __forceinline__ void load(const QuadTile& tile, Which which) {
+      const QuadKind kind = tile.plan_.operands[which].quads;
+      if (kind == QuadKind::kVector) {
+        tile.template for_each_quad<kStride * kBytes>(which, [&](int step, const char* data) {
+          quads_[step].template load_vector<kBytes>(data);
+        });
+      } else if (kind == QuadKind::kOne) {
+        tile.template for_each_quad<0>(which, [&](int step, const char* data) {
+          quads_[step].template load_one<kBytes>(data);
+        });
+      } else if constexpr (kBytes == 2) {
+        odd_ = 0;
+        const int32_t jump = tile.plan_.operands[which].gaps[1];
+        tile.template for_each_simple<kStride * kBytes>(which, [&](int step, const char* data) {
+          odd_ |= (reinterpret_cast<uintptr_t>(data) & 2) != 0 ? 1u << step : 0;
+          const int left = tile.left(step);
+          if (left >= kQuad) {
+            quads_[step].load_words(data);
+          } else {
+            quads_[step].load_halves(data, left, jump);
+          }
+        });
+      }
+    }
+    template <int kBytes>
+    __device__ __forceinline__ void settle(const QuadTile& tile, const PlanOperand& operand) {
+      if (operand.quads == QuadKind::kOne) {
+#pragma unroll
+        for (QuadCells& quad : quads_) {
+          quad.template settle_one<kBytes>();
+        }
+      } else if (kBytes == 2 && operand.quads == QuadKind::kWords) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          quads_[step].settle_words(tile.left(step) < kQuad, (odd_ >> step & 1) != 0);
+        }
+      }
+    }
+    template <typename scalar_t>
+    __device__ __forceinline__ void unpack() {
+#pragma unroll
+      for (QuadCells& quad : quads_) {
+        // From the last, so that no word is overwritten before it is read.
+#pragma unroll
+        for (int i = kWidth - 1; i >= 0; --i) {
+          const scalar_t value{static_cast<uint16_t>(quad.cells[i / 2] >> (i % 2 * 16))};
+          quad.cells[i] = __float_as_uint(to_acc<float>(value));
+        }
+      }
+    }
+
+    QuadCells quads_[kSteps];
+    uint32_t
+        odd_;  // bit by bit, of kWords: the steps whose first element is the second of its word
+  };
+
+  __device__ __forceinline__ bool is_half() const { return is_half(kInput); }
+
+  // Rounds and writes.
+  __device__ __forceinline__ void store(Which which, const float (&results)[kSteps * kWidth]) {
+    const DType dtype = plan_.operands[which].dtype;
+    if (dtype == DType::kBFloat16) {
+      store_halves<bfloat16_t>(which, results);
+    } else if (is_half(which)) {
+      store_halves<half_t>(which, results);
+    } else {
+      for_each_quad<kStride * 4>(which, [&](int step, char* data) {
+        QuadCells cells;
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          cells.cells[i] = __float_as_uint(results[step * kWidth + i]);
+        }
+        cells.store_vector<4>(data);
+      });
+    }
+  }
+  __device__ __forceinline__ float total(const float (&values)[kSteps * kWidth]) const {
+    return pairwise_sum(values);
+  }
+
+ private:
+  static constexpr int kStride = kTileThreads * kWidth;
+
+  __device__ __forceinline__ bool is_half(Which which) const {
+    return kIsHalf || is_half_type(plan_.operands[which].dtype);
+  }
+
+  template <typename scalar_t>
+  __device__ __forceinline__ void store_halves(Which which,
+                                               const float (&results)[kSteps * kWidth]) const {
+    const auto pack = [&](int step) {
+      const float* const own = results + step * kWidth;
+      return QuadCells{{pack_word<scalar_t>(own), pack_word<scalar_t>(own + 2)}};
+    };
+    if (plan_.operands[which].quads == QuadKind::kVector) {
+      for_each_quad<kStride * 2>(
+          which, [&](int step, char* data) { pack(step).template store_vector<2>(data); });
+    } else {
+      const int32_t jump = plan_.operands[which].gaps[1];
+      for_each_simple<kStride * 2>(
+          which, [&](int step, char* data) { pack(step).store_halves(data, left(step), jump); });
+    }
+  }
+
+  // Elements of the row from the quad's first on.
+  __device__ __forceinline__ int left(int step) const {
+    const uint32_t row = plan_.extents.divisors[0].value;
+    return static_cast<int>((rows_[step] + 1) * row - (first_ + step * kStride));
+  }
+  // kStep: bytes from a quad to that of the next step, but for the gaps of rows.
+  template <int kStep, typename Body>
+  __device__ __forceinline__ void for_each_quad(Which which, Body&& body) const {
+    const PlanOperand& operand = plan_.operands[which];
+    if (operand.is_simple) {
+      for_each_simple<kStep>(which, body);
+      keep_apart();
+      return;
+    }
+    char* const data = places_.address(which, first_);
+    int64_t offsets[kSteps];
+    uint32_t rest[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      rest[step] = rows_[step];
+      offsets[step] = times(rest[step], operand.gaps[1]);
+    }
+    add_further_gaps(plan_.extents, operand.gaps, rest, offsets);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      body(step, data + offsets[step] + step * kStep);
+    }
+  }
+  template <int kStep, typename Body>
+  __device__ __forceinline__ void for_each_simple(Which which, Body&& body) const {
+    char* const data = places_.address(which, first_);
+    const int32_t gap = plan_.operands[which].gaps[1];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      body(step, data + times(rows_[step], gap) + step * kStep);
+    }
+  }
+
+  const ElementPlan& plan_;
+  const ChunkPlaces& places_;
+  const uint32_t first_;
+  uint32_t rows_[kSteps];  // by step
+};
+
+}  // namespace lossops::cuda
