@@ -668,6 +668,16 @@ def test_memory_of_few_classes() -> None:
             assert beyond <= bytes_of_row * t.numel() + 2**19, f"{shape} {dtype}: {beyond} bytes"
 
 
+def test_broadcast_operands_have_no_kept_gradient(device: str) -> None:
+    """No forward pass makes one, and `*_backward_kept` has nothing to write it anew from."""
+    input, target = torch.rand(3, device=device), torch.rand(4, 3, device=device)
+    one = torch.ones((), device=device)
+    for name in ("mse_loss", "kl_div"):
+        op = getattr(torch.ops.lossops, f"{name}_backward_kept")
+        with pytest.raises(RuntimeError, match="keeps the gradient of input, which is broadcast"):
+            op(torch.empty_like(input), one, input, target)
+
+
 def test_switch() -> None:
     lossops.keep_gradients(False)
     assert not settings.gradients_are_kept

@@ -144,6 +144,8 @@ std::vector<Tensor> elementwise_backward(
       results.push_back(gradient_of_nothing(loss, params, problem.target));
       continue;
     }
+    LOSSOPS_CHECK(op, !args.kept || operands[i]->sizes.numel() == problem.shape.numel(),
+                  "no forward pass keeps the gradient of ", names[i], ", which is broadcast");
     results.push_back(args.kept ? check_kept(op, kept_names[i], *kept[i], *operands[i])
                                 : empty_like(*operands[i]));
     // With as many elements as the loss has, or with none as the loss, there is nothing to sum.
