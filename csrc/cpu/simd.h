@@ -49,6 +49,12 @@ call_with_avx512(const Body& body) {
   body();
 }
 
+// Processors without AVX2 are older than 2013, or small: less code for them keeps the wheel small.
+template <typename Body>
+__attribute__((optimize("O2"), noinline)) void call_with_baseline(const Body& body) {
+  body();
+}
+
 template <typename Body>
 void with_widest_vectors(const Body& body) {
   switch (instruction_set()) {
@@ -57,7 +63,7 @@ void with_widest_vectors(const Body& body) {
     case InstructionSet::kAvx2:
       return call_with_avx2(body);
     case InstructionSet::kBaseline:
-      return body();
+      return call_with_baseline(body);
   }
 }
 
