@@ -38,20 +38,20 @@ BINDING_SOURCES = [
 ]
 CPU_SOURCES = ["csrc/cpu/elementwise.cpp", "csrc/cpu/cross_entropy.cpp"]
 CUDA_SOURCES = [
+    "csrc/kernels/class_index/few_classes.cu",
+    "csrc/kernels/class_index/float_rows.cu",
+    "csrc/kernels/class_index/float_tiles.cu",
+    "csrc/kernels/class_index/half_rows.cu",
+    "csrc/kernels/class_index/tiles.cu",
     "csrc/kernels/elements/elementwise.cu",
-    "csrc/kernels/cross_entropy.cu",
-    "csrc/kernels/cross_entropy_columns.cu",
-    "csrc/kernels/cross_entropy_few.cu",
-    "csrc/kernels/cross_entropy_float_rows.cu",
-    "csrc/kernels/cross_entropy_float_tile.cu",
-    "csrc/kernels/cross_entropy_half_rows.cu",
-    "csrc/kernels/cross_entropy_long_rows.cu",
-    "csrc/kernels/cross_entropy_probability_rows.cu",
-    "csrc/kernels/cross_entropy_split_rows.cu",
-    "csrc/kernels/cross_entropy_staged.cu",
-    "csrc/kernels/cross_entropy_tile.cu",
-    "csrc/kernels/driver.cu",
-    "csrc/kernels/grid_reduce.cu",
+    "csrc/kernels/grid/driver.cu",
+    "csrc/kernels/grid/grid_reduce.cu",
+    "csrc/kernels/rows/cross_entropy.cu",
+    "csrc/kernels/rows/long_rows.cu",
+    "csrc/kernels/rows/probability_rows.cu",
+    "csrc/kernels/rows/side_by_side_rows.cu",
+    "csrc/kernels/rows/split_rows.cu",
+    "csrc/kernels/rows/staged_rows.cu",
 ]
 
 # The architectures of a released wheel, and the only place that names them. Those which the

@@ -13,7 +13,7 @@
 #include "bindings/cross_entropy.h"
 #include "bindings/elementwise.h"
 #include "bindings/launch.h"
-#include "losses/registry.h"
+#include "losses/elementwise/registry.h"
 
 namespace lossops::bindings {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "launchers.h"
-#include "losses/cross_entropy.h"
+#include "losses/rows/cross_entropy.h"
 #include "strided.h"
 
 namespace lossops {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "losses/registry.h"
+#include "losses/elementwise/registry.h"
 #include "scalar_types.h"
 
 namespace lossops {

@@ -1,4 +1,4 @@
-// Forward and backward of the elementwise losses, for every loss of losses/registry.h.
+// Forward and backward of the elementwise losses, for every loss of losses/elementwise/registry.h.
 #pragma once
 
 #include <array>

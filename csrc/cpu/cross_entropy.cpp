@@ -3,7 +3,7 @@
 // Two walks through the logits. Row by row, along the classes, where those lie together in memory
 // and are many. Else class by class, along a block of rows: as the spatial dimensions of an image
 // want it, and rows so short that what a row costs beside its elements would count.
-#include "losses/cross_entropy.h"
+#include "losses/rows/cross_entropy.h"
 
 #include <atomic>
 #include <cmath>

@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "losses/cross_entropy.h"
-#include "losses/registry.h"
+#include "losses/elementwise/registry.h"
+#include "losses/rows/cross_entropy.h"
 #include "scalar_types.h"
 #include "tests/check.h"
 

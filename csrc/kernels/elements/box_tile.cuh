@@ -5,7 +5,7 @@
 
 #include "kernels/elements/places.cuh"
 #include "kernels/elements/values.cuh"
-#include "kernels/thread_reduce.cuh"
+#include "kernels/primitives/thread_reduce.cuh"
 
 namespace lossops::cuda {
 

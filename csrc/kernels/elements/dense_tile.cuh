@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "kernels/elements/operands.h"
-#include "kernels/thread_reduce.cuh"
-#include "kernels/vectorized.cuh"
+#include "kernels/primitives/thread_reduce.cuh"
+#include "kernels/primitives/vectorized.cuh"
 
 namespace lossops::cuda {
 

@@ -5,20 +5,20 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/block_reduce.cuh"
-#include "kernels/check.cuh"
-#include "kernels/column_reduce.cuh"
-#include "kernels/device.cuh"
-#include "kernels/dispatch.cuh"
 #include "kernels/elements/box_tile.cuh"
 #include "kernels/elements/dense_tile.cuh"
 #include "kernels/elements/process.cuh"
 #include "kernels/elements/quad_tile.cuh"
 #include "kernels/elements/row_tile.cuh"
 #include "kernels/elements/sum_tile.cuh"
-#include "kernels/grid_reduce.cuh"
-#include "kernels/integers.h"
-#include "kernels/launch.cuh"
+#include "kernels/grid/check.cuh"
+#include "kernels/grid/column_reduce.cuh"
+#include "kernels/grid/device.cuh"
+#include "kernels/grid/grid_reduce.cuh"
+#include "kernels/grid/launch.cuh"
+#include "kernels/primitives/block_reduce.cuh"
+#include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/integers.h"
 #include "launchers.h"
 #include "strided.h"
 

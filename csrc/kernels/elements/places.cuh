@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "kernels/elements/plan.h"
-#include "kernels/vectorized.cuh"
+#include "kernels/primitives/vectorized.cuh"
 
 namespace lossops::cuda {
 

@@ -14,7 +14,7 @@
 #include <cstdint>
 
 #include "kernels/elements/operands.h"
-#include "kernels/integers.h"
+#include "kernels/primitives/integers.h"
 
 namespace lossops::cuda {
 

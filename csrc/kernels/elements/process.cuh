@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "kernels/elements/operands.h"
-#include "kernels/grid_reduce.cuh"
-#include "kernels/thread_reduce.cuh"
-#include "losses/registry.h"
+#include "kernels/grid/grid_reduce.cuh"
+#include "kernels/primitives/thread_reduce.cuh"
+#include "losses/elementwise/registry.h"
 #include "strided.h"
 
 namespace lossops::cuda {

@@ -6,7 +6,7 @@
 
 #include "kernels/elements/places.cuh"
 #include "kernels/elements/quad.cuh"
-#include "kernels/thread_reduce.cuh"
+#include "kernels/primitives/thread_reduce.cuh"
 
 namespace lossops::cuda {
 

@@ -1,4 +1,4 @@
-"""What the operators of an elementwise loss (csrc/losses/registry.h) return and keep.
+"""What the operators of an elementwise loss (csrc/losses/elementwise/registry.h) return and keep.
 
 `Traits` has the traits of the loss in C++. *_forward returns the loss and, for a weighted mean, its
 denominator and its value before rounding.

@@ -43,7 +43,7 @@ class RegisteredLoss:
 def _elementwise(
     name: str, reference: Reference, derivative: Derivative, traits: elementwise.Traits
 ) -> RegisteredLoss:
-    """A row of csrc/losses/registry.h."""
+    """A row of csrc/losses/elementwise/registry.h."""
     return RegisteredLoss(
         Loss(
             name,

@@ -1,0 +1,465 @@
+#include "kernels/class_index/half_rows.cuh"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/grid/device.cuh"
+#include "kernels/grid/launch.cuh"
+#include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/thread_reduce.cuh"
+#include "kernels/primitives/vectorized.cuh"
+#include "kernels/primitives/warp_reduce.cuh"
+#include "kernels/rows/staged_rows.cuh"
+
+namespace lossops::cuda {
+namespace {
+
+// Logits of a row that a thread holds.
+constexpr int kThreadLogits = 32;
+// Measured on an H200, steps: of 4096 classes 0.90 of the floor, staged 0.85; of 8192, with the
+// warps for it, a kernel much like this one 0.74, staged 0.82.
+constexpr int64_t kMaxClasses = 4096;
+constexpr int kMaxThreads = kMaxClasses / kThreadLogits;
+// Of a multiprocessor: with 64 registers, or 72, where 64 spill.
+constexpr int min_blocks(bool gradient) { return gradient ? 7 : 8; }
+// Rows that a block takes one after the other, at most: a thread of a warp prepares and finishes
+// each.
+constexpr int kMaxRows = kWarpSize;
+// A block has rows of so many bytes, and so many of them at most, unless there are few or very
+// many. Measured on an H200, 4096 classes: forward, 16 and 128 KB take 2 to 6 % longer; with
+// gradients, 8 KB 9 % for 16384 rows, 32 KB 2 to 4 %.
+constexpr int64_t kForwardBytes = 64 << 10;
+constexpr int64_t kForwardRows = 16;
+constexpr int64_t kGradientBytes = 16 << 10;
+constexpr int64_t kGradientRows = 4;
+
+// A row needs no shift where the sum of its other exponentials and the logit at its class index are
+// within these: what is too small for fp32 is nothing beside that sum, and neither the quotient of
+// the two nor a gradient's factor leaves fp32's range. Single logits may be as low as they like.
+constexpr float kMaxLogitAtIndex = 44;
+constexpr float kMinOthers = 0x1p-20f;
+constexpr float kMaxOthers = 0x1p60f;
+
+[[maybe_unused]] __device__ __forceinline__ bool is_plain(float others, float x_at_index) {
+  return others >= kMinOthers && others <= kMaxOthers && ::fabsf(x_at_index) <= kMaxLogitAtIndex;
+}
+
+// Two logits of -32768, which have no exponentials but finite products.
+template <typename scalar_t>
+constexpr uint32_t kNoLogits = std::is_same_v<scalar_t, half_t> ? 0xf800f800u : 0xc700c700u;
+
+// The same as those where they are less; NaN stays.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t bounded_word(uint32_t word) {
+  uint32_t result;
+  if constexpr (std::is_same_v<scalar_t, half_t>) {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(word), "r"(kNoLogits<scalar_t>));
+  } else {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(word), "r"(kNoLogits<scalar_t>));
+  }
+  return result;
+}
+
+// A thread's share of a row: each warp has a part of it, whose vectors the lanes take in turn.
+template <typename scalar_t, bool kAligned>
+struct Share {
+  static constexpr int kSize = kVectorSize<scalar_t>;
+  static constexpr int kVectors = kThreadLogits / kSize;
+  static constexpr int kStride = kWarpSize * kSize;  // from one vector to the next
+  int first;                                         // class of the thread's first logit
+  int count;                                         // vectors
+  uint32_t absent;                                   // two logits that are not there
+  Vector<scalar_t> vectors[kVectors];
+
+  __device__ __forceinline__ Share(int num_classes, uint32_t absent_)
+      : first(static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize * kThreadLogits +
+              static_cast<int>(threadIdx.x) % kWarpSize * kSize),
+        count((num_classes - first + kStride - 1) / kStride),
+        absent(absent_) {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        vectors[u].set_word(i, absent);
+      }
+    }
+  }
+
+  // Vector u of a row, if `wanted`.
+  __device__ __forceinline__ void load(const scalar_t* row, int u, bool wanted = true) {
+    if (wanted && u < count) {
+      row += first + u * kStride;
+      if constexpr (kAligned) {
+        vectors[u] = load_vector(row, 0);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          vectors[u].set(i, row[i]);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void load(const scalar_t* row) {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      load(row, u);
+    }
+  }
+
+  // Vector u of a row's gradient.
+  __device__ __forceinline__ void store(scalar_t* row, int u, const float (&values)[kSize]) const {
+    const Vector<scalar_t> vector = pack<scalar_t>(values);
+    if (u < count) {
+      row += first + u * kStride;
+      if constexpr (kAligned) {
+        // By name: the compiler would cut the store in four.
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                     :
+                     : "l"(row), "r"(vector.word(0)), "r"(vector.word(1)), "r"(vector.word(2)),
+                       "r"(vector.word(3))
+                     : "memory");
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          row[i] = vector.get(i);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool has(int index) const {
+    const int distance = index - first;
+    return distance >= 0 && distance < kVectors * kStride && distance % kStride < kSize;
+  }
+
+  // Takes a logit that this thread has out of the row.
+  __device__ __forceinline__ float take(int index) {
+    const int vector = (index - first) / kStride;
+    const int word = index % kSize / 2;
+    const uint32_t others = index % 2 == 0 ? 0xffff0000u : 0xffffu;
+    const uint32_t fill = absent & ~others;
+    uint32_t taken = 0;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (u == vector) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t own = vectors[u].word(i);
+          taken = i == word ? own : taken;
+          vectors[u].set_word(i, i == word ? (own & others) | fill : own);
+        }
+      }
+    }
+    return word_element<scalar_t>(taken, index % 2);
+  }
+};
+
+// What the threads of a block know of its rows.
+struct Rows {
+  float4 parts[kMaxRows];    // of the sum of each row's other exponentials: the warps'
+  int64_t logits[kMaxRows];  // offsets
+  int64_t gradients[kMaxRows];
+  int index[kMaxRows];  // checked_index()
+  float weight[kMaxRows];
+  float scaled[kMaxRows];  // the weight, times the mean's scale
+  float x_at_index[kMaxRows];
+  float max[kMaxRows];  // IndexRow's
+  float rest[kMaxRows];
+  uint32_t left;  // a bit a row: those that are not plain, or whose gradients are not
+};
+static_assert(kMaxThreads / kWarpSize == 4, "Rows::parts");
+
+// Of this warp.
+[[maybe_unused]] __device__ __forceinline__ float& part_of(Rows& rows, int n) {
+  return reinterpret_cast<float*>(rows.parts + n)[threadIdx.x / kWarpSize];
+}
+
+[[maybe_unused]] __device__ __forceinline__ float others_of(const Rows& rows, int n) {
+  const float4 all = rows.parts[n];
+  return (all.x + all.y) + (all.z + all.w);
+}
+
+// A row that is not plain, reduced by the block.
+template <typename scalar_t, bool kAligned>
+__device__ __forceinline__ IndexRow reduce_shifted(const Share<scalar_t, kAligned>& share,
+                                                   Rows& rows, int n, float x_at_index) {
+  constexpr int kSize = kVectorSize<scalar_t>;
+  uint32_t largest = share.absent;
+#pragma unroll
+  for (const Vector<scalar_t>& vector : share.vectors) {
+    largest = max_of_vector(vector, largest);
+  }
+  constexpr float kLowest = -HUGE_VALF;
+  if (threadIdx.x == 0) {
+    rows.parts[n] = {kLowest, kLowest, kLowest, kLowest};
+  }
+  __syncthreads();
+  const float warp_largest = warp_max(max_of_elements<scalar_t>(largest));
+  if (threadIdx.x % kWarpSize == 0) {
+    part_of(rows, n) = warp_largest;
+  }
+  __syncthreads();
+  const float4 maxima = rows.parts[n];
+  const float max =
+      math::max_number(math::max_number(maxima.x, maxima.y), math::max_number(maxima.z, maxima.w));
+  const RowTerms<false> terms(max);
+  float sum = 0;
+#pragma unroll
+  for (const Vector<scalar_t>& vector : share.vectors) {
+    float values[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      values[i] = terms(to_acc<float>(vector.get(i)));
+    }
+    sum += pairwise_sum(values);
+  }
+  __syncthreads();  // all have read the maxima
+  if (threadIdx.x == 0) {
+    rows.parts[n] = {};
+  }
+  __syncthreads();
+  sum = warp_sum(sum);
+  if (threadIdx.x % kWarpSize == 0) {
+    part_of(rows, n) = sum;
+  }
+  __syncthreads();
+  return IndexRow::of(terms, max, others_of(rows, n), x_at_index);
+}
+
+// Each exponential is computed once, without a shift, and kept for the gradient; what rounding
+// takes from its exponent counts in the sum. While a row is computed, the next one is on its way.
+// Rows that are not plain, and whose gradients are not, are read again in the end.
+template <typename scalar_t, bool kAligned, bool kGradient>
+__global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
+    cross_entropy_half_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                   int rows_of_block, Denominator denominator, Partial* partials,
+                                   Finalize finalize) {
+#if LOSSOPS_HOPPER_CODE
+  using RowShare = Share<scalar_t, kAligned>;
+  constexpr int kSize = RowShare::kSize;
+  constexpr int kVectors = RowShare::kVectors;
+  __shared__ Rows rows;
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto* const input = static_cast<const scalar_t*>(args.input.data);
+  auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data);
+  RowShare share(static_cast<int>(args.num_classes), kNoLogits<scalar_t>);
+  const int64_t first_row = int64_t{blockIdx.x} * rows_of_block;
+  share.load(input + row_offset(args.rows, args.input, first_row));
+  let_next_kernel_start();
+  std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator);
+  const int count = static_cast<int>(min(int64_t{rows_of_block}, args.rows.numel - first_row));
+  const int64_t row_of_thread = first_row + thread;
+  if (thread < kWarpSize) {
+    if (thread < count) {
+      rows.logits[thread] = row_offset(args.rows, args.input, row_of_thread);
+      if constexpr (kGradient) {
+        rows.gradients[thread] = row_offset(args.rows, args.grad_input, row_of_thread);
+      }
+      const int index = checked_index(
+          args, load_class_index(args.target, row_offset(args.rows, args.target, row_of_thread)));
+      rows.index[thread] = index;
+      rows.weight[thread] = row_weight(args, index);
+      rows.parts[thread] = {};
+    }
+    unit.wait(args, denominator);
+    if (kGradient && thread < count) {
+      rows.scaled[thread] = unit.get() * rows.weight[thread];
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int n = 0; n < count; ++n) {
+    const int index = rows.index[n];
+    const bool loads = n + 1 < count && rows.index[n + 1] >= 0;  // fault: half-rows-load
+    const scalar_t* const next = input + rows.logits[loads ? n + 1 : n];
+    scalar_t* const gradient = kGradient ? grad_input + rows.gradients[n] : nullptr;
+    if (index < 0) {
+      const float value = gradient_without_loss(index);
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        if constexpr (kGradient) {
+          float values[kSize];
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            values[i] = value;
+          }
+          share.store(gradient, u, values);
+        }
+        share.load(next, u, loads);
+      }
+      continue;
+    }
+    const bool has_index = share.has(index);
+    if (has_index) {
+      rows.x_at_index[n] = share.take(index);
+    }
+    float powers[kGradient ? kThreadLogits : kSize];
+    float sum = 0;
+    float lost = 0;  // of the sum, by what rounding took from the exponents
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      float values[kSize];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const uint32_t word = bounded_word<scalar_t>(share.vectors[u].word(i / 2));
+        const float x = word_element<scalar_t>(word, i % 2);
+        const float t = x * math::kLog2E;
+        values[i] = math::exp2(t);
+        lost = ::fmaf(values[i], ::fmaf(t, -math::kLn2, x), lost);
+        powers[kGradient ? u * kSize + i : i] = values[i];
+      }
+      sum += pairwise_sum(values);
+      share.load(next, u, loads);
+    }
+    sum = warp_sum(sum + lost);
+    if (thread % kWarpSize == 0) {
+      part_of(rows, n) = sum;
+    }
+    if constexpr (kGradient) {
+      __syncthreads();
+      const float others = others_of(rows, n);
+      const float x_at_index = rows.x_at_index[n];
+      const float scaled = rows.scaled[n];
+      const bool writes = is_plain(others, x_at_index) && IndexRow::gradient_is_plain(scaled);
+      // IndexRow::finish()'s
+      const float factor = math::divide_by_sum(scaled, plain_exp(x_at_index), others);
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        float values[kSize];
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          values[i] = factor * powers[u * kSize + i];
+        }
+        if (writes) {
+          share.store(gradient, u, values);
+        }
+      }
+      if (writes && has_index) {
+        // By the thread that wrote it before.
+        gradient[index] = from_acc<scalar_t>(factor * -others);
+      }
+    }
+  }
+  __syncthreads();
+  if (thread < kWarpSize) {
+    bool again = false;
+    if (thread < count) {
+      IndexRow row;
+      if (rows.index[thread] >= 0) {
+        row = IndexRow::plain(others_of(rows, thread));
+        again = !is_plain(-row.rest, rows.x_at_index[thread]) ||
+                (kGradient && !IndexRow::gradient_is_plain(rows.scaled[thread]));
+      }
+      rows.max[thread] = row.max;
+      rows.rest[thread] = row.rest;
+    }
+    const uint32_t left = __ballot_sync(kAllLanes, again);
+    if (thread == 0) {
+      rows.left = left;
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t left = rows.left; left != 0; left &= left - 1) {
+    const int n = __ffs(static_cast<int>(left)) - 1;
+    const int index = rows.index[n];
+    const float x_at_index = rows.x_at_index[n];
+    RowShare again(static_cast<int>(args.num_classes), lowest_word<scalar_t>());
+    again.load(input + rows.logits[n]);
+    const bool has_index = again.has(index);
+    if (has_index) {
+      again.take(index);
+    }
+    IndexRow row = {rows.max[n], rows.rest[n]};
+    if (!is_plain(-row.rest, x_at_index)) {
+      row = reduce_shifted(again, rows, n, x_at_index);
+      if (thread == 0) {
+        rows.max[n] = row.max;
+        rows.rest[n] = row.rest;
+      }
+    }
+    if constexpr (kGradient) {
+      const float scaled = rows.scaled[n];
+      const auto finished = row.finish<true>(x_at_index, scaled, 1.0f);
+      const LogitGradient<float, false> of_logit(finished.softmax, scaled);
+      scalar_t* const gradient = grad_input + rows.gradients[n];
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        float values[kSize];
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          values[i] = to_acc<float>(again.vectors[u].get(i));
+        }
+        of_logit.replace(values);
+        again.store(gradient, u, values);
+      }
+      if (has_index) {
+        gradient[index] = from_acc<scalar_t>(finished.gradient_at_index);
+      }
+    }
+  }
+  if (thread >= kWarpSize) {
+    return;
+  }
+  __syncwarp();
+  Partial partial;
+  if (thread < count) {
+    const float weight = rows.weight[thread];
+    const IndexRow row{rows.max[thread], rows.rest[thread]};
+    const float loss = rows.index[thread] >= 0
+                           ? row.finish<true>(rows.x_at_index[thread], 1.0f, weight).loss
+                           : gradient_without_loss(rows.index[thread]);
+    record_row(
+        args, loss, weight, row.max, row.rest, row_of_thread,
+        [&](int64_t number) { return row_offset(args.rows, args.output, number); }, partial);
+  }
+  if (args.reduction != Reduction::kNone) {
+    reduce_warp_to_grid(partial, partials, finalize);
+  }
+#endif
+}
+
+}  // namespace
+
+HalfRowPlan plan_half_rows(const CrossEntropyForwardArgs& args) {
+  HalfRowPlan plan;
+  const int64_t size = element_size(args.input.dtype);
+  const DeviceLimits limits = current_device_limits();
+  if (!limits.hopper || size != 2 || args.dense() || args.acc_double ||
+      args.input_class_stride != 1 || args.num_classes % (kVectorBytes / size) != 0 ||
+      args.num_classes * size < kMinStagedBytes || args.num_classes > kMaxClasses) {
+    return plan;
+  }
+  plan.threads =
+      static_cast<int>(ceil_div(args.num_classes, kWarpSize * kThreadLogits)) * kWarpSize;
+  const bool gradient = args.grad_input.data != nullptr;
+  plan.aligned = rows_are_aligned(args);
+  const int64_t fit = (gradient ? kGradientBytes : kForwardBytes) / (args.num_classes * size);
+  const int64_t resident = int64_t{limits.multiprocessors} * min_blocks(gradient);
+  const int64_t rows =
+      std::min({fit, gradient ? kGradientRows : kForwardRows, args.rows.numel / resident});
+  plan.rows = static_cast<int>(rows_of_worker(rows, args.rows.numel, kMaxRows));
+  plan.blocks = ceil_div(args.rows.numel, int64_t{plan.rows});
+  return plan;
+}
+
+void launch_half_rows(const CrossEntropyForwardArgs& args, const HalfRowPlan& plan,
+                      const Denominator& denominator, Partial* partials, const Finalize& finalize,
+                      cudaStream_t stream) {
+  visit_half_type(args.input.dtype, [&](auto type) {
+    visit_bool(plan.aligned, [&](auto aligned) {
+      visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
+        launch_kernel(
+            "cross_entropy_half_rows_kernel",
+            cross_entropy_half_rows_kernel<typename decltype(type)::type, decltype(aligned)::value,
+                                           decltype(gradient)::value>,
+            {plan.blocks, plan.threads, 0, 1, denominator.is_computed()}, stream, args, plan.rows,
+            denominator, partials, finalize);
+      });
+    });
+  });
+}
+
+}  // namespace lossops::cuda

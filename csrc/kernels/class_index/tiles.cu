@@ -1,0 +1,542 @@
+#include "kernels/class_index/tiles.cuh"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/grid/device.cuh"
+#include "kernels/grid/launch.cuh"
+#include "kernels/primitives/async_copy.cuh"
+#include "kernels/primitives/block_reduce.cuh"
+#include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/row_words.cuh"
+
+namespace lossops::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarpSize;
+// Of a multiprocessor: 32 warps of 64 registers, or 28 of 72, where 64 spill. Measured on an H200:
+// the steps of 100 and 10 classes are 1 % and 4 % faster with 7.
+constexpr int min_blocks(bool gradient) { return gradient ? 7 : 8; }
+// Elements of a row that a lane adds up, or replaces by their gradients, at a time.
+constexpr int kElementsAtATime = 8;
+// Granules of a gradient that a lane has in flight.
+constexpr int kStoreUnroll = 4;
+// Longer rows are worth a warp of their own. Measured on an H200: rows of 4000 bytes are read 1.2
+// times as fast by one.
+constexpr int64_t kMaxRowBytes = 2000;
+// What a block has of shared memory beside its tiles, at most.
+constexpr int kStaticSharedBytes = 1024;
+// Of a tile, with a gradient or without one: it decides what blocks add up, and so a bit of a loss.
+// Measured on an H200, 10 classes: with 7700 forward takes 5 % longer, and the step 3 % less.
+constexpr int kTileBytes = 5000;
+// Tiles of a warp, at least. Measured on an H200, 100 classes: 2 are 1 % faster than 3, and 5 %
+// than 6; 1 is as fast.
+constexpr int64_t kTilesPerWarp = 2;
+// Lanes that may share a row. Rows of 400 bytes: 2 take 0.8 times the time of 1 or 8.
+constexpr int kTeams[] = {1, 2, 8};
+// More words than these for a lane make tiles too large.
+constexpr int kMaxLaneWords = 56;
+
+// How a warp cuts the rows. A step of a tile is a row for each of its teams.
+struct TileShape {
+  int steps;              // of a tile
+  int padding;            // granules between rows in shared memory, against bank conflicts
+  int bytes;              // of a warp's buffer
+  uint32_t rows_of_2_20;  // 2^20 over a row's granules, rounded up: divides a granule's number
+
+  __device__ __forceinline__ int padded(int granule) const {
+    return padding == 0 ? granule
+                        : granule + static_cast<int>(granule * rows_of_2_20 >> 20) * padding;
+  }
+};
+
+// Where the rows of a tile start in shared memory: at 32-bit words, or in the middle of one; or
+// each is copied there by itself, because they do not follow one another in logits or gradient.
+enum class Rows : int8_t { kAtWords, kWithinWords, kWithGaps };
+
+// The gradient of a row that has no loss.
+struct ConstantGradient {
+  float value;
+
+  template <int kCount>
+  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = value;
+    }
+  }
+};
+
+// Rows with gaps, element by element: slower, but the order of the sums is the same.
+template <typename scalar_t>
+__device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, scalar_t* elements,
+                                          int pitch, int64_t first_row, int rows) {
+  for (int r = 0; r < rows; ++r) {
+    const auto* const logits = static_cast<const scalar_t*>(args.input.data) +
+                               row_offset(args.rows, args.input, first_row + r);
+    for (int c = static_cast<int>(threadIdx.x) % kWarpSize; c < args.num_classes; c += kWarpSize) {
+      elements[r * pitch + c] = logits[c];
+    }
+  }
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
+                                           const scalar_t* elements, int pitch, int64_t first_row,
+                                           int rows) {
+  for (int r = 0; r < rows; ++r) {
+    auto* const gradient = static_cast<scalar_t*>(args.grad_input.data) +
+                           row_offset(args.rows, args.grad_input, first_row + r);
+    for (int c = static_cast<int>(threadIdx.x) % kWarpSize; c < args.num_classes; c += kWarpSize) {
+      gradient[c * args.grad_input_class_stride] = elements[r * pitch + c];
+    }
+  }
+}
+
+// kTeam: lanes that share a row.
+template <typename scalar_t, int kTeam, bool kGradient, Rows kRows>
+__global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
+    cross_entropy_forward_tile_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                      const TileShape shape, Denominator denominator,
+                                      GradOutput grad_output, Partial* partials,
+                                      Finalize finalize) {
+#if LOSSOPS_HOPPER_CODE
+  float given = 1;
+  if (kGradient && grad_output.is_one(given)) {
+    return;
+  }
+  constexpr int kSize = kVectorSize<scalar_t>;
+  constexpr int kPerWord = kWordElements<scalar_t>;
+  constexpr bool kGaps = kRows == Rows::kWithGaps;
+  constexpr bool kOdd = kRows == Rows::kWithinWords;
+  constexpr int kUnroll = kElementsAtATime / kPerWord;
+  constexpr int kGradientUnroll = kUnroll / 2;
+  extern __shared__ uint4 dynamic[];
+  __shared__ CopyBarrier barriers[kWarps];
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  constexpr int kRowsAtATime = kWarpSize / kTeam;
+  const int member = lane % kTeam;
+  const int tile_rows = shape.steps * kRowsAtATime;
+  const int num_classes = static_cast<int>(args.num_classes);
+  const int pitch = kGaps ? (num_classes + kPerWord - 1) / kPerWord * kPerWord
+                          : num_classes + shape.padding * kSize;
+  const auto offset_of = [&](const Operand& operand, int64_t row) {
+    return kGaps ? row_offset(args.rows, operand, row) : row * operand.strides[0];
+  };
+  auto* const buffer = reinterpret_cast<char*>(dynamic) + warp * shape.bytes;
+  auto* const elements = reinterpret_cast<scalar_t*>(buffer);
+  auto* const all_words = reinterpret_cast<uint32_t*>(buffer);
+  CopyBarrier& arrived = barriers[warp];
+  if (lane == 0) {
+    arrived.init();
+  }
+  let_next_kernel_start();
+  std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator, given);
+  __syncthreads();
+  // From one tile of a warp to its next.
+  const int64_t row_stride = int64_t{gridDim.x} * kWarps * tile_rows;
+  const auto* const input = static_cast<const scalar_t*>(args.input.data);
+  auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data);
+  Partial partial;
+  uint32_t parity = 0;
+
+  // The tile in shared memory: its rows, its elements in global memory, and in granules.
+  int64_t first_row = 0;
+  int rows = 0;
+  int64_t first_element = 0;
+  int phase = 0;
+  int count = 0;
+  int edge = -1;
+  scalar_t x_at_edge = {};
+  const auto whole_begin = [&] { return phase > 0 ? 1 : 0; };
+  const auto whole_end = [&] { return (phase + count) / kSize; };
+  // Of the row r of the tile. What is not there is ignored.
+  const auto load_target = [&](int r) {
+    return r < rows ? load_class_index(args.target, offset_of(args.target, first_row + r))
+                    : args.ignore_index;
+  };
+  // This lane's next row.
+  const int first_of_tile = lane / kTeam;
+  int64_t next_target = args.ignore_index;
+  const auto start = [&] {
+    if (first_row >= args.rows.numel) {
+      return;
+    }
+    rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
+    next_target = load_target(first_of_tile);
+    if constexpr (kGaps) {
+      load_rows(args, elements, pitch, first_row, rows);
+      return;
+    }
+    first_element = first_row * num_classes;
+    phase = static_cast<int>(reinterpret_cast<uintptr_t>(input + first_element) % kVectorBytes /
+                             sizeof(scalar_t));
+    count = rows * num_classes;
+    const scalar_t* const base = input + first_element - phase;
+    edge = -1;
+    if (phase > 0 || count % kSize != 0) {
+      const bool head = lane < kSize;
+      const int e = head ? lane : whole_end() * kSize + lane - kSize;
+      const bool is_edge =
+          head ? whole_begin() > 0 && e >= phase : lane < 2 * kSize && whole_end() >= whole_begin();
+      if (is_edge && e < phase + count) {
+        edge = e;
+        x_at_edge = base[e];
+      }
+    }
+    const int whole = max(whole_end() - whole_begin(), 0);
+    if (lane == 0) {
+      arrived.expect(static_cast<uint32_t>(whole) * kVectorBytes);
+      if (shape.padding == 0) {
+        arrived.copy(buffer + whole_begin() * kVectorBytes, base + whole_begin() * kSize,
+                     static_cast<uint32_t>(whole) * kVectorBytes);
+      }
+    }
+    if (shape.padding > 0) {
+      __syncwarp();
+      for (int r = lane; r < rows; r += kWarpSize) {
+        arrived.copy(elements + r * pitch, base + r * num_classes,
+                     static_cast<uint32_t>(num_classes) * sizeof(scalar_t));
+      }
+    }
+  };
+
+  first_row = (int64_t{blockIdx.x} * kWarps + warp) * tile_rows;
+  start();
+  unit.wait(args, denominator);
+  const float scale = unit.get();
+  while (first_row < args.rows.numel) {
+    if constexpr (!kGaps) {
+      arrived.wait(parity);
+      parity ^= 1;
+    }
+    if (edge >= 0) {
+      elements[edge] = x_at_edge;
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int r = first_of_tile; r - first_of_tile < rows; r += kRowsAtATime) {
+      const int index = checked_index(args, next_target);
+      next_target = load_target(r + kRowsAtATime);
+      scalar_t* const own = elements + phase + r * pitch;
+      // The last class takes the place of the class index, and the row ends before it.
+      const int num_others = index >= 0 ? num_classes - 1 : 0;
+      float x_at_index = 0;
+      if (index >= 0) {
+        x_at_index = to_acc<float>(own[index]);
+      }
+      if constexpr (kTeam > 1 || kOdd) {
+        __syncwarp();  // it is read by the whole team; a word has elements of two rows
+      }
+      if (index >= 0 && member == 0) {
+        own[index] = own[num_others];
+      }
+      if constexpr (kTeam > 1 || kOdd) {
+        __syncwarp();
+      }
+      const int words = num_others / kPerWord;
+      const bool has_last = num_others % kPerWord != 0 && words % kTeam == member;
+      const int shift = kOdd ? (phase + r * pitch) % kPerWord * 16 : 0;
+      uint32_t* const row_words = all_words + (phase + r * pitch) / kPerWord;
+      const auto word = [&](int k) {
+        return kOdd ? __funnelshift_r(row_words[k], row_words[k + 1], shift) : row_words[k];
+      };
+      // see(word): each word with the row's elements.
+      const auto sum_of = [&](auto&& term, auto&& see) {
+        ExactSum sum;
+        int k = member;
+#pragma unroll 1
+        for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
+          float values[kUnroll * kPerWord];
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            const uint32_t loaded = word(k + u * kTeam);
+            see(loaded);
+#pragma unroll
+            for (int i = 0; i < kPerWord; ++i) {
+              values[u * kPerWord + i] = term(word_element<scalar_t>(loaded, i));
+            }
+          }
+          sum.add(pairwise_sum(values));
+        }
+        float last_terms = 0;
+#pragma unroll 1
+        for (; k < words; k += kTeam) {
+          float values[kPerWord];
+          const uint32_t loaded = word(k);
+          see(loaded);
+#pragma unroll
+          for (int i = 0; i < kPerWord; ++i) {
+            values[i] = term(word_element<scalar_t>(loaded, i));
+          }
+          last_terms += pairwise_sum(values);
+        }
+        if (has_last) {
+          const scalar_t last = own[num_others - 1];
+          float values[kPerWord] = {to_acc<float>(last)};
+          see(pack_word<scalar_t>(values));
+          last_terms += term(values[0]);  // fault: tile-odd-element
+        }
+        sum.add(last_terms);
+        return warp_sum(sum.total(), kTeam);
+      };
+      IndexRow reduced;
+      bool plain = index < 0;
+      uint32_t reaches = 0;
+      const float plain_others =
+          sum_of([](float x) { return plain_exp(x); },
+                 [&](uint32_t word) { reaches = reach_of_words<scalar_t>(word, reaches); });
+      const float reach = math::max_number(warp_max(max_of_elements<scalar_t>(reaches), kTeam),
+                                           ::fabsf(x_at_index));
+      if (IndexRow::may_be_plain(reach, plain_others)) {
+        plain = true;
+        reduced = IndexRow::plain(plain_others);
+      }
+      // All of a warp, for the sake of its shuffles.
+      if (__any_sync(kAllLanes, !plain)) {
+        uint32_t maxima = lowest_word<scalar_t>();
+        int k = member;
+#pragma unroll 1
+        for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            maxima = max_of_words<scalar_t>(word(k + u * kTeam), maxima);
+          }
+        }
+#pragma unroll 1
+        for (; k < words; k += kTeam) {
+          maxima = max_of_words<scalar_t>(word(k), maxima);
+        }
+        float max = max_of_elements<scalar_t>(maxima);
+        if (has_last) {
+          max = math::max_number(to_acc<float>(own[num_others - 1]), max);
+        }
+        max = warp_max(max, kTeam);
+        const RowTerms<false> terms(max);
+        const float others = sum_of(terms, [](uint32_t) {});
+        if (!plain) {
+          reduced = IndexRow::of(terms, max, others, x_at_index);
+        }
+      }
+      const float weight = row_weight(args, index);
+      const auto finished = reduced.template finish<true>(x_at_index, scale, weight);
+      const bool exists = r < rows;
+      if (member == 0 && exists) {
+        const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
+        record_row(
+            args, loss, weight, reduced.max, reduced.rest, first_row + r,
+            [&](int64_t row) { return offset_of(args.output, row); }, partial);
+      }
+      if constexpr (kGradient) {
+        if constexpr (kOdd) {
+          __syncwarp();  // a word has elements of two lanes
+        }
+        const auto replace_element = [&](int c, const auto& gradient) {
+          float values[1] = {to_acc<float>(own[c])};
+          gradient.replace(values);
+          own[c] = from_acc<scalar_t>(values[0]);
+        };
+        const auto replace_words = [&](int first_word, auto words_at_a_time, const auto& gradient) {
+          constexpr int kWords = decltype(words_at_a_time)::value;
+          float values[kWords * kPerWord];
+#pragma unroll
+          for (int u = 0; u < kWords; ++u) {
+            const uint32_t loaded = row_words[first_word + u * kTeam];
+#pragma unroll
+            for (int i = 0; i < kPerWord; ++i) {
+              values[u * kPerWord + i] = word_element<scalar_t>(loaded, i);
+            }
+          }
+          gradient.replace(values);
+#pragma unroll
+          for (int u = 0; u < kWords; ++u) {
+            row_words[first_word + u * kTeam] = pack_word<scalar_t>(values + u * kPerWord);
+          }
+        };
+        const auto write = [&](int length, const auto& gradient) {
+          if constexpr (kOdd) {
+            for (int c = member; c < length; c += kTeam) {
+              replace_element(c, gradient);
+            }
+          } else {
+            const int whole = length / kPerWord;
+            int k = member;
+#pragma unroll 1
+            for (; k + (kGradientUnroll - 1) * kTeam < whole; k += kGradientUnroll * kTeam) {
+              replace_words(k, std::integral_constant<int, kGradientUnroll>{}, gradient);
+            }
+#pragma unroll 1
+            for (; k < whole; k += kTeam) {
+              replace_words(k, std::integral_constant<int, 1>{}, gradient);
+            }
+            if (length % kPerWord != 0 && whole % kTeam == member) {
+              replace_element(length - 1, gradient);
+            }
+          }
+        };
+        if (exists && index >= 0) {
+          if (finished.has_plain_gradient) {
+            write(num_others, PlainGradient{finished.softmax.factor});
+          } else {
+            write(num_others, LogitGradient<float, false>(finished.softmax, scale * weight));
+          }
+        } else if (exists) {
+          write(num_classes, ConstantGradient{gradient_without_loss(index)});
+        }
+        if constexpr (kTeam > 1) {
+          __syncwarp();
+        }
+        if (exists && index >= 0 && member == 0) {
+          own[num_others] = own[index];
+          own[index] = from_acc<scalar_t>(finished.gradient_at_index);
+        }
+      }
+    }
+    __syncwarp();
+    if constexpr (kGradient && kGaps) {
+      store_rows(args, elements, pitch, first_row, rows);
+      __syncwarp();
+    } else if constexpr (kGradient) {
+      scalar_t* const base = grad_input + first_element - phase;
+      const int end = whole_end();
+      int g = lane >= whole_begin() ? lane : lane + kWarpSize;
+      for (; g + (kStoreUnroll - 1) * kWarpSize < end; g += kStoreUnroll * kWarpSize) {
+        Vector<scalar_t> vectors[kStoreUnroll];
+#pragma unroll
+        for (int u = 0; u < kStoreUnroll; ++u) {
+          vectors[u] = load_vector(elements, shape.padded(g + u * kWarpSize));
+        }
+#pragma unroll
+        for (int u = 0; u < kStoreUnroll; ++u) {
+          store_vector(base, g + u * kWarpSize, vectors[u]);
+        }
+      }
+      for (; g < end; g += kWarpSize) {
+        store_vector(base, g, load_vector(elements, shape.padded(g)));
+      }
+      if (edge >= 0) {
+        base[edge] = elements[edge];
+      }
+      __syncwarp();
+    }
+    first_row += row_stride;
+    start();
+  }
+  if (args.reduction != Reduction::kNone && !grad_output.exists()) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+#endif
+}
+
+// How many accesses of a warp meet in one bank, when its teams read their rows' first words.
+int bank_conflict(int pitch_words, int team) {
+  int used[32] = {};
+  int worst = 1;
+  for (int lane = 0; lane < 32; ++lane) {
+    const int bank = (lane / team * pitch_words + lane % team) % 32;
+    worst = std::max(worst, ++used[bank]);
+  }
+  return worst;
+}
+
+}  // namespace
+
+TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
+  TilePlan plan;
+  const int64_t size = element_size(args.input.dtype);
+  const int64_t bytes = args.num_classes * size;
+  const DeviceLimits limits = current_device_limits();
+  if (!limits.hopper || size != sizeof(half_t) || args.dense() || args.acc_double ||
+      args.input_class_stride != 1 || args.num_classes < 1 || bytes > kMaxRowBytes) {
+    return plan;
+  }
+  plan.gaps = !rows_follow(args, args.input, 1) ||
+              (args.grad_input.data != nullptr &&
+               (!rows_follow(args, args.grad_input, args.grad_input_class_stride) ||
+                !gradient_lies_as_input(args)));
+  const int row_bytes = static_cast<int>(bytes);
+  const int words = (row_bytes + 3) / 4;
+  // The team decides the order of the sums: it depends on the row alone.
+  const bool can_pad = row_bytes % kVectorBytes == 0;
+  double best = 0;
+  for (const int team : kTeams) {
+    if (team * kMaxLaneWords < words && team != kTeams[2]) {
+      continue;
+    }
+    for (int padding = 0; padding <= (can_pad ? 1 : 0); ++padding) {
+      // Of a row, in instructions: those of a lane's words, of their conflicts, of the row.
+      const int conflict = bank_conflict(words + padding * kVectorBytes / 4, team);
+      const double cost = team * ((words + team - 1) / team * (48.0 + 4.0 * conflict) + 250.0);
+      if (plan.threads == 0 || cost < best) {
+        best = cost;
+        plan.threads = kThreads;
+        plan.team = team;
+        plan.padding = padding;
+      }
+    }
+  }
+  if (plan.padding > 0 &&
+      (plan.gaps || reinterpret_cast<uintptr_t>(args.input.data) % kVectorBytes != 0)) {
+    plan.padding = 0;
+  }
+  // A copy of a row with gaps is whole words.
+  const int step_bytes = (words * 4 + plan.padding * kVectorBytes) * (kWarpSize / plan.team);
+  plan.steps = std::max(1, kTileBytes / step_bytes);
+  // A granule before the tile and one after it may be its in part, and a word more is read.
+  plan.warp_bytes = (step_bytes * plan.steps / kVectorBytes + 3) * kVectorBytes;
+  const int64_t tile_rows = int64_t{plan.steps} * (kWarpSize / plan.team);
+  const int64_t tiles = ceil_div(args.rows.numel, tile_rows);
+  const int64_t resident =
+      limits.multiprocessors *
+      limits.resident_blocks(kThreads, kWarps * plan.warp_bytes + kStaticSharedBytes) * kWarps;
+  plan.blocks = ceil_div(workers_for(tiles, resident, kTilesPerWarp, kMaxWorkers * kWarps), kWarps);
+  return plan;
+}
+
+void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
+                  const Denominator& denominator, const GradOutput& grad_output, Partial* partials,
+                  const Finalize& finalize, cudaStream_t stream) {
+  const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
+  TileShape shape = {plan.steps, plan.padding, plan.warp_bytes, 0};
+  if (plan.padding > 0) {
+    const auto granules =
+        static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);
+    shape.rows_of_2_20 = ((1u << 20) + granules - 1) / granules;
+  }
+  const auto launch = [&](auto kernel) {
+    launch_kernel("cross_entropy_forward_tile_kernel", kernel,
+                  {blocks, kThreads, kWarps * plan.warp_bytes, 1,
+                   waits_for_previous_kernel(denominator, grad_output)},
+                  stream, args, shape, denominator, grad_output, partials, finalize);
+  };
+  const auto visit_rows = [&](auto&& body) {
+    if (plan.gaps) {
+      body(std::integral_constant<Rows, Rows::kWithGaps>{});
+    } else if (args.num_classes % 2 != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0) {
+      body(std::integral_constant<Rows, Rows::kWithinWords>{});
+    } else {
+      body(std::integral_constant<Rows, Rows::kAtWords>{});
+    }
+  };
+  const auto visit_team = [&](auto&& body) {
+    plan.team == kTeams[0]   ? body(std::integral_constant<int, kTeams[0]>{})
+    : plan.team == kTeams[1] ? body(std::integral_constant<int, kTeams[1]>{})
+                             : body(std::integral_constant<int, kTeams[2]>{});
+  };
+  visit_half_type(args.input.dtype, [&](auto type) {
+    visit_team([&](auto team) {
+      visit_rows([&](auto rows) {
+        visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
+          launch(cross_entropy_forward_tile_kernel<typename decltype(type)::type,
+                                                   decltype(team)::value, decltype(gradient)::value,
+                                                   decltype(rows)::value>);
+        });
+      });
+    });
+  });
+}
+
+}  // namespace lossops::cuda

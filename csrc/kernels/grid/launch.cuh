@@ -1,0 +1,85 @@
+// Launches of kernels, some of which start before the kernel ahead of them on the stream has ended:
+// programmatic dependent launches, sm_90 on. Elsewhere they wait, as kernels do.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kernels/grid/check.cuh"
+#include "kernels/grid/device.cuh"
+
+namespace lossops::cuda {
+
+// Once all blocks of a grid have called this, or ended, the blocks of a kernel that was launched to
+// overlap may start where there is room.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// In a kernel that overlaps: the kernel before it has ended, and all that it wrote can be read.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+struct LaunchShape {
+  int64_t blocks = 1;
+  int threads = 1;
+  int64_t shared_bytes = 0;
+  int cluster = 1;       // blocks of one
+  bool overlap = false;  // the kernel calls wait_for_previous_kernel()
+};
+
+// arguments: pointers to the kernel's parameters. name: in the error.
+inline void launch_kernel_with(const char* name, const void* kernel, const LaunchShape& shape,
+                               cudaStream_t stream, void** arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  }
+  if (shape.overlap && current_device_limits().overlaps) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  cudaLaunchKernelExC(&config, kernel, arguments);
+  check_launch(name);
+}
+
+// A parameter that is not deduced: its argument is converted.
+template <typename T>
+struct Parameter {
+  using type = T;
+};
+
+template <typename... Parameters>
+void launch_kernel(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
+                   cudaStream_t stream, const typename Parameter<Parameters>::type&... arguments) {
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  launch_kernel_with(name, reinterpret_cast<const void*>(kernel), shape, stream, pointers);
+}
+
+// A kernel must ask for more shared memory than 48 KB, with what is static in it. bytes: the
+// dynamic ones of this launch. most: those of any. It asks for so many: another thread may be about
+// to launch it with more than this one.
+template <typename... Parameters>
+void allow_shared_bytes(void (*kernel)(Parameters...), int64_t bytes, int static_bytes, int most) {
+  constexpr int64_t kFreeBytes = 48 << 10;
+  if (bytes + static_bytes > kFreeBytes) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  }
+}
+
+}  // namespace lossops::cuda

@@ -1,0 +1,389 @@
+// A row of logits in shared memory, wherever it starts there, and the sum of its exponentials.
+//
+// Rows are copied in granules of 16 bytes, as they lie in global memory: a row that is not aligned
+// starts within a granule. Sums are taken over vectors or 32-bit words that count from the row's
+// first element, or as phased_pieces.cuh says, so that their order, and with it every bit, is the
+// same wherever the row lies.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/primitives/thread_reduce.cuh"
+#include "kernels/primitives/vectorized.cuh"
+#include "kernels/primitives/warp_reduce.cuh"
+#include "kernels/rows/row_terms.cuh"
+#include "losses/rows/cross_entropy.h"
+#include "scalar_types.h"
+
+namespace lossops::cuda {
+
+// -------------------------------------------------------- elements of a word
+
+// fp32, fp16 and bf16.
+template <typename scalar_t>
+constexpr int kWordElements = 4 / static_cast<int>(sizeof(scalar_t));
+
+template <typename scalar_t>
+__device__ __forceinline__ float word_element(uint32_t word, int i) {
+  if constexpr (sizeof(scalar_t) == 4) {
+    return __uint_as_float(word);
+  } else {
+    return to_acc<float>(scalar_t{static_cast<uint16_t>(word >> (16 * i))});
+  }
+}
+
+// -inf in every element.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t lowest_word() {
+  constexpr bool kHalf = std::is_same_v<scalar_t, half_t>;
+  return sizeof(scalar_t) == 4 ? 0xff800000u : kHalf ? 0xfc00fc00u : 0xff80ff80u;
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ void set_lowest(Vector<scalar_t>& vector) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    vector.set_word(i, lowest_word<scalar_t>());
+  }
+}
+
+// Element by element the larger; of a NaN and a number, the number.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t max_of_words(uint32_t a, uint32_t b) {
+  if constexpr (sizeof(scalar_t) == 4) {
+    return __float_as_uint(math::max_number(__uint_as_float(a), __uint_as_float(b)));
+  } else {
+#if __CUDA_ARCH__ >= 800
+    uint32_t result;
+    if constexpr (std::is_same_v<scalar_t, half_t>) {
+      asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    } else {
+      asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    }
+    return result;
+#else
+    uint32_t result = 0;
+    for (int i = 0; i < 2; ++i) {
+      const float x = math::max_number(word_element<scalar_t>(a, i), word_element<scalar_t>(b, i));
+      result |= static_cast<uint32_t>(from_acc<scalar_t>(x).bits) << (16 * i);
+    }
+    return result;
+#endif
+  }
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ float max_of_elements(uint32_t word) {
+  float max = word_element<scalar_t>(word, 0);
+#pragma unroll
+  for (int i = 1; i < kWordElements<scalar_t>; ++i) {
+    max = math::max_number(word_element<scalar_t>(word, i), max);
+  }
+  return max;
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t max_of_vector(const Vector<scalar_t>& vector, uint32_t max) {
+  return max_of_words<scalar_t>(
+      max_of_words<scalar_t>(max_of_words<scalar_t>(vector.word(0), vector.word(1)),
+                             max_of_words<scalar_t>(vector.word(2), vector.word(3))),
+      max);
+}
+
+// All bits of each element of half types that is the same number in both words.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t equal_elements(uint32_t a, uint32_t b) {
+#if LOSSOPS_HOPPER_CODE
+  uint32_t equal;
+  if constexpr (std::is_same_v<scalar_t, half_t>) {
+    asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(equal) : "r"(a), "r"(b));
+  } else {
+    asm("set.eq.u32.bf16x2 %0, %1, %2;" : "=r"(equal) : "r"(a), "r"(b));
+  }
+  return equal;
+#else
+  return 0;  // for kernels that are empty
+#endif
+}
+
+// Word k of a row whose first element lies in words[0]: in its upper half if kOdd.
+template <bool kOdd>
+__device__ __forceinline__ uint32_t row_word(const uint32_t* words, int k) {
+  return kOdd ? __funnelshift_r(words[k], words[k + 1], 16) : words[k];
+}
+
+// ---------------------------------------------------------- sums of exponentials
+
+// How many terms are the maximum's; they become 0.
+template <int kCount>
+__device__ __forceinline__ int count_ones(float (&terms)[kCount], float unit) {
+  int ones = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    ones += terms[i] == unit ? 1 : 0;
+    terms[i] = terms[i] == unit ? 0.0f : terms[i];
+  }
+  return ones;
+}
+
+// The sum of terms, and the largest sum of four of them: less than the maximum's term where that is
+// not among them.
+template <int kCount>
+__device__ __forceinline__ float sum_of_terms(const float (&terms)[kCount], float& largest) {
+  constexpr int kGroup = kCount < 4 ? kCount : 4;
+  constexpr int kGroups = kCount / kGroup;
+  float sums[kGroups];
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    float group[kGroup];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      group[i] = terms[g * kGroup + i];
+    }
+    sums[g] = pairwise_sum(group);
+  }
+  largest = sums[0];
+#pragma unroll
+  for (int g = 1; g < kGroups; ++g) {
+    largest = math::max_number(sums[g], largest);
+  }
+  return pairwise_sum(sums);
+}
+
+// A thread's share of a row's sum, apart from the terms of the maximum, which are counted: what is
+// small beside 1 keeps all of its bits.
+struct TermSum {
+  float below = 0;
+  int ones = 0;
+  bool may_have_ones = true;  // whether a term may be the maximum's
+  // Of rows with more coefficients than that of a class index:
+  float distance = 0;  // sum of max - x; of probabilities, of q (max - x)
+  float q_sum = 0;     // of probabilities
+  // Of probabilities: what batches add that are computed twice. A kernel may leave them to the end.
+  float below_apart = 0;
+  float distance_apart = 0;
+
+  template <bool kApart = false, int kCount>
+  __device__ __forceinline__ void add(float (&terms)[kCount], float unit) {
+    float largest;
+    float total = sum_of_terms(terms, largest);
+    if (may_have_ones && largest >= unit) {
+      ones += count_ones(terms, unit);
+      total = sum_of_terms(terms, largest);
+      if constexpr (kApart) {
+        below_apart += total;
+        return;
+      }
+    }
+    below += total;
+  }
+
+  __device__ __forceinline__ float all_below() const { return below + below_apart; }
+  __device__ __forceinline__ float all_distance() const { return distance + distance_apart; }
+};
+
+// What is added up beside the exponentials of a row's logits.
+enum class RowKind : int8_t {
+  kIndex,        // nothing
+  kSmooth,       // label smoothing, no class weights: the logits' distances from the maximum
+  kProbability,  // probability targets, no class weights: coefficients, and their distances
+};
+
+// Whether rows are summed as PhasedSum does, and not as add_terms() does.
+template <typename scalar_t, RowKind kKind>
+constexpr bool kIsPhased = sizeof(scalar_t) == 2 && kKind == RowKind::kIndex;
+
+// Probability targets: how a probability becomes a coefficient.
+struct Smoothing {
+  float smoothing = 0;
+  float per_class = 0;
+
+  __device__ __forceinline__ float operator()(float probability) const {
+    return smoothed(probability, smoothing, per_class);
+  }
+};
+
+// Terms of a thread that are added at a time.
+constexpr int kTermBatch = 8;
+
+// The sum of q (shift - x) over kCount logits. A zero coefficient counts as 0 also against an
+// infinite logit, or the sum may be NaN.
+template <bool kMayBeInfinite, int kCount>
+__device__ __forceinline__ float weighted_distance(const float (&x)[kCount],
+                                                   const float (&q)[kCount], float shift) {
+  constexpr int kHalf = (kCount + 1) / 2;
+  float sums[2] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float distance = kMayBeInfinite && q[i] == 0.0f ? 0.0f : shift - x[i];
+    float& sum = sums[i / kHalf];
+    sum = i % kHalf == 0 ? __fmul_rn(q[i], distance) : __fmaf_rn(q[i], distance, sum);
+  }
+  return kCount == 1 ? sums[0] : sums[0] + sums[1];
+}
+
+// The terms of kCount logits, whose probabilities are p.
+template <RowKind kKind, int kCount, typename Terms>
+__device__ __forceinline__ void add_logits(TermSum& sum, const Terms& terms,
+                                           const float (&x)[kCount], const float (&p)[kCount],
+                                           const Smoothing& smoothing) {
+  float values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    values[i] = terms(x[i]);
+  }
+  sum.add<kKind == RowKind::kProbability>(values, terms.unit);
+  if constexpr (kKind == RowKind::kSmooth) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      values[i] = terms.shift - x[i];
+    }
+    sum.distance += pairwise_sum(values);
+  } else if constexpr (kKind == RowKind::kProbability) {
+    float q[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      q[i] = smoothing(p[i]);
+    }
+    sum.q_sum += pairwise_sum(q);
+    const float distance = weighted_distance<false>(x, q, terms.shift);
+    if (math::is_nan(distance)) {
+      sum.distance_apart += weighted_distance<true>(x, q, terms.shift);
+    } else {
+      sum.distance += distance;
+    }
+  }
+}
+
+// A row, or a share of one, in shared memory.
+struct StagedElements {
+  const uint32_t* logits;  // of the granule where it starts
+  const uint32_t* probabilities;
+  int phase;  // elements of that granule before it
+  int count;  // elements
+  Smoothing smoothing;
+};
+
+// Adds vectors by a warp: `lane`, `lane + 32`, ... of `count`. load(words, v) is vector v.
+template <typename scalar_t, RowKind kKind, typename Terms, typename Load>
+__device__ __forceinline__ void add_vectors(TermSum& sum, const Terms& terms,
+                                            const StagedElements& row, int lane, Load&& load) {
+  constexpr int kSize = kVectorSize<scalar_t>;
+  constexpr int kBatch = kTermBatch / kSize;
+  const int count = row.count / kSize;
+  const auto add = [&](int v, auto vectors_at_a_time) {
+    constexpr int kCount = decltype(vectors_at_a_time)::value;
+    float x[kCount * kSize];
+    float p[kCount * kSize];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      const Vector<scalar_t> logits = load(row.logits, v + u * kWarpSize);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        x[u * kSize + i] = to_acc<float>(logits.get(i));
+      }
+      if constexpr (kKind == RowKind::kProbability) {
+        const Vector<scalar_t> probabilities = load(row.probabilities, v + u * kWarpSize);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          p[u * kSize + i] = to_acc<float>(probabilities.get(i));
+        }
+      }
+    }
+    add_logits<kKind>(sum, terms, x, p, row.smoothing);
+  };
+  int v = lane;
+#pragma unroll(kKind == RowKind::kIndex ? 2 : 1)
+  for (; v + (kBatch - 1) * kWarpSize < count; v += kBatch * kWarpSize) {
+    add(v, std::integral_constant<int, kBatch>{});
+  }
+  if constexpr (kBatch > 1) {
+    static_assert(kBatch == 2, "one vector is left at most");
+    if (v < count) {
+      add(v, std::integral_constant<int, 1>{});
+    }
+  }
+}
+
+// Words a thread has in flight.
+constexpr int kWordUnroll = 8;
+
+// Adds words by a warp: `lane`, `lane + 32`, ...
+template <typename scalar_t, RowKind kKind, bool kOdd, typename Terms>
+__device__ __forceinline__ void add_words(TermSum& sum, const Terms& terms,
+                                          const StagedElements& row, int lane) {
+  constexpr int kSize = kWordElements<scalar_t>;
+  const uint32_t* const logits = row.logits + row.phase / kSize;
+  const uint32_t* const probabilities = row.probabilities + row.phase / kSize;
+  const int whole = row.count / kSize;
+  // kCount words, kWarpSize apart; of the last one maybe half.
+  const auto add = [&](int k, auto words_at_a_time, auto elements_of_word) {
+    constexpr int kCount = decltype(words_at_a_time)::value;
+    constexpr int kElements = decltype(elements_of_word)::value;
+    float x[kCount * kElements];
+    float p[kCount * kElements];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      const uint32_t word = row_word<kOdd>(logits, k + u * kWarpSize);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        x[u * kElements + i] = word_element<scalar_t>(word, i);
+      }
+      if constexpr (kKind == RowKind::kProbability) {
+        const uint32_t other = row_word<kOdd>(probabilities, k + u * kWarpSize);
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          p[u * kElements + i] = word_element<scalar_t>(other, i);
+        }
+      }
+    }
+    add_logits<kKind>(sum, terms, x, p, row.smoothing);
+  };
+  constexpr std::integral_constant<int, kSize> kAll;
+  int k = lane;
+  if constexpr (kKind == RowKind::kIndex) {
+    for (; k + (kWordUnroll - 1) * kWarpSize < whole; k += kWordUnroll * kWarpSize) {
+      add(k, std::integral_constant<int, kWordUnroll>{}, kAll);
+    }
+  }
+  constexpr int kFewer = kWordUnroll / 2;
+  for (; k + (kFewer - 1) * kWarpSize < whole; k += kFewer * kWarpSize) {
+    add(k, std::integral_constant<int, kFewer>{}, kAll);
+  }
+  for (; k < whole; k += kWarpSize) {
+    add(k, std::integral_constant<int, 1>{}, kAll);
+  }
+  if (kSize > 1 && row.count % kSize != 0 && k == whole) {
+    add(k, std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{});
+  }
+}
+
+// whole: rows are whole vectors, and those are taken in turn, else words.
+template <typename scalar_t, RowKind kKind, typename Terms>
+__device__ __forceinline__ void add_terms(TermSum& sum, const Terms& terms,
+                                          const StagedElements& row, bool whole, int lane) {
+  const bool odd = row.phase % kWordElements<scalar_t> != 0;
+  if (whole) {
+    if (row.phase == 0) {
+      add_vectors<scalar_t, kKind>(sum, terms, row, lane, [](const uint32_t* words, int v) {
+        return load_vector(reinterpret_cast<const scalar_t*>(words), v);
+      });
+    } else {
+      add_vectors<scalar_t, kKind>(sum, terms, row, lane, [&](const uint32_t* words, int v) {
+        Vector<scalar_t> vector;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int k = row.phase / kWordElements<scalar_t> + 4 * v + i;
+          vector.set_word(i, odd ? row_word<true>(words, k) : row_word<false>(words, k));
+        }
+        return vector;
+      });
+    }
+  } else if (odd) {
+    add_words<scalar_t, kKind, true>(sum, terms, row, lane);
+  } else {
+    add_words<scalar_t, kKind, false>(sum, terms, row, lane);
+  }
+}
+
+}  // namespace lossops::cuda

@@ -1,0 +1,562 @@
+#include "kernels/rows/side_by_side_rows.cuh"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/grid/launch.cuh"
+#include "kernels/primitives/async_copy.cuh"
+#include "kernels/primitives/block_reduce.cuh"
+#include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/integers.h"
+#include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/row_words.cuh"
+
+namespace lossops::cuda {
+namespace {
+
+// Measured on an H200, 21 classes: 64 threads take 1 to 2 % longer.
+constexpr int kMaxThreads = 128;
+// A multiprocessor shall hold as many blocks. Measured on an H200: with 7, fp16 spills and its step
+// takes 10 % longer.
+template <typename scalar_t>
+constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7 : 6;
+// What a block copies, unless these are too few blocks or too many. Measured on an H200, 21
+// classes: half of it takes 1 % longer for fp16, twice as much 2 %.
+constexpr int64_t kBlockBytes = 40 << 10;
+constexpr int64_t kFewBlocks = 4096;
+constexpr int64_t kMaxBlocks = 8192;
+// What the threads of a block have in shared memory, at most.
+constexpr int kMaxSharedBytes = 44 << 10;
+// Neighbouring rows that a thread takes: 8 bytes of a class. Measured on an H200: 16 of fp32 leave
+// room for half the threads, and the step takes 2 % longer.
+constexpr int64_t group_rows(int64_t element_bytes) { return 8 / element_bytes; }
+template <typename scalar_t>
+constexpr int kGroupRows = static_cast<int>(group_rows(sizeof(scalar_t)));
+
+// The logits of one class, of a thread's rows.
+template <typename scalar_t>
+struct alignas(kGroupRows<scalar_t> * sizeof(scalar_t)) RowGroup {
+  static constexpr int kRows = kGroupRows<scalar_t>;
+  static constexpr int kWords = kRows / kWordElements<scalar_t>;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ float get(int row) const {
+    constexpr int kPerWord = kWordElements<scalar_t>;
+    return word_element<scalar_t>(words[row / kPerWord], row % kPerWord);
+  }
+
+  __device__ __forceinline__ void raise_to(const RowGroup& other) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = max_of_words<scalar_t>(other.words[i], words[i]);
+    }
+  }
+
+  // The larger magnitudes; their signs mean nothing.
+  __device__ __forceinline__ void reach_to(const RowGroup& other) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = reach_of_pairs<scalar_t>(other.words[i], words[i]);
+    }
+  }
+
+  static __device__ __forceinline__ RowGroup of(const float (&values)[kRows]) {
+    RowGroup result;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      result.words[i] = pack_word<scalar_t>(values + i * kWordElements<scalar_t>);
+    }
+    return result;
+  }
+};
+
+// What is stored at once, aligned to its size.
+template <typename T, int kCount>
+struct alignas(kCount * sizeof(T)) VectorOf {
+  T values[kCount];
+};
+
+// Where groups of rows are.
+struct ColumnShape {
+  int64_t groups;
+  bool targets_in_line;  // int64, one after the other
+  // Rows of one dimension or two, few enough for 32 bits: groups of the first dimension.
+  bool by_divisor;
+  Divisor first_dimension;
+};
+
+// Offsets of a group's first row.
+template <int kRows, int N>
+__device__ __forceinline__ void group_offsets(const IterationSpace& rows, const ColumnShape& shape,
+                                              const Operand* const (&operands)[N], int64_t group,
+                                              int64_t (&offsets)[N]) {
+  if (!shape.by_divisor) {
+    row_offsets(rows, operands, group * kRows, offsets);
+    return;
+  }
+  const auto index = static_cast<uint32_t>(group);
+  const uint32_t outer = shape.first_dimension.quotient(index);
+  const int64_t inner = int64_t{index - outer * shape.first_dimension.value} * kRows;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    offsets[n] = inner * operands[n]->strides[0] + outer * operands[n]->strides[1];
+  }
+}
+
+template <typename scalar_t, bool kGradient>
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
+    cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                        const ColumnShape shape, Denominator denominator,
+                                        GradOutput grad_output, Partial* partials,
+                                        Finalize finalize) {
+  float given = 1;
+  if (kGradient && grad_output.is_one(given)) {
+    return;
+  }
+  constexpr bool kExact = kExactExponentials<scalar_t>;
+  using Group = RowGroup<scalar_t>;
+  constexpr int kRows = Group::kRows;
+  using Terms = RowTerms<kExact>;
+  extern __shared__ uint4 stage[];
+  const Operand* const operands[3] = {&args.input, &args.target, &args.grad_input};
+  const int num_classes = static_cast<int>(args.num_classes);
+  const int threads = static_cast<int>(blockDim.x);
+  // Class c of this thread's rows. No other thread reads it. Each warp has a part of its own: the
+  // compiler knows how far a class is from the next.
+  Group* const own = reinterpret_cast<Group*>(stage) +
+                     static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize * num_classes +
+                     static_cast<int>(threadIdx.x) % kWarpSize;
+  auto* const scalars = reinterpret_cast<scalar_t*>(own);
+  constexpr int kPitch = kWarpSize * kRows;
+  int64_t group = int64_t{blockIdx.x} * threads + threadIdx.x;
+  int64_t offsets[3];
+  int64_t targets[kRows];
+  const bool are_checked = kGradient && denominator.indices != nullptr;
+  const auto load_targets = [&] {
+    if (are_checked) {
+      const auto bytes =
+          reinterpret_cast<const VectorOf<int8_t, kRows>*>(denominator.indices)[group];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        targets[i] = bytes.values[i];
+      }
+    } else if (shape.targets_in_line) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        targets[i] = static_cast<const int64_t*>(args.target.data)[offsets[1] + i];
+      }
+    } else {
+      load_class_indices(args.target, offsets[1], args.target.strides[0], targets);
+    }
+  };
+  const auto start = [&] {
+    if (group >= shape.groups) {
+      return;
+    }
+    group_offsets<kRows>(args.rows, shape, operands, group, offsets);
+    const auto* from = static_cast<const scalar_t*>(args.input.data) + offsets[0];
+    Group* to = own;
+    int c = 0;
+#pragma unroll 1
+    for (; c + kColumnUnroll <= num_classes; c += kColumnUnroll) {
+#pragma unroll
+      for (int u = 0; u < kColumnUnroll; ++u) {
+        start_own_copy(to + u * kWarpSize, from);
+        from += args.input_class_stride;
+      }
+      to += kColumnUnroll * kWarpSize;
+    }
+#pragma unroll 1
+    for (; c < num_classes; ++c) {
+      start_own_copy(to, from);
+      from += args.input_class_stride;
+      to += kWarpSize;
+    }
+  };
+  let_next_kernel_start();
+  std::conditional_t<kGradient, UnitScale<float>, NoScale> unit(args, denominator, given);
+  start();
+  unit.wait(args, denominator);
+  const float scale = unit.get();
+  // Of rows without class weights.
+  [[maybe_unused]] const bool scale_is_plain =
+      args.weight == nullptr && IndexRow::gradient_is_plain(scale);
+  // Class indices come with the logits, or when a group is begun. Measured on an H200: sooner is
+  // 1 % faster for fp32, and 2 % slower for fp16, whose registers it takes.
+  if (kExact && group < shape.groups) {
+    load_targets();
+  }
+  Partial partial;
+  int counted = 0;  // rows for the mean, if they have no weights
+  while (group < shape.groups) {
+    if constexpr (!kExact) {
+      load_targets();
+    }
+    int indices[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      indices[i] = are_checked ? static_cast<int>(targets[i]) : checked_index(args, targets[i]);
+    }
+    wait_for_own_copies();
+    // The last class takes the place of the class index, and rows end before it. What becomes of
+    // a row without a loss does not matter.
+    const int count = num_classes - 1;
+    float x_at_index[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      scalar_t& logit = scalars[max(indices[i], 0) * kPitch + i];
+      x_at_index[i] = to_acc<float>(logit);
+      logit = scalars[count * kPitch + i];
+    }
+    // The sums of terms of the rows.
+    const auto sum_terms = [&](auto& totals, auto&& term, auto&& see) {
+      std::conditional_t<kExact, ExactSum, PlainSum> sums[kRows];
+      float last[kRows] = {};
+      const auto add_classes = [&](int c, auto& totals) {
+        Group x[kColumnUnroll];
+#pragma unroll
+        for (int u = 0; u < kColumnUnroll; ++u) {
+          x[u] = own[(c + u) * kWarpSize];
+          see(x[u]);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          float values[kColumnUnroll];
+#pragma unroll
+          for (int u = 0; u < kColumnUnroll; ++u) {
+            values[u] = term(i, x[u].get(i));
+          }
+          totals[i] += pairwise_sum(values);
+        }
+      };
+      int c = 0;
+#pragma unroll 1
+      for (; c + 2 * kColumnUnroll <= count; c += 2 * kColumnUnroll) {
+        float both[kRows] = {};
+        add_classes(c, both);
+        add_classes(c + kColumnUnroll, both);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          sums[i].add(both[i]);
+        }
+      }
+      if (c + kColumnUnroll <= count) {
+        add_classes(c, last);
+        c += kColumnUnroll;
+      }
+#pragma unroll 1
+      for (; c < count; ++c) {
+        const Group x = own[c * kWarpSize];
+        see(x);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          last[i] += term(i, x.get(i));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        sums[i].add(last[i]);
+        totals[i] = sums[i].total();
+      }
+    };
+    // Gradients in the place of the logits. replace(x): of one class.
+    const auto write = [&](auto&& replace) {
+#pragma unroll 4
+      for (int k = 0; k < count; ++k) {
+        const Group x = own[k * kWarpSize];
+        float values[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          values[i] = x.get(i);
+        }
+        replace(values);
+        own[k * kWarpSize] = Group::of(values);
+      }
+    };
+    IndexRow reduced[kRows];
+    float others[kRows];
+    float losses[kRows];
+    float at_index[kRows];
+    [[maybe_unused]] float factors[kRows];  // of plain rows
+    bool all_plain = false;
+    bool is_written = false;
+    [[maybe_unused]] Group reaches = {};
+    if constexpr (!kExact) {
+      sum_terms(
+          others, [](int, float x) { return plain_exp(x); },
+          [&](const Group& x) { reaches.reach_to(x); });
+      float reach = 0;
+      float total = 0;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        reach = math::max_number(::fabsf(reaches.get(i)), reach);
+        reach = math::max_number(::fabsf(x_at_index[i]), reach);
+        total += others[i];
+      }
+      all_plain = IndexRow::may_be_plain(reach, total) && scale_is_plain;
+    }
+    if (all_plain) {
+      // What finish() says of such rows without class weights, in half the instructions.
+      bool all_have_loss = true;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        reduced[i] = IndexRow::plain(others[i]);
+        const float exp_at_index = plain_exp(x_at_index[i]);
+        losses[i] = math::log1p(math::divide_finite(others[i], exp_at_index));
+        factors[i] = math::divide_by_sum(scale, exp_at_index, others[i]);
+        at_index[i] = factors[i] * reduced[i].rest;
+        all_have_loss = all_have_loss && indices[i] >= 0;
+      }
+      counted += kRows;
+      if (!all_have_loss) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (indices[i] < 0) {
+            losses[i] = factors[i] = at_index[i] = gradient_without_loss(indices[i]);
+            counted -= indices[i] == kIgnoredRow ? 1 : 0;
+          }
+        }
+      }
+    } else {
+      bool shift = kExact;
+      if constexpr (!kExact) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const float reach = math::max_number(::fabsf(reaches.get(i)), ::fabsf(x_at_index[i]));
+          if (IndexRow::may_be_plain(reach, others[i])) {
+            reduced[i] = IndexRow::plain(others[i]);
+          } else {
+            shift = shift || indices[i] >= 0;
+          }
+        }
+      }
+      float maxima[kRows] = {};
+      float least[kRows] = {};
+      if (shift) {
+        Group largest = own[0];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          least[i] = own[count * kWarpSize].get(i);
+        }
+#pragma unroll 4
+        for (int c = 0; c < count; ++c) {
+          const Group x = own[c * kWarpSize];
+          largest.raise_to(x);
+          if constexpr (kExact && kGradient) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              least[i] = ::fminf(x.get(i), least[i]);
+            }
+          }
+        }
+        Terms terms[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          // Of one class there are no others, and of NaN alone no maximum.
+          const float largest_other = count > 0 ? largest.get(i) : -math::infinity<float>();
+          maxima[i] = math::max_number(largest_other, -math::infinity<float>());
+          terms[i] = Terms(maxima[i]);
+        }
+        sum_terms(others, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (!reduced[i].is_plain()) {
+            reduced[i] = IndexRow::of(terms[i], maxima[i], others[i], x_at_index[i]);
+          }
+        }
+      }
+      LogitGradient<float, kExact> gradients[kRows];
+      // Whether one formula gives the gradients of all rows: PlainGradient's, or the direct one.
+      bool all_alike = true;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float weight = row_weight(args, indices[i]);
+        const auto finished = reduced[i].template finish<!kExact>(x_at_index[i], scale, weight);
+        const bool has_loss = indices[i] >= 0;
+        losses[i] = has_loss ? finished.loss : gradient_without_loss(indices[i]);
+        if (args.weight != nullptr) {
+          partial.weight += static_cast<double>(weight);
+        }
+        counted += indices[i] == kIgnoredRow ? 0 : 1;
+        at_index[i] = has_loss ? finished.gradient_at_index : gradient_without_loss(indices[i]);
+        gradients[i] = LogitGradient<float, kExact>(finished.softmax, scale * weight);
+        if constexpr (kExact) {
+          if (!has_loss) {
+            // Of an ignored row products that are 0: beside such a `round`, logits that are nearer
+            // to 0 than this round to no exponent.
+            constexpr float kFar = 0x1p15f;
+            const bool near = maxima[i] < kFar && !math::is_nan(others[i]);
+            gradients[i].multiple = {0, 0, 0x1.8p40f};
+            gradients[i].lowest =
+                indices[i] == kIgnoredRow && near ? -kFar : math::infinity<float>();
+          }
+          all_alike = all_alike && gradients[i].is_direct(least[i]);
+        } else {
+          factors[i] = has_loss ? finished.softmax.factor : gradient_without_loss(indices[i]);
+          all_alike = all_alike && (has_loss ? finished.has_plain_gradient : reduced[i].is_plain());
+        }
+      }
+      if constexpr (kGradient) {
+        if (!all_alike) {
+          write([&](auto& x) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              float value[1] = {x[i]};
+              gradients[i].replace(value);
+              x[i] = indices[i] >= 0 ? value[0] : gradient_without_loss(indices[i]);
+            }
+          });
+          is_written = true;
+        } else if constexpr (kExact) {
+          write([&](auto& x) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              x[i] = gradients[i].multiple(x[i]);
+            }
+          });
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      partial.sum += static_cast<double>(losses[i]);
+    }
+    if (args.row_stats != nullptr) {
+      const RowStats<float> stats(args.row_stats, args.rows.numel);
+      using RowFloats = VectorOf<float, kRows>;
+      RowFloats maxima;
+      RowFloats rests;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        maxima.values[i] = reduced[i].max;
+        rests.values[i] = reduced[i].rest;
+      }
+      reinterpret_cast<RowFloats*>(stats.max)[group] = maxima;
+      reinterpret_cast<RowFloats*>(stats.rest)[group] = rests;
+    }
+    if (args.reduction == Reduction::kNone) {
+      const Operand* const output[1] = {&args.output};
+      int64_t offset[1];
+      group_offsets<kRows>(args.rows, shape, output, group, offset);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        store_operand<float>(args.output, offset[0] + i * args.output.strides[0], losses[i]);
+      }
+    }
+    if constexpr (kGradient) {
+      if constexpr (!kExact) {
+        if (!is_written) {
+          write([&](auto& x) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              float value[1] = {x[i]};
+              PlainGradient{factors[i]}.replace(value);
+              x[i] = value[0];
+            }
+          });
+        }
+      }
+      // The class index and the last class have each other's places.
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        scalar_t& result = scalars[max(indices[i], 0) * kPitch + i];
+        scalars[count * kPitch + i] = result;
+        result = from_acc<scalar_t>(at_index[i]);  // fault: columns-at-index
+      }
+      auto* to = static_cast<scalar_t*>(args.grad_input.data) + offsets[2];
+      const auto store = [&](const Group& results) {
+        *reinterpret_cast<Group*>(to) = results;
+        to += args.grad_input_class_stride;
+      };
+      int k = 0;
+#pragma unroll 1
+      for (; k + kColumnUnroll <= num_classes; k += kColumnUnroll) {
+        Group results[kColumnUnroll];
+#pragma unroll
+        for (int u = 0; u < kColumnUnroll; ++u) {
+          results[u] = own[(k + u) * kWarpSize];
+        }
+#pragma unroll
+        for (int u = 0; u < kColumnUnroll; ++u) {
+          store(results[u]);
+        }
+      }
+#pragma unroll 1
+      for (; k < num_classes; ++k) {
+        store(own[k * kWarpSize]);
+      }
+    }
+    group += int64_t{gridDim.x} * threads;
+    start();
+    if (kExact && group < shape.groups) {
+      load_targets();
+    }
+  }
+  if (args.weight == nullptr) {
+    partial.weight = static_cast<double>(counted);
+  }
+  if (args.reduction != Reduction::kNone && !grad_output.exists()) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
+}  // namespace
+
+bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand, int64_t class_stride) {
+  const int64_t group = group_rows(element_size(operand.dtype));
+  const int64_t bytes = group * element_size(operand.dtype);
+  bool aligned = reinterpret_cast<uintptr_t>(operand.data) % static_cast<uint64_t>(bytes) == 0 &&
+                 args.rows.ndim >= 1 && args.rows.sizes[0] % group == 0 &&
+                 operand.strides[0] == 1 && class_stride % group == 0;
+  for (int dim = 1; dim < args.rows.ndim; ++dim) {
+    aligned = aligned && operand.strides[dim] % group == 0;
+  }
+  return aligned;
+}
+
+ColumnPlan plan_columns(const CrossEntropyForwardArgs& args) {
+  ColumnPlan plan;
+  if (args.dense() || args.acc_double || args.input_class_stride == 1 ||
+      args.num_classes > kMaxColumnClasses ||
+      !lies_in_columns(args, args.input, args.input_class_stride)) {
+    return plan;
+  }
+  static_assert(kMaxColumnClasses * kWarpSize * sizeof(RowGroup<float>) <= kMaxSharedBytes,
+                "a warp's classes");
+  plan.threads = kMaxThreads;
+  const int64_t group = group_rows(element_size(args.input.dtype));
+  plan.class_bytes = static_cast<int>(group * element_size(args.input.dtype));
+  while (plan.threads * args.num_classes * plan.class_bytes > kMaxSharedBytes) {
+    plan.threads /= 2;
+  }
+  const int64_t steps = ceil_div(args.rows.numel / group, plan.threads);
+  const int64_t step_bytes = plan.threads * args.num_classes * plan.class_bytes;
+  plan.blocks = std::clamp(ceil_div(steps, ceil_div(kBlockBytes, step_bytes)),
+                           std::clamp<int64_t>(steps, 1, kFewBlocks), kMaxBlocks);
+  return plan;
+}
+
+void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
+                    const Denominator& denominator, const GradOutput& grad_output,
+                    Partial* partials, const Finalize& finalize, cudaStream_t stream) {
+  const int64_t group = group_rows(element_size(args.input.dtype));
+  const bool targets_in_line = args.target.dtype == DType::kInt64 && args.target.strides[0] == 1;
+  ColumnShape shape = {args.rows.numel / group, targets_in_line, false, {}};
+  shape.by_divisor = args.rows.ndim <= 2 && shape.groups <= kMaxDividend;
+  if (shape.by_divisor) {
+    shape.first_dimension = Divisor(static_cast<uint32_t>(args.rows.sizes[0] / group));
+  }
+  const int64_t shared = plan.threads * args.num_classes * plan.class_bytes;
+  const LaunchShape launch = {grad_output.limit_blocks(plan.blocks, kMaxThreads), plan.threads,
+                              shared, 1, waits_for_previous_kernel(denominator, grad_output)};
+  visit_float_or_half(args.input.dtype, [&](auto type) {
+    visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
+      launch_kernel("cross_entropy_forward_column_kernel",
+                    cross_entropy_forward_column_kernel<typename decltype(type)::type,
+                                                        decltype(gradient)::value>,
+                    launch, stream, args, shape, denominator, grad_output, partials, finalize);
+    });
+  });
+}
+
+}  // namespace lossops::cuda

@@ -1,0 +1,253 @@
+// Cross entropy of rows whose classes are strided, such as the pixels of an (N, C, H, W) tensor, or
+// few: a thread a row, so that a warp reads neighbouring rows. Any layout, any dtypes.
+//
+// Only cross_entropy.cu includes this: machine code of several translation units packs worse, by 20
+// KB for each architecture.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/grid/device.cuh"
+#include "kernels/grid/grid_reduce.cuh"
+#include "kernels/grid/launch.cuh"
+#include "kernels/primitives/dispatch.cuh"
+#include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/row_sum.cuh"
+#include "kernels/rows/side_by_side_rows.cuh"
+#include "launchers.h"
+
+namespace lossops::cuda {
+
+constexpr int kStridedThreads = 256;
+// Classes of a strided row that a thread has in flight.
+constexpr int kClassUnroll = 8;
+
+template <typename scalar_t>
+struct TypedLoader {
+  using acc_t = acc_type_t<scalar_t>;
+  static constexpr bool kExact = kExactExponentials<scalar_t>;
+  static __device__ __forceinline__ acc_t load(const Operand& operand, int64_t offset) {
+    return to_acc<acc_t>(static_cast<const scalar_t*>(operand.data)[offset]);
+  }
+  static __device__ __forceinline__ void store(const Operand& operand, int64_t offset,
+                                               acc_t value) {
+    static_cast<scalar_t*>(operand.data)[offset] = from_acc<scalar_t>(value);
+  }
+};
+
+// Logits of a narrower type than the result.
+struct WideningLoader {
+  using acc_t = double;
+  static constexpr bool kExact = true;
+  static __device__ __forceinline__ double load(const Operand& operand, int64_t offset) {
+    return load_operand<double>(operand, offset);
+  }
+  static __device__ __forceinline__ void store(const Operand& operand, int64_t offset,
+                                               double value) {
+    store_operand<double>(operand, offset, value);
+  }
+};
+
+// Twice over the row, in the order of the kernel for columns: where rows lie does not change a bit.
+template <bool kExact, typename Logit>
+__device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t num_classes,
+                                                       int64_t index, float x_at_index) {
+  // The last class takes the place of the class index.
+  const int64_t count = num_classes - 1;
+  const auto other = [&](int64_t c) { return logit(c == index ? count : c); };
+  const auto sum_of = [&](auto&& term) {
+    std::conditional_t<kExact, ExactSum, PlainSum> others;
+    float last = 0;
+    const auto sum_of_classes = [&](int64_t c) {
+      float values[kColumnUnroll];
+#pragma unroll
+      for (int i = 0; i < kColumnUnroll; ++i) {
+        values[i] = term(other(c + i));
+      }
+      return pairwise_sum(values);
+    };
+    int64_t c = 0;
+    for (; c + 2 * kColumnUnroll <= count; c += 2 * kColumnUnroll) {
+      const float first = sum_of_classes(c);
+      others.add(first + sum_of_classes(c + kColumnUnroll));
+    }
+    if (c + kColumnUnroll <= count) {
+      last = sum_of_classes(c);
+      c += kColumnUnroll;
+    }
+    for (; c < count; ++c) {
+      last += term(other(c));
+    }
+    others.add(last);
+    return others.total();
+  };
+  if constexpr (!kExact) {
+    float reach = ::fabsf(x_at_index);
+    const float plain_others = sum_of([&](float x) {
+      reach = math::max_number(::fabsf(x), reach);
+      return plain_exp(x);
+    });
+    if (IndexRow::may_be_plain(reach, plain_others)) {
+      return IndexRow::plain(plain_others);
+    }
+  }
+  // Of NaN alone, and of one class, there is no maximum.
+  float max = -math::infinity<float>();
+#pragma unroll 8
+  for (int64_t c = 0; c < count; ++c) {
+    max = math::max_number(other(c), max);
+  }
+  const RowTerms<kExact> terms(max);
+  return IndexRow::of(terms, max, sum_of(terms), x_at_index);
+}
+
+template <typename Loader, bool kDense>
+__global__ void __launch_bounds__(kStridedThreads)
+    cross_entropy_forward_strided_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                         Partial* partials, Finalize finalize) {
+  using acc_t = typename Loader::acc_t;
+  const Operand* const operands[3] = {&args.input, &args.target, &args.output};
+  let_next_kernel_start();
+  Partial partial;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kStridedThreads + threadIdx.x;
+       row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kStridedThreads) {
+    int64_t offsets[3];
+    row_offsets(args.rows, operands, row, offsets);
+    const RowTarget<acc_t> target(args, offsets[1]);
+    RowState<acc_t, kDense> state;
+    acc_t x_at_index = 0;
+    if (target.has_loss()) {
+      const auto logit = [&](int64_t c) {
+        return Loader::load(args.input, offsets[0] + c * args.input_class_stride);
+      };
+      if constexpr (!kDense && std::is_same_v<acc_t, float>) {
+        x_at_index = logit(target.index);
+        const IndexRow reduced =
+            reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
+        const float weight = target.index_weight();
+        const float loss = reduced.finish<!Loader::kExact>(x_at_index, 1.0f, weight).loss;
+        record_row(
+            args, loss, weight, reduced.max, reduced.rest, row, [&](int64_t) { return offsets[2]; },
+            partial);
+        continue;
+      }
+      RowSum<RowState<acc_t, kDense>> sum;
+      int64_t c = 0;
+      for (; c + kClassUnroll <= args.num_classes; c += kClassUnroll) {
+        acc_t x[kClassUnroll];
+#pragma unroll
+        for (int i = 0; i < kClassUnroll; ++i) {
+          x[i] = logit(c + i);
+        }
+        fold<Loader::kExact>(sum, x, target, c);
+      }
+      for (; c < args.num_classes; ++c) {
+        const acc_t x[1] = {logit(c)};
+        fold<Loader::kExact>(sum, x, target, c);
+      }
+      state = sum.total();
+      if constexpr (!kDense) {
+        x_at_index = logit(target.index);
+      }
+    }
+    finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+  }
+  if (args.reduction != Reduction::kNone) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
+template <typename Loader, bool kDense>
+__global__ void __launch_bounds__(kStridedThreads)
+    cross_entropy_backward_strided_kernel(const __grid_constant__ CrossEntropyBackwardArgs args) {
+  using acc_t = typename Loader::acc_t;
+  wait_for_previous_kernel();
+  if (kept_is_right(args)) {
+    return;
+  }
+  const Operand* const operands[5] = {&args.input, &args.target, &args.grad_output,
+                                      &args.grad_input, &args.grad_target};
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kStridedThreads + threadIdx.x;
+       row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kStridedThreads) {
+    int64_t offsets[5];
+    row_offsets(args.rows, operands, row, offsets);
+    const RowTarget<acc_t> target(args, offsets[1]);
+    const RowGradient<acc_t, kDense, Loader::kExact> gradient(
+        args, target, load_summary<kDense>(args, target, row, offsets[0]),
+        row_scale<acc_t>(args, offsets[2]));
+    const bool read = !target.ignored;
+    const auto of_class = [&](acc_t x, int64_t c) {
+      if (args.grad_input.data != nullptr) {
+        // fault: strided-ignored
+        Loader::store(args.grad_input, offsets[3] + c * args.grad_input_class_stride,
+                      target.has_loss() ? gradient.of_logit(x, c) : gradient.without_loss());
+      }
+      if (kDense && args.grad_target.data != nullptr) {
+        store_operand<acc_t>(args.grad_target, offsets[4] + c * args.grad_target_class_stride,
+                             gradient.of_target(x, c));
+      }
+    };
+    const auto logit = [&](int64_t c) {
+      return read ? Loader::load(args.input, offsets[0] + c * args.input_class_stride) : acc_t(0);
+    };
+    int64_t c = 0;
+    for (; c + kClassUnroll <= args.num_classes; c += kClassUnroll) {
+      acc_t x[kClassUnroll];
+#pragma unroll
+      for (int i = 0; i < kClassUnroll; ++i) {
+        x[i] = logit(c + i);
+      }
+#pragma unroll
+      for (int i = 0; i < kClassUnroll; ++i) {
+        of_class(x[i], c + i);
+      }
+    }
+    for (; c < args.num_classes; ++c) {
+      of_class(logit(c), c);
+    }
+  }
+}
+
+// Calls body with the loader of a strided row.
+template <typename Body>
+void visit_loader(const CrossEntropyArgs& args, Body&& body) {
+  if (args.acc_double && args.input.dtype != DType::kFloat64) {
+    body(WideningLoader{});
+    return;
+  }
+  visit_floating(args.input.dtype,
+                 [&](auto type) { body(TypedLoader<typename decltype(type)::type>{}); });
+}
+
+inline int64_t strided_blocks(const CrossEntropyArgs& args, int64_t max_blocks = kMaxLoopBlocks) {
+  return std::clamp<int64_t>(ceil_div(args.rows.numel, kStridedThreads), 1, max_blocks);
+}
+
+// Not args.grad_input.
+inline void launch_strided_forward(const CrossEntropyForwardArgs& args, Partial* partials,
+                                   const Finalize& finalize, int64_t blocks, cudaStream_t stream) {
+  visit_bool(args.dense(), [&](auto dense) {
+    visit_loader(args, [&](auto loader) {
+      launch_kernel("cross_entropy_forward_strided_kernel",
+                    cross_entropy_forward_strided_kernel<decltype(loader), decltype(dense)::value>,
+                    {blocks, kStridedThreads}, stream, args, partials, finalize);
+    });
+  });
+}
+
+inline void launch_strided_backward(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
+  const int64_t blocks = strided_blocks(
+      args,
+      args.kept ? std::min(most_blocks_of_kept(kStridedThreads), kMaxLoopBlocks) : kMaxLoopBlocks);
+  visit_bool(args.dense(), [&](auto dense) {
+    visit_loader(args, [&](auto loader) {
+      launch_kernel("cross_entropy_backward_strided_kernel",
+                    cross_entropy_backward_strided_kernel<decltype(loader), decltype(dense)::value>,
+                    {blocks, kStridedThreads, 0, 1, true}, stream, args);
+    });
+  });
+}
+
+}  // namespace lossops::cuda

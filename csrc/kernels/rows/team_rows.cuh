@@ -1,0 +1,715 @@
+// Cross entropy of rows of contiguous classes, whatever they are: a team of threads a row, part of
+// a warp for few classes, a block for many. And of rows that a block has in its registers.
+//
+// Only cross_entropy.cu includes this: machine code of several translation units packs worse, by 20
+// KB for each architecture.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/grid/device.cuh"
+#include "kernels/grid/grid_reduce.cuh"
+#include "kernels/grid/launch.cuh"
+#include "kernels/primitives/block_reduce.cuh"
+#include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/row_sum.cuh"
+#include "kernels/rows/staged_rows.cuh"
+#include "launchers.h"
+
+namespace lossops::cuda {
+
+// Threads of a block whose rows share it.
+constexpr int kTeamThreads = 256;
+// A row of more bytes than this is worth a block of its own.
+constexpr int64_t kWarpRowBytes = 4096;
+// Threads of a block with one row: few enough that each has several vectors in flight.
+constexpr int kMaxRowThreads = 256;
+// Rows of so few classes take a thread each, as strided rows do: what a team shares costs more than
+// the classes. A gradient is written with better order by a team, from fewer classes on. Measured
+// on an H200: 10 classes 6 times as fast, 100 classes forward 5 times, but with its gradient 0.6
+// times.
+constexpr int64_t kFewClassesForward = 128;
+constexpr int64_t kFewClassesBackward = 32;
+// Longer rows would overflow the 32-bit indices of a row's classes.
+constexpr int64_t kMaxRowClasses = int64_t{1} << 30;
+// Vectors of a row that a thread has in flight. Dense coefficients are bound by arithmetic, and
+// their code is long.
+template <bool kDense>
+constexpr int kRowUnroll = kDense ? 2 : 4;
+// Vectors of a row for each thread of a block, where the row is short enough: in two rounds, to
+// share the cost of the reduction and of the row's target among more classes.
+constexpr int kVectorsPerThread = 8;
+// Vectors of a row that a thread holds in registers, and the bytes of the longest row that the
+// threads of a block then hold. The same with and without a gradient, for the same bits.
+template <typename scalar_t>
+constexpr int kRegisterVectors = sizeof(scalar_t) == 2 ? 4 : 8;
+template <typename scalar_t>
+constexpr int64_t kRegisterRowBytes =
+    int64_t{kMaxRowThreads} * kRegisterVectors<scalar_t> * kVectorBytes;
+// What a kernel has of shared memory beside a row, at most.
+constexpr int kStaticSharedBytes = 4096;
+// A row of more than this would be alone on its multiprocessor, of the largest there are.
+constexpr int64_t kMaxSharedRowBytes = 112 << 10;
+
+// Blocks of kMaxRowThreads that shall fit a multiprocessor: while one row is reduced, the
+// others load.
+template <typename scalar_t>
+constexpr int kMinRowBlocks = sizeof(scalar_t) <= 4 ? 4 : 1;
+
+// The same for dense coefficients, which take more registers.
+template <typename scalar_t>
+constexpr int kMinDenseBlocks = sizeof(scalar_t) <= 4 ? 3 : 1;
+
+// The same for rows in registers, whose loads are all in flight at once.
+constexpr int kMinRegisterBlocks = 4;
+
+// One thread's share of a row of contiguous classes. row: (C,). The threads of a team take
+// vectors in turn, kUnroll at a time. 32-bit indices leave registers for more loads in flight.
+template <typename scalar_t, int kUnroll>
+struct RowReader {
+  static constexpr int kSize = kVectorSize<scalar_t>;
+
+  const scalar_t* row;
+  int num_classes;
+  int width;    // of an access
+  int vectors;  // whole ones
+  int lane;
+  int team;
+  int next;  // the first of the vectors that `loaded` holds
+  Vector<scalar_t> loaded[kUnroll];
+
+  // Starts loading at once: what else the row needs can be fetched meanwhile.
+  __device__ __forceinline__ RowReader(const scalar_t* row_, int num_classes_, int lane_, int team_)
+      : row(row_),
+        num_classes(num_classes_),
+        width(access_width(row_)),
+        vectors(num_classes_ / kSize),
+        lane(lane_),
+        team(team_),
+        next(lane_) {
+    load();
+  }
+
+  __device__ __forceinline__ int vector(int u) const { return next + u * team; }
+  __device__ __forceinline__ bool has(int u) const { return vector(u) < vectors; }
+  __device__ __forceinline__ int first_class(int u) const { return vector(u) * kSize; }
+  __device__ __forceinline__ bool more() const { return has(0); }
+
+  __device__ __forceinline__ void load() {
+    if (width == kVectorBytes && has(kUnroll - 1)) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        loaded[u] = load_vector(row, vector(u));
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (has(u)) {
+          loaded[u] = load_vector_at(row + first_class(u), width);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void advance() {
+    next += kUnroll * team;
+    load();
+  }
+
+  // Calls body(u) for every loaded vector.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_vector(Body&& body) const {
+    if (has(kUnroll - 1)) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        body(u);
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kUnroll - 1; ++u) {
+        if (has(u)) {
+          body(u);
+        }
+      }
+    }
+  }
+
+  // Calls body(c) for every class after the last whole vector that is this thread's.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_single(Body&& body) const {
+    for (int c = vectors * kSize + lane; c < num_classes; c += team) {  // fault: team-singles
+      body(c);
+    }
+  }
+};
+
+// The gradient of one vector of a row. kDirect: LogitGradient::is_direct() says so.
+template <bool kDirect = false, typename scalar_t, typename Gradient>
+__device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient,
+                                                        const Vector<scalar_t>& x,
+                                                        int first_class) {
+  constexpr int kSize = kVectorSize<scalar_t>;
+  using acc_t = acc_type_t<scalar_t>;
+  acc_t values[kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    values[i] = to_acc<acc_t>(x.get(i));
+  }
+  if constexpr (Gradient::kIsDense) {
+    acc_t q[kSize];
+    load_coefficients(gradient.target, first_class, q);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      values[i] = gradient.of_dense_logit(values[i], q[i]);
+    }
+  } else if constexpr (kDirect) {
+    gradient.logit_gradient.replace_direct(values);
+  } else {
+    gradient.logit_gradient.replace(values);
+  }
+  Vector<scalar_t> results = pack<scalar_t>(values);
+  // At the class index, where it is one of these: a branch for a few threads, not for all.
+  const int at = static_cast<int>(gradient.target.index) - first_class;
+  if (!Gradient::kIsDense && at >= 0 && at < kSize) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (i == at) {
+        results.set(i, from_acc<scalar_t>(gradient.at_index));
+      }
+    }
+  }
+  return results;
+}
+
+// A thread's share of a row of contiguous classes that a block holds whole. The threads take
+// vectors in turn, the last of which may be a part of one. What is not there is -inf.
+template <typename scalar_t, int kVectors>
+struct RegisterRow {
+  static constexpr int kSize = kVectorSize<scalar_t>;
+  Vector<scalar_t> vectors[kVectors];
+
+  __device__ __forceinline__ RegisterRow(const scalar_t* row, int num_classes) {
+    const int width = access_width(row);
+    const int whole = num_classes / kSize;
+    const int part = num_classes % kSize;
+    Vector<scalar_t> nothing;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      nothing.set(i, from_acc<scalar_t>(-math::infinity<acc_type_t<scalar_t>>()));
+    }
+    if (width == kVectorBytes) {
+      load<kVectorBytes>(row, whole, nothing);
+    } else if (width == 8) {
+      load<8>(row, whole, nothing);
+    } else if (width == 4) {
+      load<4>(row, whole, nothing);
+    } else {
+      load<2>(row, whole, nothing);
+    }
+    if (part > 0 && whole % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x)) {
+      Vector<scalar_t> last = nothing;
+#pragma unroll
+      for (int i = 0; i < kSize - 1; ++i) {
+        if (i < part) {
+          last.set(i, row[whole * kSize + i]);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        if (vector(u) == whole) {
+          vectors[u] = last;
+        }
+      }
+    }
+  }
+
+  // Writes the row's gradient.
+  template <typename Gradient>
+  __device__ __forceinline__ void write_gradient(const Gradient& gradient, const scalar_t* row,
+                                                 scalar_t* grad_input, int num_classes) {
+    const int width = access_width(grad_input);
+    const int whole = num_classes / kSize;
+    const int part = whole * kSize;
+    if (part < num_classes &&
+        whole % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x)) {
+      for (int c = part; c < num_classes; ++c) {
+        grad_input[c] =
+            from_acc<scalar_t>(gradient.of_logit(to_acc<acc_type_t<scalar_t>>(row[c]), c));
+      }
+    }
+    if constexpr (sizeof(scalar_t) == 4) {
+      // Where one formula does not do for all of a thread's logits, they are read once more: the
+      // code of both for each vector would be too long for the instruction cache.
+      if (!gradient.logit_gradient.is_direct(least(whole))) {
+        const int row_width = access_width(row);
+#pragma unroll 1
+        for (int v = static_cast<int>(threadIdx.x); v < whole; v += static_cast<int>(blockDim.x)) {
+          const Vector<scalar_t> x = load_vector_at(row + v * kSize, row_width);
+          store_vector_at(grad_input + v * kSize, width, gradient_of(gradient, x, v * kSize));
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (vector(u) < whole) {
+        forget_conversions(vectors[u]);
+        store_vector_at(
+            vector_of(grad_input, u), width,
+            gradient_of<sizeof(scalar_t) == 4>(gradient, vectors[u], vector(u) * kSize));
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int vector(int u) {
+    return static_cast<int>(threadIdx.x + u * blockDim.x);
+  }
+  // Unsigned: an address in one instruction.
+  template <typename T>
+  static __device__ __forceinline__ T* vector_of(T* row, int u) {
+    return row + threadIdx.x * kSize + u * blockDim.x * kSize;
+  }
+
+  // Of the logits in whole vectors.
+  __device__ __forceinline__ float least(int whole) const {
+    float result = math::infinity<float>();
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (vector(u) < whole) {
+        float values[kSize];
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          values[i] = to_acc<float>(vectors[u].get(i));
+        }
+        result = ::fminf(least_of(values), result);
+      }
+    }
+    return result;
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void load(const scalar_t* row, int whole,
+                                       const Vector<scalar_t>& nothing) {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      vectors[u] = vector(u) < whole ? load_vector_at(vector_of(row, u), kWidth) : nothing;
+    }
+  }
+};
+
+// cache: leaves the row's whole vectors there, for the thread that reads them here; may be null.
+template <typename State, typename scalar_t, int kUnroll, typename acc_t = acc_type_t<scalar_t>>
+__device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader,
+                                            const RowTarget<acc_t>& target, scalar_t* cache) {
+  constexpr int kSize = kVectorSize<scalar_t>;
+  RowSum<State> row;
+  for (; reader.more(); reader.advance()) {
+    acc_t max = -math::infinity<acc_t>();
+    reader.for_each_vector([&](int u) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        max = math::max_number(to_acc<acc_t>(reader.loaded[u].get(i)), max);
+      }
+    });
+    row.raise_max(max);
+    const acc_t shift = softmax_shift(row.sums.max);
+    State local = same_max(row.sums);
+    reader.for_each_vector([&](int u) {
+      if (cache != nullptr) {
+        store_vector(cache, reader.vector(u), reader.loaded[u]);
+      }
+      forget_conversions(reader.loaded[u]);
+      acc_t q[kSize];
+      load_coefficients_for<State>(target, reader.first_class(u), q);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        add_below_max<kExactExponentials<scalar_t>>(local, to_acc<acc_t>(reader.loaded[u].get(i)),
+                                                    shift, q[i]);
+      }
+    });
+    row.add(local);
+  }
+  reader.for_each_single([&](int c) {
+    const acc_t x[1] = {to_acc<acc_t>(reader.row[c])};
+    fold<kExactExponentials<scalar_t>>(row, x, target, c);
+  });
+  return row.total();
+}
+
+// Writes the gradient of the team's row.
+template <typename scalar_t, int kUnroll, typename Gradient>
+__device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_classes, int lane,
+                                                   int team, const Gradient& gradient,
+                                                   scalar_t* grad_input, const scalar_t* cache) {
+  using acc_t = acc_type_t<scalar_t>;
+  constexpr int kSize = kVectorSize<scalar_t>;
+  if (!gradient.target.has_loss()) {
+    const auto value = from_acc<scalar_t>(gradient.without_loss());
+    for (int c = lane; c < num_classes; c += team) {
+      grad_input[c] = value;
+    }
+    return;
+  }
+  const int width = access_width(grad_input);
+  const auto write = [&](int vector, const Vector<scalar_t>& x) {
+    store_vector_at(grad_input + vector * kSize, width, gradient_of(gradient, x, vector * kSize));
+  };
+  if (cache != nullptr) {
+#pragma unroll 2
+    for (int vector = lane; vector < num_classes / kSize; vector += team) {
+      write(vector, load_vector(cache, vector));
+    }
+  } else {
+    RowReader<scalar_t, kUnroll> reader(row, num_classes, lane, team);
+    for (; reader.more(); reader.advance()) {
+      reader.for_each_vector([&](int u) { write(reader.vector(u), reader.loaded[u]); });
+    }
+  }
+  // fault: team-gradient-singles
+  for (int c = num_classes / kSize * kSize + lane; c < num_classes; c += team) {
+    grad_input[c] = from_acc<scalar_t>(gradient.of_logit(to_acc<acc_t>(row[c]), c));
+  }
+}
+
+// Blocks whose rows leave a gradient that shall fit a multiprocessor: as rows of 64 KB do.
+constexpr int kMinGradientBlocks = 3;
+
+// kTeamIsBlock: one row a block at a time; else `team` lanes, a power of two, a row. kGradient:
+// writes the row's gradient too, and keeps the row for that in shared memory where use_cache says
+// so; else it is read again.
+template <typename scalar_t, bool kDense, bool kTeamIsBlock, bool kGradient>
+__global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kTeamThreads,
+                                  !kTeamIsBlock ? 1
+                                  : kGradient   ? kMinGradientBlocks
+                                  : kDense      ? kMinDenseBlocks<scalar_t>
+                                                : kMinRowBlocks<scalar_t>)
+    cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int team,
+                                 bool use_cache, Denominator denominator, Partial* partials,
+                                 Finalize finalize) {
+  extern __shared__ uint4 row_cache[];
+  using acc_t = acc_type_t<scalar_t>;
+  using State = RowState<acc_t, kDense>;
+  const int lane =
+      kTeamIsBlock ? static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x) & (team - 1);
+  const int rows_per_block = kTeamIsBlock ? 1 : kTeamThreads / team;
+  const int first = kTeamIsBlock ? 0 : static_cast<int>(threadIdx.x) / team;
+  const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
+  auto* const cache =
+      kTeamIsBlock && kGradient && use_cache ? reinterpret_cast<scalar_t*>(row_cache) : nullptr;
+  let_next_kernel_start();
+  std::conditional_t<kGradient, UnitScale<acc_t>, NoScale> unit(args, denominator);
+  unit.wait(args, denominator);
+  const acc_t scale = unit.get();
+  Partial partial;
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * rows_per_block; base < args.rows.numel;
+       base += static_cast<int64_t>(gridDim.x) * rows_per_block) {
+    const bool exists = base + first < args.rows.numel;
+    // A team past the end takes part in the shuffles with the last row.
+    const int64_t row = exists ? base + first : args.rows.numel - 1;
+    int64_t offsets[4];
+    row_offsets(args.rows, operands, row, offsets);
+    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
+    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
+                                                   team);
+    const RowTarget<acc_t> target(args, offsets[1]);
+    acc_t x_at_index = 0;
+    if (!kDense && lane == 0 && target.has_loss()) {
+      x_at_index = to_acc<acc_t>(logits[target.index]);
+    }
+    State state;
+    if (target.has_loss()) {
+      state = reduce_row<State>(reader, target, cache);
+    }
+    state = kTeamIsBlock ? block_reduce(state) : warp_reduce(state, team);
+    if (lane == 0 && exists) {
+      finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+    }
+    if constexpr (kGradient) {
+      const auto summary = share_summary<kTeamIsBlock>(summarize(state, x_at_index), team);
+      if (exists) {
+        const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(args, target,
+                                                                                summary, scale);
+        write_row_gradient<scalar_t, kRowUnroll<kDense>>(
+            logits, static_cast<int>(args.num_classes), lane, team, gradient,
+            static_cast<scalar_t*>(args.grad_input.data) + offsets[3], cache);
+      }
+    }
+  }
+  if (args.reduction != Reduction::kNone) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
+// Rows short enough for the registers of a block: all of a row is in flight at once, and its
+// maximum is known before the first exponential. One row a block at a time.
+template <typename scalar_t, bool kGradient>
+__global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
+    cross_entropy_forward_register_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                                          Denominator denominator, Partial* partials,
+                                          Finalize finalize) {
+  using acc_t = acc_type_t<scalar_t>;
+  constexpr int kSize = kVectorSize<scalar_t>;
+  const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
+  constexpr int kVectors = kRegisterVectors<scalar_t>;
+  const bool first = threadIdx.x == 0;
+  let_next_kernel_start();
+  std::conditional_t<kGradient, UnitScale<acc_t>, NoScale> unit(args, denominator);
+  Partial partial;
+  for (int64_t row = blockIdx.x; row < args.rows.numel; row += gridDim.x) {
+    int64_t offsets[4];
+    row_offsets(args.rows, operands, row, offsets);
+    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
+    RegisterRow<scalar_t, kVectors> loaded(logits, static_cast<int>(args.num_classes));
+    if (row == blockIdx.x) {
+      unit.wait(args, denominator);
+    }
+    const RowTarget<acc_t> target(args, offsets[1]);
+    acc_t x_at_index = 0;
+    if (first && target.has_loss()) {
+      x_at_index = to_acc<acc_t>(logits[target.index]);
+    }
+    OnlineSoftmax<acc_t> state;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        state.max = math::max_number(to_acc<acc_t>(loaded.vectors[u].get(i)), state.max);
+      }
+    }
+    const acc_t shift = softmax_shift(state.max);
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      OnlineSoftmax<acc_t> local = same_max(state);
+      forget_conversions(loaded.vectors[u]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        local.template add_below_max<kExactExponentials<scalar_t>>(
+            to_acc<acc_t>(loaded.vectors[u].get(i)), shift);
+      }
+      state.add(local);
+    }
+    state = block_reduce(state);
+    if (first) {
+      finish_row(args, target, state, x_at_index, row, offsets[2], partial);
+    }
+    if constexpr (kGradient) {
+      const auto summary = share_summary<true>(summarize(state, x_at_index), 0);
+      const RowGradient<acc_t, false, kExactExponentials<scalar_t>> gradient(args, target, summary,
+                                                                             unit.get());
+      auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
+      if (target.has_loss()) {
+        loaded.write_gradient(gradient, logits, grad_input, static_cast<int>(args.num_classes));
+      } else {
+        const auto value = from_acc<scalar_t>(gradient.without_loss());
+        for (int c = static_cast<int>(threadIdx.x); c < args.num_classes; c += blockDim.x) {
+          grad_input[c] = value;
+        }
+      }
+    }
+  }
+  if (args.reduction != Reduction::kNone) {
+    reduce_to_grid(partial, partials, finalize);
+  }
+}
+
+// Of the threads that share a row: a power of two of a warp's lanes, or the block.
+__device__ __forceinline__ void team_sync(int team) {
+  if (team > kWarpSize) {
+    __syncthreads();
+  } else {
+    const unsigned first = threadIdx.x % kWarpSize & ~static_cast<unsigned>(team - 1);
+    __syncwarp((kAllLanes >> (kWarpSize - team)) << first);
+  }
+}
+
+template <typename scalar_t, bool kDense>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyBackwardArgs args, int team) {
+  using acc_t = acc_type_t<scalar_t>;
+  wait_for_previous_kernel();
+  if (kept_is_right(args)) {
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x) % team;
+  const int rows_per_block = static_cast<int>(blockDim.x) / team;
+  const Operand* const operands[5] = {&args.input, &args.target, &args.grad_output,
+                                      &args.grad_input, &args.grad_target};
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + threadIdx.x / team;
+       row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * rows_per_block) {
+    int64_t offsets[5];
+    row_offsets(args.rows, operands, row, offsets);
+    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
+    auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
+    const RowTarget<acc_t> target(args, offsets[1]);
+    const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(
+        args, target, load_summary<kDense>(args, target, row, offsets[0]),
+        row_scale<acc_t>(args, offsets[2]));
+    if (args.grad_input.data == args.input.data) {
+      // The logit of the class index is read: it may be overwritten.
+      team_sync(team);
+    }
+    if (args.grad_target.data == nullptr) {
+      write_row_gradient<scalar_t, kRowUnroll<kDense>>(logits, static_cast<int>(args.num_classes),
+                                                       lane, team, gradient, grad_input, nullptr);
+      continue;
+    }
+    for (int c = lane; c < args.num_classes; c += team) {
+      const acc_t x = to_acc<acc_t>(logits[c]);
+      if (args.grad_input.data != nullptr) {
+        grad_input[c] = from_acc<scalar_t>(gradient.of_logit(x, c));
+      }
+      if constexpr (kDense) {
+        store_operand<acc_t>(args.grad_target, offsets[4] + c * args.grad_target_class_stride,
+                             gradient.of_target(x, c));
+      }
+    }
+  }
+}
+
+// What the row kernels take: contiguous classes, computed in the type of the logits.
+inline bool rows_are_contiguous(const CrossEntropyArgs& args, int64_t few_classes) {
+  return args.input_class_stride == 1 && args.num_classes <= kMaxRowClasses &&
+         args.num_classes > few_classes && args.acc_double == (args.input.dtype == DType::kFloat64);
+}
+
+// Threads that share a row: up to a warp, or a block.
+inline int team_size(const CrossEntropyArgs& args) {
+  const int64_t bytes = args.num_classes * element_size(args.input.dtype);
+  int team = 1;
+  if (bytes <= kWarpRowBytes) {
+    while (team < kWarpSize && team * kVectorBytes < bytes) {
+      team *= 2;
+    }
+    return team;
+  }
+  team = kWarpSize;
+  while (team < kMaxRowThreads && team * kVectorBytes * kVectorsPerThread < bytes) {
+    team *= 2;
+  }
+  return team;
+}
+
+inline int block_size(int team) { return team > kWarpSize ? team : kTeamThreads; }
+
+inline int64_t team_row_blocks(const CrossEntropyArgs& args, int team,
+                               int64_t max_blocks = kMaxLoopBlocks) {
+  return std::clamp<int64_t>(ceil_div(args.rows.numel, block_size(team) / team), 1, max_blocks);
+}
+
+// Whether a block can hold a row in its registers.
+inline bool row_fits_registers(const CrossEntropyArgs& args) {
+  const int64_t bytes = args.num_classes * element_size(args.input.dtype);
+  const int64_t most = args.input.dtype == DType::kFloat64   ? 0
+                       : args.input.dtype == DType::kFloat32 ? kRegisterRowBytes<float>
+                                                             : kRegisterRowBytes<half_t>;
+  return rows_are_contiguous(args, kFewClassesForward) && !args.dense() &&
+         bytes >= kMinStagedBytes && bytes <= most;
+}
+
+// Rows that are faster in registers than staged, in forward by 6 to 12 %.
+inline bool rows_are_for_registers(const CrossEntropyArgs& args) {
+  return args.input.dtype == DType::kFloat32 && args.num_classes % kVectorSize<float> == 0 &&
+         row_fits_registers(args);
+}
+
+// Shared memory for a row, or 0 where this device has too little for two.
+template <typename Kernel>
+int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
+  const int64_t row = args.num_classes * element_size(args.input.dtype);
+  const int64_t bytes = ceil_div(row, kVectorBytes) * kVectorBytes;
+  int device = 0;
+  int limit = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess) {
+    return 0;
+  }
+  // Asked for as much as any row has: another thread may be about to launch it with more.
+  const int64_t most = std::min<int64_t>(limit - kStaticSharedBytes, kMaxSharedRowBytes);
+  if (bytes > most || cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(most)) != cudaSuccess) {
+    cudaGetLastError();  // the launch that does without must not find it
+    return 0;
+  }
+  return bytes;
+}
+
+template <typename scalar_t, bool kDense, bool kGradient>
+void forward_rows(const CrossEntropyForwardArgs& args, const Denominator& denominator,
+                  Partial* partials, const Finalize& finalize, int64_t blocks,
+                  cudaStream_t stream) {
+  const int team = team_size(args);
+  if constexpr (!kDense && sizeof(scalar_t) <= 4) {
+    if (row_fits_registers(args)) {
+      const int64_t bytes = args.num_classes * static_cast<int64_t>(sizeof(scalar_t));
+      int threads = kWarpSize;
+      while (int64_t{threads} * kRegisterVectors<scalar_t> * kVectorBytes < bytes) {
+        threads *= 2;
+      }
+      launch_kernel("cross_entropy_forward_register_kernel",
+                    cross_entropy_forward_register_kernel<scalar_t, kGradient>,
+                    {blocks, threads, 0, 1, denominator.is_computed()}, stream, args, denominator,
+                    partials, finalize);
+      return;
+    }
+  }
+  if (team > kWarpSize) {
+    const auto kernel = cross_entropy_forward_kernel<scalar_t, kDense, true, kGradient>;
+    const int64_t cache = kGradient ? row_cache_bytes(args, kernel) : 0;
+    launch_kernel("cross_entropy_forward_kernel", kernel, {blocks, team, cache}, stream, args, team,
+                  cache > 0, denominator, partials, finalize);
+  } else {
+    launch_kernel("cross_entropy_forward_kernel",
+                  cross_entropy_forward_kernel<scalar_t, kDense, false, kGradient>,
+                  {blocks, block_size(team)}, stream, args, team, false, denominator, partials,
+                  finalize);
+  }
+}
+
+// Blocks in forward.
+inline int64_t team_row_blocks(const CrossEntropyArgs& args) {
+  return row_fits_registers(args) ? std::clamp<int64_t>(args.rows.numel, 1, kMaxLoopBlocks)
+                                  : team_row_blocks(args, team_size(args));
+}
+
+// Where args.grad_input is given, for fp32 and half types, writes it too.
+inline void launch_team_rows_forward(const CrossEntropyForwardArgs& args,
+                                     const Denominator& denominator, Partial* partials,
+                                     const Finalize& finalize, int64_t blocks,
+                                     cudaStream_t stream) {
+  visit_bool(args.dense(), [&](auto dense) {
+    constexpr bool kDense = decltype(dense)::value;
+    visit_floating(args.input.dtype, [&](auto type) {
+      using scalar_t = typename decltype(type)::type;
+      if constexpr (sizeof(scalar_t) <= 4) {
+        if (args.grad_input.data != nullptr) {
+          forward_rows<scalar_t, kDense, true>(args, denominator, partials, finalize, blocks,
+                                               stream);
+          return;
+        }
+      }
+      forward_rows<scalar_t, kDense, false>(args, denominator, partials, finalize, blocks, stream);
+    });
+  });
+}
+
+inline void launch_team_rows_backward(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
+  const int team = team_size(args);
+  const int64_t max_blocks = args.kept ? most_blocks_of_kept(block_size(team)) : kMaxGrid;
+  visit_bool(args.dense(), [&](auto dense) {
+    visit_floating(args.input.dtype, [&](auto type) {
+      launch_kernel(
+          "cross_entropy_backward_kernel",
+          cross_entropy_backward_kernel<typename decltype(type)::type, decltype(dense)::value>,
+          {team_row_blocks(args, team, max_blocks), block_size(team), 0, 1, true}, stream, args,
+          team);
+    });
+  });
+}
+
+}  // namespace lossops::cuda
