@@ -6,6 +6,7 @@
 #include <string>
 
 #include "losses/elementwise/registry.h"
+#include "losses/rows/logit_map.h"
 #include "scalar_types.h"
 
 namespace lossops {
@@ -134,6 +135,44 @@ struct CrossEntropyBackwardArgs : CrossEntropyArgs {
   void* grad_weight = nullptr;
 };
 
+// --------------------------------------------------------------------- tokens
+
+// Log-probabilities of num_indices classes a row, and its entropy; see losses/rows/tokens.h.
+struct TokenArgs {
+  IterationSpace rows;  // the shape of the logits without classes
+  int64_t num_classes = 0;
+  Operand input;  // logits; strides over rows
+  int64_t input_class_stride = 1;
+  LogitMapParams map;
+  Operand index;  // int64, int32 or uint8; null: no log-probabilities
+  int64_t num_indices = 0;
+  int64_t index_stride = 0;  // from one index of a row to its next
+  // Integers, floating-point numbers or bools; 0: the row's values and gradients are 0, and its
+  // logits are never read. Null: all rows count.
+  Operand row_mask;
+  bool has_entropy = false;
+  bool acc_double = false;
+};
+
+struct TokenForwardArgs : TokenArgs {
+  Operand log_probs;  // (rows, num_indices); strides over rows
+  int64_t log_probs_stride = 1;
+  Operand entropy;  // null: not wanted
+  // Out, (3, rows) of acc_t: max, rest, D; null: no backward pass will come.
+  void* row_stats = nullptr;
+  // Out, CPU only: the first row with an index out of range, or -1.
+  int64_t* first_invalid_row = nullptr;
+};
+
+struct TokenBackwardArgs : TokenArgs {
+  Operand grad_log_probs;  // null: none
+  int64_t grad_log_probs_stride = 1;
+  Operand grad_entropy;  // null: none
+  const void* row_stats = nullptr;
+  Operand grad_input;
+  int64_t grad_input_class_stride = 1;
+};
+
 // What forward was asked for that left the gradient which a backward pass has kept.
 inline CrossEntropyForwardArgs forward_of(const CrossEntropyBackwardArgs& args) {
   CrossEntropyForwardArgs forward;
@@ -162,6 +201,8 @@ inline CrossEntropyForwardArgs forward_of(const CrossEntropyBackwardArgs& args) 
   int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args);                  \
   void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double* scratch,      \
                                      Context);                                                   \
+  void launch_token_forward(const TokenForwardArgs& args, Context);                              \
+  void launch_token_backward(const TokenBackwardArgs& args, Context);                            \
   /* Writes the first row whose class index is out of range, or -1, to *result. */               \
   void launch_first_invalid_target(const CrossEntropyArgs& args, int64_t* result, Context);
 

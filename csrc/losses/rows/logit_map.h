@@ -1,0 +1,72 @@
+// The logit map z(x): what every loss of a row may apply to its logits first.
+//
+//   y = scale x;  y = softcap tanh(y / softcap), if there is a softcap;  z = y / temperature
+//
+// A map is a functor beside the functor of a loss: map(x), and derivative(x) = dz / dx.
+#pragma once
+
+#include "losses/math.h"
+
+namespace lossops {
+
+// The keywords of a call.
+struct LogitMapParams {
+  double scale = 1;
+  double softcap = 0;  // 0: none
+  double temperature = 1;
+};
+
+// Without a softcap the map is one multiplication, which is exact for the default of 1.
+template <typename acc_t>
+struct LinearMap {
+  acc_t factor;
+
+  LOSSOPS_HOST_DEVICE explicit LinearMap(const LogitMapParams& params)
+      : factor(static_cast<acc_t>(params.scale / params.temperature)) {}
+
+  LOSSOPS_HOST_DEVICE acc_t map(acc_t x) const { return factor * x; }
+  LOSSOPS_HOST_DEVICE acc_t derivative(acc_t /*x*/) const { return factor; }
+};
+
+// With u = exp(-2 |y| / softcap): tanh = (1 - u) / (1 + u), and its derivative 4 u / (1 + u)^2 has
+// no difference that cancels.
+template <typename acc_t>
+struct SoftcapMap {
+  acc_t rate;   // 2 scale / softcap
+  acc_t cap;    // softcap / temperature
+  acc_t slope;  // 4 scale / temperature
+
+  LOSSOPS_HOST_DEVICE explicit SoftcapMap(const LogitMapParams& params)
+      : rate(static_cast<acc_t>(2 * params.scale / params.softcap)),
+        cap(static_cast<acc_t>(params.softcap / params.temperature)),
+        slope(static_cast<acc_t>(4 * params.scale / params.temperature)) {}
+
+  LOSSOPS_HOST_DEVICE acc_t map(acc_t x) const {
+    const acc_t exponent = rate * x;
+    const acc_t u = decay(exponent);
+    const acc_t tanh = math::divide_by_one_plus(acc_t(1) - u, u);
+    return exponent < acc_t(0) ? -cap * tanh : cap * tanh;
+  }
+  LOSSOPS_HOST_DEVICE acc_t derivative(acc_t x) const {
+    const acc_t u = decay(rate * x);
+    return math::divide_by_one_plus(math::divide_by_one_plus(slope * u, u), u);
+  }
+
+ private:
+  // exp(-|exponent|), NaN of NaN
+  static LOSSOPS_HOST_DEVICE acc_t decay(acc_t exponent) {
+    return math::exp(exponent > acc_t(0) ? -exponent : exponent);
+  }
+};
+
+// Calls body with the map of a call: run-time values become a type here.
+template <typename acc_t, typename Body>
+LOSSOPS_HOST_DEVICE void visit_logit_map(const LogitMapParams& params, Body&& body) {
+  if (params.softcap > 0) {
+    body(SoftcapMap<acc_t>(params));
+  } else {
+    body(LinearMap<acc_t>(params));
+  }
+}
+
+}  // namespace lossops

@@ -1,0 +1,106 @@
+// What reinforcement learning and metrics read off a row of mapped logits z[0..C): the
+// log-probabilities of K classes, the log of the sum of exponentials and the entropy of the softmax.
+//
+//   log p_k = z[index_k] - lse                 d / dz_c = [c = index_k] - s_c
+//   lse     = max + log1p(rest)                d / dz_c = s_c
+//   H       = log1p(rest) + D                  d / dz_c = s_c ((max - z_c) - D)
+//
+// s is the softmax, and D = sum_c s_c (max - z_c). All terms of H and D are positive, so nothing
+// cancels, however confident the row is. A z of -inf adds 0 to D and has a gradient of 0.
+#pragma once
+
+#include "losses/math.h"
+#include "losses/rows/softmax_state.h"
+
+namespace lossops {
+
+// The online softmax with the sum of exp(z - max) (max - z).
+template <typename acc_t>
+struct EntropySoftmax : OnlineSoftmax<acc_t> {
+  acc_t distance = 0;
+  using Base = OnlineSoftmax<acc_t>;
+
+  LOSSOPS_HOST_DEVICE void raise_max(acc_t new_max) {
+    if (new_max > this->max) {
+      if (this->max > -math::infinity<acc_t>()) {
+        const acc_t moved = (this->ones + this->below) * (new_max - this->max);
+        distance = (distance + moved) * math::exp(this->max - new_max);
+      }
+      Base::raise_max(new_max);
+    }
+  }
+
+  // Folds in a logit that is not above max; shift is softmax_shift(max).
+  template <bool kExact = true>
+  LOSSOPS_HOST_DEVICE void add_below_max(acc_t z, acc_t shift) {
+    const acc_t below_max = shift - z;
+    const acc_t term = math::exp_in_sum<kExact>(-below_max);
+    if (term == acc_t(1)) {
+      this->ones += term;
+    } else {
+      this->below += term;
+    }
+    distance += term == acc_t(0) ? acc_t(0) : term * below_max;
+  }
+
+  // Folds in a state of the same max.
+  LOSSOPS_HOST_DEVICE void add(const EntropySoftmax& other) {
+    Base::add(other);
+    distance += other.distance;
+  }
+  // See OnlineSoftmax::add().
+  LOSSOPS_HOST_DEVICE void add(const EntropySoftmax& other, EntropySoftmax& lost) {
+    Base::add(other, lost);
+    math::add_exactly(distance, other.distance, lost.distance);
+  }
+
+  // D
+  LOSSOPS_HOST_DEVICE acc_t mean_distance() const {
+    return math::divide_by_one_plus(distance, this->rest());
+  }
+};
+
+// What forward leaves of a row to its backward pass, and what the values of a row follow from.
+template <typename acc_t>
+struct TokenStats {
+  acc_t max;
+  acc_t rest;
+  acc_t mean_distance;  // D; 0 where no entropy is wanted
+
+  LOSSOPS_HOST_DEVICE acc_t log_prob(acc_t z) const { return (z - max) - math::log1p(rest); }
+  // A row of -inf only, or of NaN, has no softmax, and its values are NaN.
+  LOSSOPS_HOST_DEVICE acc_t entropy() const {
+    const acc_t empty_row = rest > acc_t(-1) ? acc_t(0) : math::quiet_nan<acc_t>();
+    return math::log1p(rest) + mean_distance + empty_row;
+  }
+};
+
+// The gradient with respect to the mapped logits of a row.
+template <typename acc_t>
+struct TokenGradient {
+  TokenStats<acc_t> stats;
+  acc_t of_softmax;  // grad_lse - sum_k grad_log_prob_k
+  acc_t of_entropy;  // grad_entropy
+
+  // Of a class that is not among the indices.
+  LOSSOPS_HOST_DEVICE acc_t of_class(acc_t z) const {
+    const acc_t below_max = stats.max - z;
+    const acc_t softmax = math::divide_by_one_plus(math::exp(-below_max), stats.rest);
+    // Where the softmax is 0, an infinite distance counts as 0.
+    const acc_t slope =
+        softmax == acc_t(0) ? acc_t(0) : of_entropy * (below_max - stats.mean_distance);
+    return softmax * (of_softmax + slope);
+  }
+
+  // Of a class among the indices; grad: the sum of their grad_log_prob. 1 - softmax is computed from
+  // the other classes, and of_softmax + grad is exactly 0 where there is no other index.
+  LOSSOPS_HOST_DEVICE acc_t at_index(acc_t z, acc_t grad) const {
+    const acc_t e = math::exp(z - stats.max);
+    const acc_t others = math::divide_by_one_plus(acc_t(1) - e + stats.rest, stats.rest);
+    TokenGradient rest_of_it = *this;
+    rest_of_it.of_softmax += grad;
+    return grad * others + rest_of_it.of_class(z);
+  }
+};
+
+}  // namespace lossops
