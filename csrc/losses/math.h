@@ -7,6 +7,7 @@
 #include <cstring>
 
 #if defined(__CUDACC__)
+#include "losses/instructions.h"
 #define LOSSOPS_HOST_DEVICE __host__ __device__ __forceinline__
 #else
 #define LOSSOPS_HOST_DEVICE inline __attribute__((always_inline))
@@ -69,11 +70,7 @@ constexpr float kLn2OfProbability = 0x1.62e432p-1f;
 constexpr float kLog2E = 0x1.715476p+0f;
 
 // 2^x within 2 units in the last place, 0 for what is subnormal.
-__device__ __forceinline__ float exp2(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-}
+__device__ __forceinline__ float exp2(float x) { return ex2_approx_ftz(x); }
 
 // What rounding took from x log2(e) = t, as an exponent of e. ln 2 in two parts: the first alone
 // would leave 2^-29 of t.
@@ -86,8 +83,7 @@ __device__ __forceinline__ float lost_by_log2(float x, float t) {
 __device__ __forceinline__ float divide_by_sum(float a, float b, float c) {
   const float sum = b + c;
   const float lost_by_sum = ::fminf(b, c) - (sum - ::fmaxf(b, c));
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
+  const float inverse = rcp_approx_ftz(sum);
   const float quotient = a * inverse;
   const float lost = ::fmaf(-quotient, lost_by_sum, ::fmaf(-quotient, sum, a));
   const float corrected = ::fmaf(lost, inverse, quotient);
@@ -96,8 +92,7 @@ __device__ __forceinline__ float divide_by_sum(float a, float b, float c) {
 
 // The same of a and b alone, where the quotient is finite.
 __device__ __forceinline__ float divide_finite(float a, float b) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  const float inverse = rcp_approx_ftz(b);
   const float quotient = a * inverse;
   return ::fmaf(::fmaf(-quotient, b, a), inverse, quotient);
 }
@@ -162,13 +157,11 @@ __device__ __forceinline__ MultipleOfExp divide_by_one_plus_times_exp(float a, f
   // A whole number is the sum of terms that are exactly 1, as those of equal logits.
   const float lost_by_powers = b == ::rintf(b) ? 0.0f : kLostByPowers;
   const float lost_by_sum = ::fmaf(b, lost_by_powers, ::fminf(b, 1.0f) - (sum - ::fmaxf(b, 1.0f)));
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
+  const float inverse = rcp_approx_ftz(sum);
   const float quotient = __fmul_rn(product, inverse);
   const float lost = ::fmaf(-quotient, lost_by_sum, ::fmaf(-quotient, sum, product)) + product_lost;
   const float factor = ::fmaf(lost, inverse, quotient);
-  float inverse_factor;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse_factor) : "f"(factor));
+  const float inverse_factor = rcp_approx_ftz(factor);
   return {factor, ::fmaf(lost, inverse, quotient - factor) * inverse_factor, round};
 }
 
@@ -218,8 +211,7 @@ __device__ __forceinline__ float exp_of_finite_in_sum(float x) {
 // be spared the subnormal ones, is off by another half unit.
 __device__ __forceinline__ float exp_times(float factor, float x, float lost) {
   const float t = x * kLog2E;
-  float power;                                           // 2^t
-  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(t));  // subnormal where it must be
+  const float power = ex2_approx(t);  // subnormal where it must be
   const float product = factor * power;
   const float rest = lost_by_log2(x, t) + lost;
   // Where t is -inf there is no remainder, but an infinity or a NaN: the largest of integers.
@@ -247,9 +239,7 @@ __device__ __forceinline__ double divide_by_one_plus(double a, double b) { retur
 // The larger of two; NaN where one is NaN.
 __device__ __forceinline__ float at_least(float x, float bound) {
 #if __CUDA_ARCH__ >= 800
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(bound));
-  return result;
+  return max_nan(x, bound);
 #else
   return x < bound ? bound : x;
 #endif
@@ -259,19 +249,13 @@ __device__ __forceinline__ float zero_unless_nan(float x) { return at_least(-::f
 __device__ __forceinline__ double zero_unless_nan(double x) { return is_nan(x) ? x : 0.0; }
 
 // exp(x) for what forgives an error of |x| / 2^24 of it.
-__device__ __forceinline__ float exp_of_half(float x) {
-  float power;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(x * kLog2E));
-  return power;
-}
+__device__ __forceinline__ float exp_of_half(float x) { return ex2_approx(x * kLog2E); }
 
 // a / b within 2^-22 of it, which half types forgive: a few instructions instead of thirty, none of
 // them a branch. Scaled, so that neither b nor 1 / b is subnormal.
 __device__ __forceinline__ float divide_half(float a, float b) {
   const float scale = ::fabsf(b) < 0x1p-100f ? 0x1p60f : 0x1p-2f;
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b * scale));
-  return a * scale * inverse;
+  return a * scale * rcp_approx_ftz(b * scale);
 }
 
 // log of a term of a sum: within 2^-22 of it, and 2^-22 near 1, which a sum of many forgives.
@@ -281,13 +265,7 @@ __device__ __forceinline__ acc_t log_in_sum(acc_t x, float ln_2 = kLn2) {
   if constexpr (kExact || sizeof(acc_t) > 4) {
     return log(x);
   } else {
-    float log2;
-    if constexpr (kSubnormal) {
-      asm("lg2.approx.f32 %0, %1;" : "=f"(log2) : "f"(x));
-    } else {
-      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(x));
-    }
-    return log2 * ln_2;
+    return (kSubnormal ? lg2_approx(x) : lg2_approx_ftz(x)) * ln_2;
   }
 }
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/grid/check.cuh"
+#include "kernels/grid/launch.cuh"
 
 namespace lossops::cuda {
 
@@ -62,7 +62,8 @@ struct ColumnPartials {
 };
 
 struct ColumnReducePlan {
-  dim3 block;
+  int threads_x;
+  int threads_y;
   int64_t blocks_x;
   int64_t splits;
   int64_t terms_per_split;
@@ -72,9 +73,10 @@ struct ColumnReducePlan {
     while (x < kColumnReduceMaxX && x < outputs) {
       x *= 2;
     }
-    block = dim3(x, kColumnReduceThreads / x);
+    threads_x = x;
+    threads_y = kColumnReduceThreads / x;
     blocks_x = (outputs + x - 1) / x;
-    const int64_t useful = reduced / (kColumnReduceMinTerms * block.y);
+    const int64_t useful = reduced / (kColumnReduceMinTerms * threads_y);
     const int64_t wanted = kColumnReduceBlocks / std::max<int64_t>(blocks_x, 1);
     splits = std::max<int64_t>(1, std::min(useful, wanted));
     terms_per_split = (reduced + splits - 1) / splits;
@@ -89,11 +91,11 @@ template <typename Source, typename Sink>
 void launch_column_reduce(const Source& source, const Sink& sink, const ColumnReducePlan& plan,
                           double* partials, int64_t outputs, int64_t terms, int64_t splits,
                           int64_t terms_per_split, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(plan.blocks_x), static_cast<unsigned>(splits));
-  // The one grid of two dimensions, which a LaunchShape has not.
-  column_reduce_kernel<<<grid, plan.block, 0, stream>>>(source, sink, partials, outputs, terms,
-                                                        terms_per_split);
-  check_launch("column_reduce_kernel");
+  LaunchShape shape{plan.blocks_x, plan.threads_x};
+  shape.blocks_y = splits;
+  shape.threads_y = plan.threads_y;
+  launch_kernel("column_reduce_kernel", column_reduce_kernel<Source, Sink>, shape, stream, source,
+                sink, partials, outputs, terms, terms_per_split);
 }
 
 }  // namespace detail

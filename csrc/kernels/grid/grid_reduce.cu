@@ -30,7 +30,7 @@ constexpr int kFewThreads = 256;
 template <int kBlocks>
 __device__ __forceinline__ Partial cluster_reduce(const Partial& partial) {
   // Raw storage: shared variables take no initialiser.
-  __shared__ alignas(alignof(Partial)) unsigned char storage[kBlocks * sizeof(Partial)];
+  alignas(Partial) __shared__ unsigned char storage[kBlocks * sizeof(Partial)];
   auto* const partials = reinterpret_cast<Partial*>(storage);
   if (threadIdx.x == 0) {
     *at_rank(partials + cluster_rank(), 0) = partial;

@@ -8,6 +8,7 @@
 
 #include "kernels/grid/check.cuh"
 #include "kernels/grid/device.cuh"
+#include "kernels/grid/launch_shape.h"
 
 namespace lossops::cuda {
 
@@ -26,21 +27,14 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-struct LaunchShape {
-  int64_t blocks = 1;
-  int threads = 1;
-  int64_t shared_bytes = 0;
-  int cluster = 1;       // blocks of one
-  bool overlap = false;  // the kernel calls wait_for_previous_kernel()
-};
-
 // arguments: pointers to the kernel's parameters. name: in the error.
 inline void launch_kernel_with(const char* name, const void* kernel, const LaunchShape& shape,
                                cudaStream_t stream, void** arguments) {
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y));
+  config.blockDim =
+      dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(shape.threads_y));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = stream;
   config.attrs = attributes;

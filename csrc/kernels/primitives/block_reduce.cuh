@@ -12,7 +12,7 @@ constexpr int kMaxWarps = 32;
 template <typename State>
 __device__ __forceinline__ State block_reduce(State state) {
   // Raw storage: shared variables take no initialiser.
-  __shared__ alignas(alignof(State)) unsigned char storage[kMaxWarps * sizeof(State)];
+  alignas(State) __shared__ unsigned char storage[kMaxWarps * sizeof(State)];
   State* const warps = reinterpret_cast<State*>(storage);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;

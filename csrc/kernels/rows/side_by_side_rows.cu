@@ -7,6 +7,7 @@
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/dynamic_shared.cuh"
 #include "kernels/primitives/integers.h"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/row_words.cuh"
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
   using Group = RowGroup<scalar_t>;
   constexpr int kRows = Group::kRows;
   using Terms = RowTerms<kExact>;
-  extern __shared__ uint4 stage[];
+  LOSSOPS_DYNAMIC_SHARED(uint4, stage);
   const Operand* const operands[3] = {&args.input, &args.target, &args.grad_input};
   const int num_classes = static_cast<int>(args.num_classes);
   const int threads = static_cast<int>(blockDim.x);

@@ -14,6 +14,7 @@
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/dynamic_shared.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/row_sum.cuh"
@@ -391,7 +392,7 @@ __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kTeamThreads,
     cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int team,
                                  bool use_cache, Denominator denominator, Partial* partials,
                                  Finalize finalize) {
-  extern __shared__ uint4 row_cache[];
+  LOSSOPS_DYNAMIC_SHARED(uint4, row_cache);
   using acc_t = acc_type_t<scalar_t>;
   using State = RowState<acc_t, kDense>;
   const int lane =

@@ -1,5 +1,6 @@
 // What reinforcement learning and metrics read off a row of mapped logits z[0..C): the
-// log-probabilities of K classes, the log of the sum of exponentials and the entropy of the softmax.
+// log-probabilities of K classes, the log of the sum of exponentials and the entropy of the
+// softmax.
 //
 //   log p_k = z[index_k] - lse                 d / dz_c = [c = index_k] - s_c
 //   lse     = max + log1p(rest)                d / dz_c = s_c
@@ -92,8 +93,8 @@ struct TokenGradient {
     return softmax * (of_softmax + slope);
   }
 
-  // Of a class among the indices; grad: the sum of their grad_log_prob. 1 - softmax is computed from
-  // the other classes, and of_softmax + grad is exactly 0 where there is no other index.
+  // Of a class among the indices; grad: the sum of their grad_log_prob. 1 - softmax is computed
+  // from the other classes, and of_softmax + grad is exactly 0 where there is no other index.
   LOSSOPS_HOST_DEVICE acc_t at_index(acc_t z, acc_t grad) const {
     const acc_t e = math::exp(z - stats.max);
     const acc_t others = math::divide_by_one_plus(acc_t(1) - e + stats.rest, stats.rest);
