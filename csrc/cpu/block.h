@@ -1,8 +1,8 @@
-// Blocks of elements: what is read through any layout and any dtype becomes a short
-// array of acc_t, and the math of a loss is one simple loop over such arrays.
+// Blocks of elements. An operand of any layout and dtype is read into a short array of acc_t, and
+// the math of a loss is one simple loop over such arrays.
 //
-// Arrays are computed up to a multiple of kVector, tail included, so that an element's
-// bits do not depend on its place in the block.
+// The loop runs up to a multiple of kVector, past the last element. So each element is computed in
+// a vector, and its bits do not depend on its place in the block.
 #pragma once
 
 #include <algorithm>
@@ -16,19 +16,21 @@
 
 namespace lossops::cpu {
 
-constexpr int kBlock =
-    512;  // amortises what is done once a block; a dozen fp32 arrays fit in an L1 cache
+// Elements of a block: many, as each block has a fixed cost; few enough for a dozen fp32 arrays to
+// fit in an L1 cache.
+constexpr int kBlock = 512;
 constexpr int kVector = 32;  // two of the widest vectors of fp32
 
 LOSSOPS_HOST_DEVICE int padded(int count) { return (count + kVector - 1) / kVector * kVector; }
 
-// Where the elements of a block lie in one operand: in runs, whose elements are `stride` apart.
+// Where the elements of a block lie in one operand. A run is elements that are `stride` apart; a
+// block is a run, and further ones of one length if the first does not hold it all.
 struct BlockOffsets {
-  int64_t base = 0;  // of the first run
+  int64_t base = 0;  // where the first run begins
   int64_t stride = 0;
-  int first_length = kBlock;
-  int length = kBlock;                   // of the runs behind the first
-  const int64_t* run_offsets = nullptr;  // of those, from base
+  int first_length = kBlock;             // of the first run
+  int length = kBlock;                   // of each further run
+  const int64_t* run_offsets = nullptr;  // where the further runs begin, from base
 
   int64_t operator[](int j) const {
     if (j < first_length) {
@@ -38,14 +40,15 @@ struct BlockOffsets {
     return base + run_offsets[behind / length] + behind % length * stride;
   }
 
-  // A block of as many elements, all `offset` further on.
+  // The same block, `offset` elements further on in memory.
   BlockOffsets shifted(int64_t offset) const {
     BlockOffsets result = *this;
     result.base += offset;
     return result;
   }
 
-  // body(j, length, offset): elements [j, j + length) are a run that begins at offset.
+  // Calls body(j, length, offset) for each run: elements [j, j + length) of the block, which begin
+  // at offset.
   template <typename Body>
   LOSSOPS_HOST_DEVICE void for_each_run(int count, const Body& body) const {
     int run = std::min(first_length, count);
@@ -57,8 +60,8 @@ struct BlockOffsets {
   }
 };
 
-// Walks one operand block by block. Dimensions that are one run of this operand count as one,
-// whatever they are in others: beside a broadcast row, a dense operand still is a single run.
+// Walks one operand block by block. Dimensions that make one run of this operand are merged, even
+// if they do not in other operands: beside a broadcast row, a dense operand still is a single run.
 class OperandWalker {
  public:
   void start(const IterationSpace& space, const Operand& operand, int64_t begin) {
@@ -118,7 +121,7 @@ class OperandWalker {
   const BlockOffsets& block() const { return block_; }
 
  private:
-  // Within the run along dimension 0.
+  // Moves on by `count` elements of the run along dimension 0, at most to its end.
   void advance(int64_t count) {
     coordinates_[0] += count;
     offset_ += count * strides_[0];
@@ -171,8 +174,9 @@ class BlockWalker {
 
 namespace detail {
 
-// body(i, integral_constant n): elements [i, i + n) of a run. A constant n is vectors without a
-// loop; the last of them overlaps the one before, so that no tail is left to scalars.
+// Calls body(i, n) for groups of elements [i, i + n) that together make a run. n is an
+// integral_constant, so that a group is moved by vectors, without a loop. The last group overlaps
+// the one before it, so that no element is moved alone.
 template <int kGroup = 16, typename Body>
 LOSSOPS_HOST_DEVICE void for_each_group(int length, const Body& body) {
   if (length >= kGroup) {
@@ -185,7 +189,7 @@ LOSSOPS_HOST_DEVICE void for_each_group(int length, const Body& body) {
   }
 }
 
-// The elements of a block, one behind the other.
+// Copies the elements of a block to values, one behind the other.
 template <typename scalar_t>
 LOSSOPS_HOST_DEVICE void gather(const scalar_t* data, const BlockOffsets& at, int count,
                                 scalar_t* values) {
@@ -278,8 +282,8 @@ LOSSOPS_HOST_DEVICE void store_typed(scalar_t* data, const BlockOffsets& at, int
 
 }  // namespace detail
 
-// Reads the count elements of a block and sets what pads them. Not inlined: one copy of
-// these loops serves every loss.
+// Reads the count elements of a block into values, and fills values with padding up to
+// padded(count). It is not inlined: one copy of these loops serves every loss.
 template <typename acc_t>
 __attribute__((noinline)) void load_block(const Operand& operand, const BlockOffsets& at, int count,
                                           acc_t* values, acc_t padding = acc_t(1)) {
@@ -306,8 +310,8 @@ __attribute__((noinline)) void load_block(const Operand& operand, const BlockOff
   std::fill(values + count, values + padded(count), padding);
 }
 
-// The elements of a block, padded: in place where memory holds just that, else read into
-// buffer.
+// Returns the elements of a block, padded. If they lie in memory as acc_t, one behind the other and
+// without need of padding, that memory is returned; else they are read into buffer.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE const acc_t* view_block(const Operand& operand, const BlockOffsets& at,
                                             int count, acc_t* buffer, acc_t padding = acc_t(1)) {
@@ -343,7 +347,8 @@ __attribute__((noinline)) void store_block(const Operand& operand, const BlockOf
   });
 }
 
-// Folds lanes by halves, in place: a chain over all of them would cost as much as a block.
+// Combines the lanes into one, by halves and in place. One after the other, they would take as long
+// as a block.
 template <int kLanes, typename T, typename Combine>
 LOSSOPS_HOST_DEVICE T fold_lanes(T* lanes, const Combine& combine) {
   if constexpr (kLanes > 1) {
@@ -356,13 +361,13 @@ LOSSOPS_HOST_DEVICE T fold_lanes(T* lanes, const Combine& combine) {
   return lanes[0];
 }
 
-// A sum in independent fp64 lanes: exact enough for any number of terms, and in an order
-// that vectors can keep.
+// A sum that is kept in kVector lanes of fp64: exact enough for any number of terms, and added up
+// in an order that vectors can keep.
 struct LaneSum {
   bool empty = true;
   double lanes[kVector];
 
-  // Adds values[0..width), where width is padded and the padding 0.
+  // Adds values[0..width). width is a multiple of kVector; the padding among the values is 0.
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE void add(const acc_t* values, int width) {
     double sums[kVector];  // a local array stays in registers
@@ -384,7 +389,7 @@ struct LaneSum {
     std::copy_n(sums, kVector, lanes);
   }
 
-  // The same where the padding is yet to be overwritten.
+  // Adds `count` values, and writes the padding behind them.
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE void add_unpadded(acc_t* values, int count) {
     std::fill(values + count, values + padded(count), acc_t(0));  // fault: cpu-padding

@@ -26,7 +26,7 @@ char* const kData = reinterpret_cast<char*>(uintptr_t{1} << 40);
 struct Problem {
   IterationSpace space;
   Operand operands[kNumOperands];
-  // Of the dense operand kOutput, in which element i of the space lies at i.
+  // The strides of kOutput must be dense: take() finds the number of an element from its place.
   void add(Which which, DType dtype, const int64_t* strides) {
     operands[which].data = kData;
     operands[which].dtype = dtype;
@@ -83,7 +83,7 @@ int64_t place(const Problem& problem, const Operand& operand, int64_t i) {
   return offset * element_size(operand.dtype);
 }
 
-// Takes an element that all operands have at `offset(operand)`.
+// Takes the element that lies at offset(operand) in each operand. Finds its number from kOutput.
 template <typename Offset>
 void take(const Problem& problem, const ElementPlan& plan, std::vector<int>& taken,
           const Offset& offset) {
@@ -99,7 +99,7 @@ void take(const Problem& problem, const ElementPlan& plan, std::vector<int>& tak
   }
 }
 
-// Of element n of a chunk.
+// The distance of element n of a chunk from the chunk's first, in bytes.
 int64_t place_in_chunk(const Extents& extents, const PlanOperand& operand, int64_t n) {
   const auto number = static_cast<uint32_t>(n);
   const int64_t own = n * operand.gaps[0] + further_gaps(extents, operand.gaps, number, 0);

@@ -77,13 +77,13 @@ class BoxTile {
  private:
   static constexpr uint32_t kAll = (1u << kSteps) - 1;
 
-  // Of the thread's element in the box. A block's threads take whole rows: from step to step the
-  // column stays.
+  // The row and the column, in the box, of the thread's element of a step. The threads of a block
+  // take whole rows, so the column is the same in each step.
   __device__ __forceinline__ uint32_t row(int step) const {
     return (threadIdx.x >> shift_) + step * (kTileThreads >> shift_);
   }
   __device__ __forceinline__ uint32_t column() const { return threadIdx.x & ((1u << shift_) - 1); }
-  // In the order of turned operands.
+  // The same in the order of turned operands, whose rows are the columns of the box.
   __device__ __forceinline__ uint32_t turned_row(int step) const {
     return (threadIdx.x >> turned_shift_) + step * (kTileThreads >> turned_shift_);
   }

@@ -257,9 +257,11 @@ int64_t reduce_blocks(int64_t tiles) {
   return std::max(most, std::min(tiles, kFewBlocks));
 }
 
-// Of a plan, whose tiles are smaller.
+// Blocks of a launch over the tiles of a plan. They have 256 (fp64) to 4096 (half types) elements,
+// most of them 2048: half of what a tile of dense operands has. So a block has more of them than
+// kTilesOfBlock, and few blocks are fewer. How many is a choice, not a measurement.
 int64_t planned_blocks(int64_t tiles) {
-  constexpr int64_t kTiles = 16;
+  constexpr int64_t kTiles = 16;  // tiles of a block
   const int64_t most = std::min(ceil_div(tiles, kTiles), kMaxPartials);
   return std::max({most, std::min(tiles, kFewBlocks / 2), int64_t{1}});
 }

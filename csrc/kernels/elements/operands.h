@@ -5,7 +5,7 @@
 
 namespace lossops::cuda {
 
-// Of a block.
+// Threads of a block.
 constexpr int kTileThreads = 256;
 
 enum Which : int {

@@ -8,17 +8,19 @@
 
 namespace lossops::cuda {
 
-// number: of an element, a row, ... of a chunk.
+// The distance that `number` gaps make. number: of an element or a row of a chunk, so it has 31
+// bits.
 __device__ __forceinline__ int64_t times(uint32_t number, int32_t gap) {
   // fault: elementwise-offset
   return static_cast<int64_t>(static_cast<int32_t>(number)) * gap;
 }
 
-// The compiler would make one of the accesses of two branches, for which it would compute 64-bit
-// addresses instead of constant distances.
+// Stops the compiler from merging the accesses of two branches: for merged ones it computes 64-bit
+// addresses instead of using constant distances.
 __device__ __forceinline__ void keep_apart() { asm volatile(""); }
 
-// Adds the gaps of dimensions from 2 on. rest: rows of the chunk.
+// Adds the gaps of dimensions from 2 on to offsets. rest: the rows of the chunk that the elements
+// lie in; overwritten.
 template <int kSteps>
 __device__ __forceinline__ void add_further_gaps(const Extents& extents, const int32_t* gaps,
                                                  uint32_t (&rest)[kSteps],
@@ -35,7 +37,7 @@ __device__ __forceinline__ void add_further_gaps(const Extents& extents, const i
   }
 }
 
-// Where the chunk of a tile lies. Worked out for the next tile while a block takes this one.
+// Where the chunk of a tile lies. While a block takes one tile, it works out the chunk of the next.
 class ChunkPlaces {
  public:
   struct Shared {
@@ -65,8 +67,8 @@ class ChunkPlaces {
     char* const data = plan_.operands[which].data;
     return plan_.chunks > 1 ? data + shared_.offsets[turn_][which] : data;
   }
-  // Of an element of the chunk, before further gaps. One register pair, to which offsets are added
-  // in one instruction.
+  // The address of element `number` of the chunk, without the gaps of dimensions from 1 on. It is
+  // kept in one pair of registers, so that adding an offset takes one instruction.
   __device__ __forceinline__ char* address(Which which, uint32_t number) const {
     char* const address = unfolded(data(which) + times(number, plan_.operands[which].gaps[0]));
     __builtin_assume(__isGlobal(address));

@@ -18,7 +18,7 @@
 
 namespace lossops::cuda {
 
-// Boxes, and chunks, take more.
+// Dimensions of a plan, at the most: boxes add two to those of the operands, chunks one.
 constexpr int kPlanDims = kMaxDims + 3;
 // Elements of a box. Its sides are powers of two, of at most a block's threads.
 constexpr int kBoxShift = 11;
@@ -34,7 +34,7 @@ enum class QuadKind : int8_t {
   kWords,   // of 2 bytes an element, anywhere: a quad may have the end of a row in it
 };
 
-// An operand, as plans number its elements. In bytes.
+// An operand, as plans number its elements. Strides and gaps are in bytes.
 struct PlanOperand {
   char* data = nullptr;  // null: absent
   int64_t strides[kPlanDims] = {};
@@ -101,8 +101,9 @@ LOSSOPS_HOST_DEVICE int64_t further_gaps(const Extents& extents, const int32_t* 
   return offset;
 }
 
-// Chooses the chunks of a plan whose sizes and strides are known: as many of the first dimensions
-// as numbers allow, of the last one a part. Calls of_operands(body) to have body(operand) called.
+// Chooses the chunks of a plan whose sizes and strides are known. A chunk has as many of the first
+// dimensions as numbers and gaps allow, and may have a part of the next one: that dimension is cut.
+// Calls of_operands(body) to have body(operand) called.
 // Returns the elements of the last chunk along the dimension that was cut; 0: none was.
 template <typename OfOperands>
 int64_t choose_chunks(Extents& extents, int64_t most_elements, const OfOperands& of_operands) {
@@ -122,7 +123,7 @@ int64_t choose_chunks(Extents& extents, int64_t most_elements, const OfOperands&
     if (!fits) {
       break;
     }
-    // Of whole quads, so that vectors are aligned in every chunk.
+    // A piece is whole quads, so that vectors are aligned in every chunk.
     int64_t piece = std::max<int64_t>(most_elements / elements, 1);
     piece -= piece > kQuad ? piece % kQuad : 0;
     const int64_t size = extents.sizes[dim];
@@ -168,20 +169,21 @@ struct ElementPlan {
   // Where operands disagree on which dimension is contiguous, a tile is a box of two dimensions.
   // Dimensions 0 and 1 are its sides, 2 and 3 count boxes along each, and a chunk is one box.
   bool has_boxes = false;
-  int32_t box_shifts[2] = {};   // powers of the sides
-  int64_t box_extents[2] = {};  // elements of the two dimensions: boxes reach beyond their ends
+  int32_t box_shifts[2] = {};   // logarithms of the sides, to base 2
+  int64_t box_extents[2] = {};  // sizes of the two dimensions; boxes may reach beyond them
 
   LOSSOPS_HOST_DEVICE int64_t tiles() const { return chunks * chunk_tiles; }
 
-  // tile_elements: of a tile of the kernel that takes the plan.
+  // tile_elements: elements of a tile of the kernel that takes the plan.
   void cut(int64_t tile_elements) { chunk_tiles = ceil_div(chunk_elements, tile_elements); }
 };
 
 // Makes an ElementPlan.
 class ElementPlanner {
  public:
-  // operands: kNumOperands of them; null data: absent. may_pack: there may be boxes and quads, and
-  // operands that are known to be of half types. chunk_elements: of a chunk, at the most.
+  // operands: kNumOperands of them; null data: absent. may_pack: the plan may have boxes and quads,
+  // and may say that all operands are of half types. chunk_elements: elements of a chunk, at the
+  // most.
   ElementPlanner(const IterationSpace& space, const Operand* operands, bool may_pack,
                  int64_t chunk_elements = int64_t{1} << 30)
       : space_(space), operands_(operands) {
@@ -215,10 +217,11 @@ class ElementPlanner {
     }
   }
 
-  // The dimension along which most bytes that are read are neighbours, and the longest of those
-  // that are alike. What is written follows: so plans are the same with a gradient and without one.
-  // lead: if not negative, only operands count whose rows do not lie along `lead`; `lead` where
-  // there are none.
+  // The dimension along which most bytes that are read are neighbours; of several such dimensions,
+  // the longest. Operands that are written do not count, so a plan is the same with a gradient and
+  // without one.
+  // lead: -1 counts all operands. Else only operands count whose rows do not lie along dimension
+  // `lead`, and the result is `lead` if there are none.
   int leading_dim(int lead) {
     int found = std::max(lead, 0);
     int64_t most = 0;
@@ -228,7 +231,8 @@ class ElementPlanner {
         const Operand& operand = operands_[which];
         if (operand.data != nullptr && operand.strides[dim] == 1 &&
             (lead < 0 || is_turned(operand, lead))) {
-          // One that is broadcast is mostly read from caches.
+          // Caches hold most of a broadcast operand, so its bytes count a 16th. A choice, not
+          // measured.
           constexpr int64_t kMore = 16;
           bytes += element_size(operand.dtype) * (is_broadcast(operand) ? 1 : kMore);
         }
@@ -250,8 +254,9 @@ class ElementPlanner {
     return operand.strides[lead] != 0 && operand.strides[lead] != 1;
   }
 
-  // Chooses the sides of boxes that the two dimensions fill best. Whether that is half of them, at
-  // least: of smaller matrices, the rows that lie across a warp's are found in the cache.
+  // Chooses the sides of boxes that the two dimensions fill best. Returns whether they fill at
+  // least half of the boxes. Rows are faster for matrices that fill less: these are so small that
+  // the cache holds what a warp reads across the rows (docs/experiments/elementwise.md).
   bool chooses_boxes() {
     if (other_ == lead_) {
       return false;
@@ -260,7 +265,7 @@ class ElementPlanner {
       return (((space_.sizes[dim] - 1) >> shift) + 1) << shift;
     };
     int64_t least = 0;
-    // From near a square on, which is best where boxes are full.
+    // Of sides that are filled alike, the first are chosen: those nearest to a square.
     for (const int shift : {5, 6, 4, 7, 3, 8}) {
       const int64_t elements = padded(lead_, shift) * padded(other_, kBoxShift - shift);
       if (least == 0 || elements < least) {
@@ -298,7 +303,8 @@ class ElementPlanner {
     }
     const int64_t row = extents.sizes[0];
     const bool is_one = own.strides[0] == 0;
-    // Of shorter rows, many quads have an end in them.
+    // Elements of a row from which on unaligned half types are read by words. A quad in which a row
+    // ends is slow: of rows of 64 that is at most one in 16. A choice, not measured.
     constexpr int64_t kLeastRow = 64;
     const bool has_words = is_half && own.is_simple && !is_one && row >= kLeastRow;
     const QuadKind anywhere = has_words ? QuadKind::kWords : QuadKind::kNone;
@@ -318,7 +324,8 @@ class ElementPlanner {
     return is_aligned ? QuadKind::kVector : anywhere;
   }
 
-  // factor: of the dimension's stride.
+  // Adds a dimension to the plan: `size` elements of dimension `dim` of the space, `factor` of its
+  // strides apart.
   void add(int64_t size, int dim, int64_t factor) {
     for_each_operand([&](const Operand& operand, PlanOperand& own) {
       own.strides[plan_.extents.ndim] = operand.strides[dim] * factor * own.bytes;
@@ -378,7 +385,7 @@ class ElementPlanner {
   IterationSpace space_;
   const Operand* const operands_;
   int lead_ = 0;   // the dimension of the space along which rows lie
-  int other_ = 0;  // that of rows of turned operands; lead_: there are none
+  int other_ = 0;  // the dimension along which rows of turned operands lie; lead_: there are none
   ElementPlan plan_;
 };
 

@@ -78,8 +78,8 @@ __device__ __forceinline__ acc_t forward_of(Work work, const Term& term, acc_t x
   return term.forward(x, t);
 }
 
-// A thread's part of a gradient that is added up, that of an operand which is broadcast. No other
-// is written.
+// A thread's part of the gradient of a broadcast operand. process() adds that gradient up, and then
+// writes no gradient at all.
 struct GradientSum {
   static constexpr bool kSums = true;
   Which which;

@@ -8,8 +8,8 @@
 
 namespace lossops::cuda {
 
-// What was read of a quad. In kVectors, elements of 4 bytes lie a cell each, of 2 bytes two in each
-// of the first two cells.
+// What was read of a quad. In the layout of QuadKind::kVector, an element of 4 bytes has a cell of
+// its own; elements of 2 bytes lie in the first two cells, two in each.
 struct QuadCells {
   uint32_t cells[kQuad];
 
@@ -46,7 +46,8 @@ struct QuadCells {
       cells[2] = words[2];
     }
   }
-  // The same where elements from `left` on are `jump` further on.
+  // Elements of 2 bytes, one by one. The row ends after `left` of them; the others are `jump` bytes
+  // further on.
   __device__ __forceinline__ void load_halves(const char* data, int left, int32_t jump) {
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
@@ -54,7 +55,7 @@ struct QuadCells {
     }
   }
 
-  // To the layout of vectors.
+  // These bring what was read into the layout of QuadKind::kVector.
   template <int kBytes>
   __device__ __forceinline__ void settle_one() {
     const uint32_t one = kBytes == 4 ? cells[0] : cells[0] << 16 | cells[0];
@@ -63,7 +64,7 @@ struct QuadCells {
       cell = one;
     }
   }
-  // are_halves: by load_halves(). is_odd: the first element is the second of its word.
+  // are_halves: load_halves() read them. is_odd: the first element is the second of its word.
   __device__ __forceinline__ void settle_words(bool are_halves, bool is_odd) {
     const uint32_t shift = is_odd ? 16 : 0;
     const uint32_t low = are_halves ? __byte_perm(cells[0], cells[1], 0x5410)

@@ -1,6 +1,6 @@
-// The gradient of an operand that is broadcast: each of its elements is the sum over those that
-// read it. A few lanes of a block share a sum, and where sums are long or few, several blocks; what
-// they have is folded in a fixed order.
+// The gradient of an operand that is broadcast. Each of its elements is a sum over the elements of
+// the space that read it. A few threads of a block, called lanes, share a sum. If sums are long or
+// few, several blocks share a sum too. Their parts are folded in a fixed order.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@
 namespace lossops::cuda {
 
 struct SumPlan {
-  // Dimensions that are summed over, the walked ones, then those of the sums.
+  // The walked dimensions, which are summed over, come first; those that number the sums follow.
   Extents extents;
   int32_t num_walked = 0;
   PlanOperand operands[kNumOperands];
   int64_t walk = 1;  // elements of a sum
   int64_t sums = 1;
-  int32_t block_sums = 1;  // a block's
-  int32_t lanes = 1;       // of a sum
-  // Neighbouring threads take neighbours of a walk, else neighbouring sums.
+  int32_t block_sums = 1;  // sums of a block
+  int32_t lanes = 1;       // threads of a block that share a sum
+  // Neighbouring threads take neighbouring elements of a sum; else neighbouring sums.
   bool walks_lead = false;
   int64_t splits = 1;  // blocks that share a sum
   int64_t split_walk = 1;
@@ -29,12 +29,11 @@ struct SumPlan {
   int64_t blocks() const { return ceil_div(sums, block_sums) * splits; }
 };
 
-// Makes a SumPlan for `summed`, whose strides are 0 along the dimensions that are summed over and
-// which has `sums` elements.
+// Makes a SumPlan for a gradient whose strides are 0 along the dimensions that are summed over.
 class SumPlanner {
  public:
-  // steps: elements of a thread that are read at once. Dimensions [0, num_kept) of the space are
-  // those of the sums.
+  // Dimensions [0, num_kept) of the space number the sums. steps: elements that a thread reads at
+  // once.
   SumPlanner(const IterationSpace& space, const Operand* operands, int num_kept, int steps)
       : space_(space), operands_(operands) {
     const int64_t walked_bytes = add(num_kept, space.ndim);
@@ -106,11 +105,14 @@ class SumPlanner {
       }
       plan_.block_sums = kTileThreads / plan_.lanes;
     } else {
-      constexpr int64_t kNeighbours = 64;  // 128 bytes of half types
+      // Sums of a block, at the most: 64 neighbours of half types are 128 bytes, a cache line. A
+      // choice, not measured.
+      constexpr int64_t kNeighbours = 64;
       plan_.block_sums = static_cast<int32_t>(std::clamp<int64_t>(plan_.sums, 1, kNeighbours));
       plan_.lanes = kTileThreads / plan_.block_sums;
     }
-    // Enough blocks for any GPU; each still reads some times what it reads at once.
+    // Sums are split until there are so many blocks, which is more than any GPU holds at once, or
+    // until a thread has only so many tiles to read. Choices, not measured.
     constexpr int64_t kBlocks = 4096;
     constexpr int64_t kFewestReads = 4;
     const int64_t groups = std::max<int64_t>(ceil_div(plan_.sums, plan_.block_sums), 1);
@@ -166,7 +168,7 @@ class SumTile {
     }
   }
 
-  // Whether any thread of the block has elements left. Then they are the tile's.
+  // Moves to the next elements. Returns whether any thread of the block has some.
   __device__ __forceinline__ bool move_on() {
     first_ = next_;
     next_ += int64_t{kSteps} * plan_.lanes;
@@ -189,7 +191,7 @@ class SumTile {
     return pairwise_sum(own);
   }
 
-  // Adds up what the lanes have of each sum. buffer: of kTileThreads. partials: (splits, sums).
+  // Adds up what the lanes have of each sum. buffer: (kTileThreads,). partials: (splits, sums).
   __device__ __forceinline__ void finish(double sum, double* buffer, double* partials) const {
     if (lane_ < plan_.lanes) {
       buffer[slot_] = sum;
@@ -265,13 +267,13 @@ class SumTile {
 
   const SumPlan& plan_;
   int lane_;
-  int slot_;  // of the thread in the buffer, where the lanes of a sum are neighbours
+  int slot_;  // the thread's place in the buffer, where the lanes of a sum are neighbours
   bool has_sum_;
   int64_t sum_;
   int64_t split_;
-  int64_t end_;                   // of the thread's elements
-  int64_t own_[kGradOutput + 1];  // how far the operands' first elements of the sum are
-  int64_t next_;                  // the first of the next tile
+  int64_t end_;                   // the thread's elements end before this number
+  int64_t own_[kGradOutput + 1];  // offsets of the sum's first element, by operand
+  int64_t next_;                  // the thread's first element in the next tile
   int64_t first_ = 0;
 };
 
