@@ -102,12 +102,12 @@ void take(const Problem& problem, const ElementPlan& plan, std::vector<int>& tak
 // The distance of element n of a chunk from the chunk's first, in bytes.
 int64_t place_in_chunk(const Extents& extents, const PlanOperand& operand, int64_t n) {
   const auto number = static_cast<uint32_t>(n);
-  const int64_t own = n * operand.gaps[0] + further_gaps(extents, operand.gaps, number, 0);
-  if (operand.is_simple && extents.chunk_ndim > 1) {
-    CHECK(own ==
-          n * operand.gaps[0] + extents.divisors[0].quotient(number) * int64_t{operand.gaps[1]});
-  }
-  return own;
+  uint32_t rows[1] = {extents.divisors[0].quotient(number)};
+  const int64_t simple = times(number, operand.gaps[0]) + times(rows[0], operand.gaps[1]);
+  int64_t offsets[1] = {simple};
+  add_further_gaps(extents, operand.gaps, rows, offsets);
+  CHECK(!operand.is_simple || offsets[0] == simple);
+  return offsets[0];
 }
 
 // What kernels take for granted of the whole quads of a chunk.

@@ -8,34 +8,9 @@
 
 namespace lossops::cuda {
 
-// The distance that `number` gaps make. number: of an element or a row of a chunk, so it has 31
-// bits.
-__device__ __forceinline__ int64_t times(uint32_t number, int32_t gap) {
-  // fault: elementwise-offset
-  return static_cast<int64_t>(static_cast<int32_t>(number)) * gap;
-}
-
 // Stops the compiler from merging the accesses of two branches: for merged ones it computes 64-bit
 // addresses instead of using constant distances.
 __device__ __forceinline__ void keep_apart() { asm volatile(""); }
-
-// Adds the gaps of dimensions from 2 on to offsets. rest: the rows of the chunk that the elements
-// lie in; overwritten.
-template <int kSteps>
-__device__ __forceinline__ void add_further_gaps(const Extents& extents, const int32_t* gaps,
-                                                 uint32_t (&rest)[kSteps],
-                                                 int64_t (&offsets)[kSteps]) {
-#pragma unroll 1
-  for (int dim = 1; dim + 1 < extents.chunk_ndim; ++dim) {
-    const Divisor divisor = extents.divisors[dim];
-    const int32_t gap = gaps[dim + 1];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      rest[step] = divisor.quotient(rest[step]);
-      offsets[step] += times(rest[step], gap);
-    }
-  }
-}
 
 // Where the chunk of a tile lies. While a block takes one tile, it works out the chunk of the next.
 class ChunkPlaces {

@@ -34,19 +34,6 @@ enum class QuadKind : int8_t {
   kWords,   // of 2 bytes an element, anywhere: a quad may have the end of a row in it
 };
 
-// An operand, as plans number its elements. Strides and gaps are in bytes.
-struct PlanOperand {
-  char* data = nullptr;  // null: absent
-  int64_t strides[kPlanDims] = {};
-  int32_t gaps[kPlanDims] = {};  // of the dimensions within a chunk; [0] is stride 0
-  DType dtype = DType::kFloat32;
-  int32_t bytes = 4;  // of an element
-  // Within a chunk, element n lies at n stride_0 + (n / size_0) gap_1: the further gaps are 0.
-  bool is_simple = false;
-  QuadKind quads = QuadKind::kNone;
-  bool is_turned = false;  // its rows lie along the other side of boxes
-};
-
 // The dimensions of a plan. Those of a chunk come first: numbers in it fit 31 bits, and gaps 32.
 struct Extents {
   int64_t sizes[kPlanDims] = {};
@@ -86,19 +73,52 @@ struct Extents {
   }
 };
 
-// The offset within a chunk of the element whose quotient by sizes [0, first) is `rest`; without
-// the gaps of dimensions [0, first].
-LOSSOPS_HOST_DEVICE int64_t further_gaps(const Extents& extents, const int32_t* gaps, uint32_t rest,
-                                         int first) {
-  int64_t offset = 0;
+// An operand, as plans number its elements. Strides and gaps are in bytes.
+struct PlanOperand {
+  char* data = nullptr;  // null: absent
+  int64_t strides[kPlanDims] = {};
+  int32_t gaps[kPlanDims] = {};  // of the dimensions within a chunk; [0] is stride 0
+  DType dtype = DType::kFloat32;
+  int32_t bytes = 4;  // of an element
+  // Within a chunk, element n lies at n stride_0 + (n / size_0) gap_1: the further gaps are 0.
+  bool is_simple = false;
+  QuadKind quads = QuadKind::kNone;
+  bool is_turned = false;  // its rows lie along the other side of boxes
+
+  // Sets the gap of a dimension. Returns whether it fits.
+  bool set_gap(const Extents& extents, int dim) {
+    const int64_t gap = strides[dim] - (dim > 0 ? extents.sizes[dim - 1] * strides[dim - 1] : 0);
+    gaps[dim] = static_cast<int32_t>(gap);
+    return -kMaxDividend <= gap && gap <= kMaxDividend;
+  }
+};
+
+// The distance that `number` gaps make. number: of an element or a row of a chunk, so it has 31
+// bits.
+LOSSOPS_HOST_DEVICE int64_t times(uint32_t number, int32_t gap) {
+  // fault: elementwise-offset
+  return static_cast<int64_t>(static_cast<int32_t>(number)) * gap;
+}
+
+// Adds the gaps of dimensions from 2 on to offsets. rest: the rows of the chunk that the elements
+// lie in; overwritten.
+template <int kSteps>
+LOSSOPS_HOST_DEVICE void add_further_gaps(const Extents& extents, const int32_t* gaps,
+                                          uint32_t (&rest)[kSteps], int64_t (&offsets)[kSteps]) {
 #if defined(__CUDA_ARCH__)
 #pragma unroll 1
 #endif
-  for (int dim = first; dim + 1 < extents.chunk_ndim; ++dim) {
-    rest = extents.divisors[dim].quotient(rest);
-    offset += static_cast<int64_t>(static_cast<int32_t>(rest)) * gaps[dim + 1];
+  for (int dim = 1; dim + 1 < extents.chunk_ndim; ++dim) {
+    const Divisor divisor = extents.divisors[dim];
+    const int32_t gap = gaps[dim + 1];
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int step = 0; step < kSteps; ++step) {
+      rest[step] = divisor.quotient(rest[step]);
+      offsets[step] += times(rest[step], gap);
+    }
   }
-  return offset;
 }
 
 // Chooses the chunks of a plan whose sizes and strides are known. A chunk has as many of the first
@@ -107,19 +127,12 @@ LOSSOPS_HOST_DEVICE int64_t further_gaps(const Extents& extents, const int32_t* 
 // Returns the elements of the last chunk along the dimension that was cut; 0: none was.
 template <typename OfOperands>
 int64_t choose_chunks(Extents& extents, int64_t most_elements, const OfOperands& of_operands) {
-  constexpr int64_t kLimit = (int64_t{1} << 31) - 1;
   int64_t elements = 1;
   int64_t last_elements = 0;
-  const auto gap = [&](const PlanOperand& operand, int dim) {
-    return operand.strides[dim] - (dim > 0 ? extents.sizes[dim - 1] * operand.strides[dim - 1] : 0);
-  };
   int dim = 0;
   for (; dim < extents.ndim; ++dim) {
     bool fits = true;
-    of_operands([&](PlanOperand& operand) {
-      const int64_t own = gap(operand, dim);
-      fits = fits && -kLimit <= own && own <= kLimit;
-    });
+    of_operands([&](PlanOperand& operand) { fits = operand.set_gap(extents, dim) && fits; });
     if (!fits) {
       break;
     }
@@ -148,11 +161,6 @@ int64_t choose_chunks(Extents& extents, int64_t most_elements, const OfOperands&
     elements *= size;
   }
   extents.chunk_ndim = dim;
-  of_operands([&](PlanOperand& operand) {
-    for (int own = 0; own < dim; ++own) {
-      operand.gaps[own] = static_cast<int32_t>(gap(operand, own));
-    }
-  });
   return last_elements;
 }
 

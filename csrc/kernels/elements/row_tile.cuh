@@ -78,12 +78,6 @@ class RowTile {
       body(step, data + offsets[step]);
     }
   }
-  __device__ __forceinline__ bool has(Which /*which*/, int /*step*/) const { return true; }
-  __device__ __forceinline__ char* address(Which which, int step) const {
-    const uint32_t number = first_ + step * kTileThreads;
-    return places_.address(which, number) +
-           further_gaps(plan_.extents, plan_.operands[which].gaps, number, 0);
-  }
   __device__ __forceinline__ void take(Which /*which*/, Values& /*values*/) const {}
   __device__ __forceinline__ void give(Which /*which*/, Values& /*values*/) const {}
 

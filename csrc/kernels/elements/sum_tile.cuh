@@ -46,14 +46,10 @@ class SumPlanner {
     share(steps);
     // The numbers of a walk are those of a chunk where they and the gaps are small enough.
     Extents& extents = plan_.extents;
-    constexpr int64_t kLimit = (int64_t{1} << 31) - 1;
-    bool is_small = plan_.walk + int64_t{kTileThreads} * steps <= kLimit;
+    bool is_small = plan_.walk + int64_t{kTileThreads} * steps <= kMaxDividend;
     for (PlanOperand& own : plan_.operands) {
       for (int dim = 0; dim < plan_.num_walked; ++dim) {
-        const int64_t gap =
-            own.strides[dim] - (dim > 0 ? extents.sizes[dim - 1] * own.strides[dim - 1] : 0);
-        is_small = is_small && -kLimit <= gap && gap <= kLimit;
-        own.gaps[dim] = static_cast<int32_t>(gap);
+        is_small = own.set_gap(extents, dim) && is_small;
       }
     }
     extents.set_divisors();

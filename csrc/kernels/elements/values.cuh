@@ -5,8 +5,8 @@
 // operands are of half types (kIsHalf), and where they are:
 //
 // - operand(which): its PlanOperand;
-// - for_each_element<kBytes>(which, body): calls body(step, address) for elements that are there;
-// - has(which, step), address(which, step): the same for one element of any dtype, in fp64 alone;
+// - for_each_element<kBytes>(which, body): calls body(step, address) for elements that are there.
+//   kBytes: of an element; fp64 reads any dtype through it;
 // - take(which, values), give(which, values): called after values were read, and before they are
 //   written.
 #pragma once
@@ -32,22 +32,9 @@ class PlannedValues {
   __device__ __forceinline__ void load(Tile& tile, Which which) {
     const DType dtype = tile.operand(which).dtype;
     if constexpr (kIsDouble) {
-      if (dtype == DType::kFloat64) {
-        tile.template for_each_element<8>(which, [&](int step, const char* from) {
-          values_[step] = *reinterpret_cast<const double*>(from);
-        });
-        return;
-      }
-      acc_t values[kSteps];  // in local memory, for little code: other dtypes are rare
-#pragma unroll 1
-      for (int step = 0; step < kSteps; ++step) {
-        values[step] =
-            tile.has(which, step) ? load_as<acc_t>(tile.address(which, step), dtype, 0) : acc_t(0);
-      }
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        values_[step] = values[step];
-      }
+      tile.template for_each_element<8>(which, [&](int step, const char* from) {
+        values_[step] = load_as<acc_t>(from, dtype, 0);
+      });
     } else if (Tile::kIsHalf || is_half_type(dtype)) {
       tile.template for_each_element<2>(which, [&](int step, const char* from) {
         values_[step] = __uint_as_float(*reinterpret_cast<const uint16_t*>(from));
@@ -76,22 +63,8 @@ class PlannedValues {
     tile.give(which, *this);
     const DType dtype = tile.operand(which).dtype;
     if constexpr (kIsDouble) {
-      if (dtype == DType::kFloat64) {
-        tile.template for_each_element<8>(
-            which, [&](int step, char* to) { *reinterpret_cast<double*>(to) = values_[step]; });
-        return;
-      }
-      acc_t values[kSteps];
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        values[step] = values_[step];
-      }
-#pragma unroll 1
-      for (int step = 0; step < kSteps; ++step) {
-        if (tile.has(which, step)) {
-          store_as<acc_t>(tile.address(which, step), dtype, 0, values[step]);
-        }
-      }
+      tile.template for_each_element<8>(
+          which, [&](int step, char* to) { store_as<acc_t>(to, dtype, 0, values_[step]); });
     } else if (!Tile::kIsHalf && dtype == DType::kFloat32) {
       tile.template for_each_element<4>(
           which, [&](int step, char* to) { *reinterpret_cast<float*>(to) = values_[step]; });
