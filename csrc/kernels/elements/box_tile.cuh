@@ -5,7 +5,6 @@
 
 #include "kernels/elements/places.cuh"
 #include "kernels/elements/values.cuh"
-#include "kernels/primitives/thread_reduce.cuh"
 
 namespace lossops::cuda {
 
@@ -58,21 +57,9 @@ class BoxTile {
     return plan_.operands[which];
   }
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps]) {
-    Values values;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      values.at(step) = results[step];
-    }
-    values.store(*this, which);
+    Values(results).store(*this, which);
   }
-  __device__ __forceinline__ acc_t total(const acc_t (&values)[kSteps]) const {
-    acc_t own[kSteps];
-#pragma unroll
-    for (int n = 0; n < kSteps; ++n) {
-      own[n] = (there_ >> n & 1u) != 0 ? values[n] : acc_t(0);
-    }
-    return pairwise_sum(own);
-  }
+  __device__ __forceinline__ bool has(int step) const { return (there_ >> step & 1u) != 0; }
 
  private:
   static constexpr uint32_t kAll = (1u << kSteps) - 1;
@@ -90,20 +77,14 @@ class BoxTile {
   __device__ __forceinline__ uint32_t turned_column() const {
     return threadIdx.x & ((1u << turned_shift_) - 1);
   }
-  __device__ __forceinline__ bool has(Which which, int step) const {
-    return ((plan_.operands[which].is_turned ? turned_there_ : there_) >> step & 1u) != 0;
-  }
-  __device__ __forceinline__ char* address(Which which, int step) const {
-    const PlanOperand& operand = plan_.operands[which];
-    return places_.data(which) +
-           (operand.is_turned
-                ? turned_column() * operand.strides[1] + turned_row(step) * operand.strides[0]
-                : column() * operand.strides[0] + row(step) * operand.strides[1]);
-  }
   template <int kBytes, typename Body>
   __device__ __forceinline__ void for_each_element(Which which, Body&& body) const {
     const PlanOperand& operand = plan_.operands[which];
-    char* const data = address(which, 0);
+    char* const data =
+        places_.data(which) +
+        (operand.is_turned
+             ? turned_column() * operand.strides[1] + turned_row(0) * operand.strides[0]
+             : column() * operand.strides[0] + row(0) * operand.strides[1]);
     const int64_t further = operand.is_turned ? (kTileThreads >> turned_shift_) * operand.strides[0]
                                               : (kTileThreads >> shift_) * operand.strides[1];
     const uint32_t there = operand.is_turned ? turned_there_ : there_;

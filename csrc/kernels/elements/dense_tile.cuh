@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "kernels/elements/operands.h"
-#include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
 
 namespace lossops::cuda {
@@ -84,6 +83,7 @@ class DenseTile {
   };
 
   __device__ __forceinline__ bool is_half() const { return kIsHalf; }
+  __device__ __forceinline__ bool has(int /*n*/) const { return true; }
 
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps * kWidth]) {
     if constexpr (!std::is_same_v<scalar_t, AnyHalf>) {
@@ -93,9 +93,6 @@ class DenseTile {
     } else {
       store_as<half_t>(which, results);
     }
-  }
-  __device__ __forceinline__ acc_t total(const acc_t (&values)[kSteps * kWidth]) const {
-    return pairwise_sum(values);
   }
 
  private:
@@ -149,6 +146,7 @@ class DenseRest {
   };
 
   __device__ __forceinline__ bool is_half() const { return kIsHalf; }
+  __device__ __forceinline__ bool has(int /*n*/) const { return true; }
 
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[1]) {
     if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
@@ -157,8 +155,6 @@ class DenseRest {
       static_cast<scalar_t*>(operands_.data[which])[index_] = from_acc<scalar_t>(results[0]);
     }
   }
-
-  __device__ __forceinline__ acc_t total(const acc_t (&values)[1]) const { return values[0]; }
 
  private:
   const DenseOperands& operands_;

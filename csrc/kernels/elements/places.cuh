@@ -80,4 +80,68 @@ class ChunkPlaces {
   int64_t chunk_ = 0;
 };
 
+// Where a thread's elements lie in rows: kSteps times kWidth neighbours, which all are there.
+template <int kSteps, int kWidth>
+class RowPlaces {
+ public:
+  // first: the thread's first element in the chunk.
+  __device__ __forceinline__ RowPlaces(const ElementPlan& plan, const ChunkPlaces& chunk,
+                                       uint32_t first)
+      : plan_(plan), chunk_(chunk), first_(first) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      rows_[step] = plan.extents.divisors[0].quotient(first + step * kStride);
+    }
+  }
+
+  __device__ __forceinline__ const PlanOperand& operand(Which which) const {
+    return plan_.operands[which];
+  }
+  // Elements from the first one of a step to the end of its row.
+  __device__ __forceinline__ int left(int step) const {
+    const uint32_t row = plan_.extents.divisors[0].value;
+    return static_cast<int>((rows_[step] + 1) * row - (first_ + step * kStride));
+  }
+
+  // Calls body(step, address of the first element). stride: bytes from an element of a row to the
+  // next.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_step(Which which, int32_t stride,
+                                                const Body& body) const {
+    const int32_t* const gaps = operand(which).gaps;
+    char* const data = chunk_.address(which, first_);
+    int64_t offsets[kSteps];
+    uint32_t rest[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      rest[step] = rows_[step];
+      offsets[step] = times(rest[step], gaps[1]);
+    }
+    add_further_gaps(plan_.extents, gaps, rest, offsets);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      body(step, data + offsets[step] + static_cast<int64_t>(step * kStride) * stride);
+    }
+  }
+  // The same for an operand that is simple.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_simple_step(Which which, int32_t stride,
+                                                       const Body& body) const {
+    char* const data = chunk_.address(which, first_);
+    const int32_t gap = operand(which).gaps[1];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      body(step, data + times(rows_[step], gap) + step * kStride * stride);
+    }
+  }
+
+ private:
+  static constexpr int kStride = kTileThreads * kWidth;
+
+  const ElementPlan& plan_;
+  const ChunkPlaces& chunk_;
+  const uint32_t first_;
+  uint32_t rows_[kSteps];  // by step
+};
+
 }  // namespace lossops::cuda

@@ -119,6 +119,17 @@ struct Operands {
   }
 };
 
+// The sum of a thread's values of a tile; those of elements that are not there do not count.
+template <typename Tile, int kCount, typename acc_t>
+__device__ __forceinline__ double total(const Tile& tile, const acc_t (&values)[kCount]) {
+  acc_t own[kCount];
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    own[n] = tile.has(n) ? values[n] : acc_t(0);
+  }
+  return static_cast<double>(pairwise_sum(own));
+}
+
 // Reads the operands of a tile, adds its losses to `partial` and writes what `work` asks for.
 // scale: of a reduction's gradients. sum: takes one of the gradients.
 template <typename Tile, typename Work, typename Terms, typename GradientSum>
@@ -152,9 +163,9 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
       }
     }
     if (work.has(kSumsLosses)) {
-      partial.sum += static_cast<double>(tile.total(losses));
+      partial.sum += total(tile, losses);
       if (weighted) {
-        partial.weight += static_cast<double>(tile.total(weights));
+        partial.weight += total(tile, weights);
       }
     }
   }
@@ -178,7 +189,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     if constexpr (!GradientSum::kSums) {
       tile.store(which, results);
     } else if (sum.which == which) {
-      sum.value += static_cast<double>(tile.total(results));
+      sum.value += total(tile, results);
     }
   };
   if constexpr (Terms::kHasWeight) {

@@ -6,7 +6,6 @@
 
 #include "kernels/elements/places.cuh"
 #include "kernels/elements/quad.cuh"
-#include "kernels/primitives/thread_reduce.cuh"
 
 namespace lossops::cuda {
 
@@ -22,14 +21,9 @@ class QuadTile {
   static constexpr bool kHasSubnormals = true;
 
   // first: the thread's first element in the chunk.
-  __device__ __forceinline__ QuadTile(const ElementPlan& plan, const ChunkPlaces& places,
+  __device__ __forceinline__ QuadTile(const ElementPlan& plan, const ChunkPlaces& chunk,
                                       uint32_t first)
-      : plan_(plan), places_(places), first_(first) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      rows_[step] = plan.extents.divisors[0].quotient(first + step * kStride);
-    }
-  }
+      : places_(plan, chunk, first) {}
 
   class Values {
    public:
@@ -37,7 +31,7 @@ class QuadTile {
       tile.is_half(which) ? load<2>(tile, which) : load<4>(tile, which);
     }
     __device__ __forceinline__ void convert(const QuadTile& tile, Which which) {
-      const PlanOperand& operand = tile.plan_.operands[which];
+      const PlanOperand& operand = tile.places_.operand(which);
       if (!tile.is_half(which)) {
         settle<4>(tile, operand);
         return;
@@ -52,21 +46,21 @@ class QuadTile {
    private:
     template <int kBytes>
     __device__ __forceinline__ void load(const QuadTile& tile, Which which) {
-      const QuadKind kind = tile.plan_.operands[which].quads;
+      const QuadKind kind = tile.places_.operand(which).quads;
       if (kind == QuadKind::kVector) {
-        tile.template for_each_quad<kStride * kBytes>(which, [&](int step, const char* data) {
+        tile.for_each_quad(which, kBytes, [&](int step, const char* data) {
           quads_[step].template load_vector<kBytes>(data);
         });
       } else if (kind == QuadKind::kOne) {
-        tile.template for_each_quad<0>(which, [&](int step, const char* data) {
+        tile.for_each_quad(which, 0, [&](int step, const char* data) {
           quads_[step].template load_one<kBytes>(data);
         });
       } else if constexpr (kBytes == 2) {
         odd_ = 0;
-        const int32_t jump = tile.plan_.operands[which].gaps[1];
-        tile.template for_each_simple<kStride * kBytes>(which, [&](int step, const char* data) {
+        const int32_t jump = tile.places_.operand(which).gaps[1];
+        tile.places_.for_each_simple_step(which, kBytes, [&](int step, const char* data) {
           odd_ |= (reinterpret_cast<uintptr_t>(data) & 2) != 0 ? 1u << step : 0;
-          const int left = tile.left(step);
+          const int left = tile.places_.left(step);
           if (left >= kQuad) {
             quads_[step].load_words(data);
           } else {
@@ -85,7 +79,7 @@ class QuadTile {
       } else if (kBytes == 2 && operand.quads == QuadKind::kWords) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          quads_[step].settle_words(tile.left(step) < kQuad, (odd_ >> step & 1) != 0);
+          quads_[step].settle_words(tile.places_.left(step) < kQuad, (odd_ >> step & 1) != 0);
         }
       }
     }
@@ -108,16 +102,17 @@ class QuadTile {
   };
 
   __device__ __forceinline__ bool is_half() const { return is_half(kInput); }
+  __device__ __forceinline__ bool has(int /*n*/) const { return true; }
 
   // Rounds and writes.
   __device__ __forceinline__ void store(Which which, const float (&results)[kSteps * kWidth]) {
-    const DType dtype = plan_.operands[which].dtype;
+    const DType dtype = places_.operand(which).dtype;
     if (dtype == DType::kBFloat16) {
       store_halves<bfloat16_t>(which, results);
     } else if (is_half(which)) {
       store_halves<half_t>(which, results);
     } else {
-      for_each_quad<kStride * 4>(which, [&](int step, char* data) {
+      for_each_quad(which, 4, [&](int step, char* data) {
         QuadCells cells;
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
@@ -127,15 +122,10 @@ class QuadTile {
       });
     }
   }
-  __device__ __forceinline__ float total(const float (&values)[kSteps * kWidth]) const {
-    return pairwise_sum(values);
-  }
 
  private:
-  static constexpr int kStride = kTileThreads * kWidth;
-
   __device__ __forceinline__ bool is_half(Which which) const {
-    return kIsHalf || is_half_type(plan_.operands[which].dtype);
+    return kIsHalf || is_half_type(places_.operand(which).dtype);
   }
 
   template <typename scalar_t>
@@ -145,58 +135,30 @@ class QuadTile {
       const float* const own = results + step * kWidth;
       return QuadCells{{pack_word<scalar_t>(own), pack_word<scalar_t>(own + 2)}};
     };
-    if (plan_.operands[which].quads == QuadKind::kVector) {
-      for_each_quad<kStride * 2>(
-          which, [&](int step, char* data) { pack(step).template store_vector<2>(data); });
+    if (places_.operand(which).quads == QuadKind::kVector) {
+      for_each_quad(which, 2,
+                    [&](int step, char* data) { pack(step).template store_vector<2>(data); });
     } else {
-      const int32_t jump = plan_.operands[which].gaps[1];
-      for_each_simple<kStride * 2>(
-          which, [&](int step, char* data) { pack(step).store_halves(data, left(step), jump); });
+      const int32_t jump = places_.operand(which).gaps[1];
+      places_.for_each_simple_step(which, 2, [&](int step, char* data) {
+        pack(step).store_halves(data, places_.left(step), jump);
+      });
     }
   }
 
-  // Elements of the row from the quad's first on.
-  __device__ __forceinline__ int left(int step) const {
-    const uint32_t row = plan_.extents.divisors[0].value;
-    return static_cast<int>((rows_[step] + 1) * row - (first_ + step * kStride));
-  }
-  // kStep: bytes from a quad to that of the next step, but for the gaps of rows.
-  template <int kStep, typename Body>
-  __device__ __forceinline__ void for_each_quad(Which which, Body&& body) const {
-    const PlanOperand& operand = plan_.operands[which];
-    if (operand.is_simple) {
-      for_each_simple<kStep>(which, body);
+  // stride: bytes from an element of a row to the next.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_quad(Which which, int32_t stride,
+                                                const Body& body) const {
+    if (places_.operand(which).is_simple) {
+      places_.for_each_simple_step(which, stride, body);
       keep_apart();
-      return;
-    }
-    char* const data = places_.address(which, first_);
-    int64_t offsets[kSteps];
-    uint32_t rest[kSteps];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      rest[step] = rows_[step];
-      offsets[step] = times(rest[step], operand.gaps[1]);
-    }
-    add_further_gaps(plan_.extents, operand.gaps, rest, offsets);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      body(step, data + offsets[step] + step * kStep);
-    }
-  }
-  template <int kStep, typename Body>
-  __device__ __forceinline__ void for_each_simple(Which which, Body&& body) const {
-    char* const data = places_.address(which, first_);
-    const int32_t gap = plan_.operands[which].gaps[1];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      body(step, data + times(rows_[step], gap) + step * kStep);
+    } else {
+      places_.for_each_step(which, stride, body);
     }
   }
 
-  const ElementPlan& plan_;
-  const ChunkPlaces& places_;
-  const uint32_t first_;
-  uint32_t rows_[kSteps];  // by step
+  const RowPlaces<kSteps, kWidth> places_;
 };
 
 }  // namespace lossops::cuda

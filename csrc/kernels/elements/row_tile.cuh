@@ -5,7 +5,6 @@
 
 #include "kernels/elements/places.cuh"
 #include "kernels/elements/values.cuh"
-#include "kernels/primitives/thread_reduce.cuh"
 
 namespace lossops::cuda {
 
@@ -23,68 +22,36 @@ class RowTile {
   friend Values;
 
   // first: the thread's first element in the chunk.
-  __device__ __forceinline__ RowTile(const ElementPlan& plan, const ChunkPlaces& places,
+  __device__ __forceinline__ RowTile(const ElementPlan& plan, const ChunkPlaces& chunk,
                                      uint32_t first)
-      : plan_(plan), places_(places), first_(first) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      rows_[step] = plan.extents.divisors[0].quotient(first + step * kTileThreads);
-    }
-  }
+      : places_(plan, chunk, first) {}
 
   __device__ __forceinline__ bool is_half() const {
-    return kIsHalf || is_half_type(plan_.operands[kInput].dtype);
+    return kIsHalf || is_half_type(operand(kInput).dtype);
   }
+  __device__ __forceinline__ bool has(int /*step*/) const { return true; }
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps]) {
-    Values values;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      values.at(step) = results[step];
-    }
-    values.store(*this, which);
-  }
-  __device__ __forceinline__ acc_t total(const acc_t (&values)[kSteps]) const {
-    return pairwise_sum(values);
+    Values(results).store(*this, which);
   }
 
  private:
   __device__ __forceinline__ const PlanOperand& operand(Which which) const {
-    return plan_.operands[which];
+    return places_.operand(which);
   }
   template <int kBytes, typename Body>
-  __device__ __forceinline__ void for_each_element(Which which, Body&& body) const {
-    const PlanOperand& operand = plan_.operands[which];
-    const int32_t stride = operand.gaps[0];
-    char* const data = places_.address(which, first_);
-    if (kSteps > 1 && operand.is_simple && stride == kBytes) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        body(step, data + times(rows_[step], operand.gaps[1]) + step * (kTileThreads * kBytes));
-      }
+  __device__ __forceinline__ void for_each_element(Which which, const Body& body) const {
+    const int32_t stride = operand(which).gaps[0];
+    if (kSteps > 1 && operand(which).is_simple && stride == kBytes) {
+      places_.for_each_simple_step(which, kBytes, body);
       keep_apart();
-      return;
-    }
-    int64_t offsets[kSteps];
-    uint32_t rest[kSteps];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      rest[step] = rows_[step];
-      offsets[step] =
-          times(rest[step], operand.gaps[1]) + static_cast<int64_t>(step * kTileThreads) * stride;
-    }
-    add_further_gaps(plan_.extents, operand.gaps, rest, offsets);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      body(step, data + offsets[step]);
+    } else {
+      places_.for_each_step(which, stride, body);
     }
   }
   __device__ __forceinline__ void take(Which /*which*/, Values& /*values*/) const {}
   __device__ __forceinline__ void give(Which /*which*/, Values& /*values*/) const {}
 
-  const ElementPlan& plan_;
-  const ChunkPlaces& places_;
-  const uint32_t first_;
-  uint32_t rows_[kSteps];  // by step
+  const RowPlaces<kSteps, kWidth> places_;
 };
 
 }  // namespace lossops::cuda

@@ -8,7 +8,6 @@
 
 #include "kernels/elements/places.cuh"
 #include "kernels/elements/values.cuh"
-#include "kernels/primitives/thread_reduce.cuh"
 
 namespace lossops::cuda {
 
@@ -178,14 +177,7 @@ class SumTile {
   __device__ __forceinline__ const PlanOperand& operand(Which which) const {
     return plan_.operands[which];
   }
-  __device__ __forceinline__ acc_t total(const acc_t (&values)[kSteps]) const {
-    acc_t own[kSteps];
-#pragma unroll
-    for (int n = 0; n < kSteps; ++n) {
-      own[n] = has(n) ? values[n] : acc_t(0);
-    }
-    return pairwise_sum(own);
-  }
+  __device__ __forceinline__ bool has(int step) const { return number(step) < end_; }
 
   // Adds up what the lanes have of each sum. buffer: (kTileThreads,). partials: (splits, sums).
   __device__ __forceinline__ void finish(double sum, double* buffer, double* partials) const {
@@ -214,7 +206,6 @@ class SumTile {
   __device__ __forceinline__ int64_t number(int step) const {
     return first_ + step * static_cast<int64_t>(plan_.lanes);
   }
-  __device__ __forceinline__ bool has(int step) const { return number(step) < end_; }
 
   template <int kBytes, typename Body>
   __device__ __forceinline__ void for_each_element(Which which, Body&& body) const {
@@ -250,13 +241,6 @@ class SumTile {
         body(step, data + offsets[step]);
       }
     }
-  }
-  __device__ __forceinline__ bool has(Which /*which*/, int step) const { return has(step); }
-  __device__ __forceinline__ char* address(Which which, int step) const {
-    const PlanOperand& operand = plan_.operands[which];
-    const int walked = plan_.num_walked;
-    return operand.data + own_[which] +
-           plan_.extents.offset(operand.strides, number(step), 0, walked);
   }
   __device__ __forceinline__ void take(Which /*which*/, Values& /*values*/) const {}
   __device__ __forceinline__ void give(Which /*which*/, Values& /*values*/) const {}

@@ -25,6 +25,14 @@ class PlannedValues {
   static constexpr int kSteps = Tile::kSteps;
   static constexpr bool kIsDouble = sizeof(acc_t) == 8;
 
+  PlannedValues() = default;
+  __device__ __forceinline__ explicit PlannedValues(const acc_t (&results)[kSteps]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      values_[step] = results[step];
+    }
+  }
+
   __device__ __forceinline__ acc_t at(int step, int /*i*/) const { return values_[step]; }
   __device__ __forceinline__ acc_t& at(int step) { return values_[step]; }
 
