@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "kernels/elements/operands.h"
+#include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
 
 namespace lossops::cuda {
@@ -32,17 +33,36 @@ struct DenseOperands {
   DType dtype;
 };
 
-// A whole tile of dense operands.
-template <typename scalar_t_>
-class DenseTile {
- public:
-  using scalar_t = scalar_t_;
+// Calls body with the tag of the dtype of dense operands, which are read as scalar_t.
+template <typename scalar_t, typename Body>
+__device__ __forceinline__ void visit_stored(const DenseOperands& operands, const Body& body) {
+  if constexpr (!std::is_same_v<scalar_t, AnyHalf>) {
+    body(TypeTag<scalar_t>{});
+  } else if (operands.dtype == DType::kBFloat16) {
+    body(TypeTag<bfloat16_t>{});
+  } else {
+    body(TypeTag<half_t>{});
+  }
+}
+
+// What tiles of dense operands say about numbers.
+template <typename scalar_t>
+struct DenseTraits {
   using acc_t = acc_type_t<scalar_t>;
-  static constexpr int kSteps = kVectors<scalar_t>;
-  static constexpr int kWidth = kVectorSize<scalar_t>;
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   // Numbers may be subnormal, as float: those of float16 are not.
   static constexpr bool kHasSubnormals = !std::is_same_v<scalar_t, half_t>;
+  __device__ __forceinline__ static bool is_half() { return kIsHalf; }
+  __device__ __forceinline__ static bool has(int /*n*/) { return true; }
+};
+
+// A whole tile of dense operands.
+template <typename scalar_t>
+class DenseTile : public DenseTraits<scalar_t> {
+ public:
+  using typename DenseTraits<scalar_t>::acc_t;
+  static constexpr int kSteps = kVectors<scalar_t>;
+  static constexpr int kWidth = kVectorSize<scalar_t>;
 
   __device__ __forceinline__ DenseTile(const DenseOperands& operands, int64_t tile)
       : operands_(operands), first_(tile * (kDenseTile<scalar_t> / kWidth) + threadIdx.x) {}
@@ -58,9 +78,16 @@ class DenseTile {
     }
     __device__ __forceinline__ void convert(const DenseTile& tile, Which /*which*/) {
       if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
-        tile.operands_.dtype == DType::kBFloat16 ? unpack<bfloat16_t>() : unpack<half_t>();
+        visit_stored<scalar_t>(tile.operands_, [&](auto type) {
+          using half = typename decltype(type)::type;
+#pragma unroll
+          for (int n = 0; n < kSteps * kWidth; ++n) {
+            halves_[n] = to_acc<acc_t>(half{vectors_[n / kWidth].get(n % kWidth).bits});
+          }
+        });
       }
     }
+    // Other types are converted here: before, gradients would take up to 20 registers more.
     __device__ __forceinline__ acc_t at(int step, int i) const {
       if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
         return halves_[step * kWidth + i];
@@ -70,90 +97,63 @@ class DenseTile {
     }
 
    private:
-    template <typename half>
-    __device__ __forceinline__ void unpack() {
-#pragma unroll
-      for (int n = 0; n < kSteps * kWidth; ++n) {
-        halves_[n] = to_acc<acc_t>(half{vectors_[n / kWidth].get(n % kWidth).bits});
-      }
-    }
-
     Vector<scalar_t> vectors_[kSteps];
     acc_t halves_[kSteps * kWidth];  // of AnyHalf
   };
 
-  __device__ __forceinline__ bool is_half() const { return kIsHalf; }
-  __device__ __forceinline__ bool has(int /*n*/) const { return true; }
-
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps * kWidth]) {
-    if constexpr (!std::is_same_v<scalar_t, AnyHalf>) {
-      store_as<scalar_t>(which, results);
-    } else if (operands_.dtype == DType::kBFloat16) {
-      store_as<bfloat16_t>(which, results);
-    } else {
-      store_as<half_t>(which, results);
-    }
+    visit_stored<scalar_t>(operands_, [&](auto type) {
+      using stored_t = typename decltype(type)::type;
+      auto* const data = static_cast<stored_t*>(operands_.data[which]);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        acc_t own[kWidth];
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          own[i] = results[step * kWidth + i];
+        }
+        store_vector(data, first_ + step * kTileThreads, pack<stored_t>(own));
+      }
+    });
   }
 
  private:
-  template <typename stored_t>
-  __device__ __forceinline__ void store_as(Which which, const acc_t (&results)[kSteps * kWidth]) {
-    auto* const data = static_cast<stored_t*>(operands_.data[which]);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      acc_t own[kWidth];
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        own[i] = results[step * kWidth + i];
-      }
-      store_vector(data, first_ + step * kTileThreads, pack<stored_t>(own));
-    }
-  }
-
   const DenseOperands& operands_;
   int64_t first_;  // of this thread, in vectors
 };
 
 // An element of dense operands after the last whole tile.
-template <typename scalar_t_>
-class DenseRest {
+template <typename scalar_t>
+class DenseRest : public DenseTraits<scalar_t> {
  public:
-  using scalar_t = scalar_t_;
-  using acc_t = acc_type_t<scalar_t>;
+  using typename DenseTraits<scalar_t>::acc_t;
   static constexpr int kSteps = 1;
   static constexpr int kWidth = 1;
-  static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
-  static constexpr bool kHasSubnormals = !std::is_same_v<scalar_t, half_t>;
 
   __device__ __forceinline__ DenseRest(const DenseOperands& operands, int64_t index)
       : operands_(operands), index_(index) {}
 
   class Values {
    public:
-    __device__ __forceinline__ void load(const DenseRest& tile, Which which) {
-      const void* const data = tile.operands_.data[which];
-      if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
-        value_ = load_as<acc_t>(data, tile.operands_.dtype, tile.index_);
-      } else {
-        value_ = to_acc<acc_t>(static_cast<const scalar_t*>(data)[tile.index_]);
-      }
+    __device__ __forceinline__ void load(const DenseRest& rest, Which which) {
+      visit_stored<scalar_t>(rest.operands_, [&](auto type) {
+        using stored_t = typename decltype(type)::type;
+        value_ =
+            to_acc<acc_t>(static_cast<const stored_t*>(rest.operands_.data[which])[rest.index_]);
+      });
     }
-    __device__ __forceinline__ void convert(const DenseRest& /*tile*/, Which /*which*/) {}
+    __device__ __forceinline__ void convert(const DenseRest& /*rest*/, Which /*which*/) {}
     __device__ __forceinline__ acc_t at(int /*step*/, int /*i*/) const { return value_; }
 
    private:
     acc_t value_;
   };
 
-  __device__ __forceinline__ bool is_half() const { return kIsHalf; }
-  __device__ __forceinline__ bool has(int /*n*/) const { return true; }
-
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[1]) {
-    if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
-      store_as<acc_t>(operands_.data[which], operands_.dtype, index_, results[0]);
-    } else {
-      static_cast<scalar_t*>(operands_.data[which])[index_] = from_acc<scalar_t>(results[0]);
-    }
+    visit_stored<scalar_t>(operands_, [&](auto type) {
+      using stored_t = typename decltype(type)::type;
+      static_cast<stored_t*>(operands_.data[which])[index_] = from_acc<stored_t>(results[0]);
+    });
   }
 
  private:
