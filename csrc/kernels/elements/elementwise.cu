@@ -1,22 +1,14 @@
-// Elementwise losses: forward, with or without the reduction, and backward. One kernel for dense
-// operands of one dtype, one for any others, one for gradients of operands that are broadcast;
-// process() is the same in all.
+// Launches of elementwise losses: forward, with or without the reduction, and backward.
+// visit_kernel() chooses the kernel.
 
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/elements/box_tile.cuh"
-#include "kernels/elements/dense_tile.cuh"
-#include "kernels/elements/process.cuh"
-#include "kernels/elements/quad_tile.cuh"
-#include "kernels/elements/row_tile.cuh"
-#include "kernels/elements/sum_tile.cuh"
-#include "kernels/grid/check.cuh"
+#include "kernels/elements/elementwise.cuh"
 #include "kernels/grid/column_reduce.cuh"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/grid_reduce.cuh"
 #include "kernels/grid/launch.cuh"
-#include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/integers.h"
 #include "launchers.h"
@@ -25,10 +17,6 @@
 namespace lossops::cuda {
 namespace {
 
-// Resident blocks a multiprocessor, at the least: 67 registers instead of 64 cost KL of fp16 11 %
-// of its step.
-template <typename scalar_t>
-constexpr int kMinBlocks = sizeof(scalar_t) == 2 ? 4 : 1;
 // Tiles a block of a reduction, the same with a gradient and without one, for the same bits. Many
 // share a block's start and its reduction; of few, those on their way are closer in memory.
 // Measured on an H200, 16384x16384, forward / step in us with 1, 2, 4, 8 tiles: KL of bf16
@@ -39,150 +27,18 @@ constexpr int64_t kTilesOfBlock = 4;
 // But no fewer blocks than these where there are as many tiles: a step of MSE of fp32 8192x8192
 // takes 197 us with 4 tiles a block and 195 with 2.
 constexpr int64_t kFewBlocks = 8192;
+// The same for the tiles of a plan. They have 256 (fp64) to 4096 (half types) elements, most of
+// them 2048: half of a dense tile. How many a block takes is a choice, not a measurement.
+constexpr int64_t kPlannedTilesOfBlock = 16;
+constexpr int64_t kFewPlannedBlocks = 4096;
 // 1 MiB of partials, which a cluster folds in microseconds.
 constexpr int64_t kMaxPartials = 65536;
 
-// ------------------------------------------------------------------- kernels
-
-// Blocks stride over the tiles of dense operands.
-template <typename scalar_t, typename Work, typename Terms>
-__global__ void __launch_bounds__(kTileThreads, kMinBlocks<scalar_t>)
-    elementwise_dense_kernel(const __grid_constant__ DenseOperands operands, Work work, Terms terms,
-                             const __grid_constant__ ElementScales scales,
-                             acc_type_t<scalar_t> unit_scale, Partial* partials,
-                             Finalize finalize) {
-  BlockWork<acc_type_t<scalar_t>, Work> block(work, scales, unit_scale);
-  if (!block.begin()) {
-    return;
-  }
-  Partial partial;
-  NoGradientSum no_sum;
-  const int64_t whole_tiles = operands.numel / kDenseTile<scalar_t>;
-  int64_t index = blockIdx.x;
-  for (; index < whole_tiles; index += gridDim.x) {
-    DenseTile<scalar_t> tile(operands, index);
-    process(tile, work, scales, block.scale, terms, partial, no_sum);
-  }
-  if (index == whole_tiles) {
-    // fault: elementwise-tail
-    for (int64_t i = index * kDenseTile<scalar_t> + threadIdx.x; i < operands.numel;
-         i += kTileThreads) {
-      DenseRest<scalar_t> rest(operands, i);
-      process(rest, work, scales, block.scale, terms, partial, no_sum);
-    }
-  }
-  block.finish(partial, partials, finalize);
-}
-
+// What kernels may be asked for.
 constexpr unsigned kForwardWork = kSumsLosses | kStoresLosses | kHasWeights | kWantsGradInput;
 constexpr unsigned kWeightWork = kHasWeights | kWantsGradWeight;
 constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInput |
                                    kWantsGradTarget | kWantsGradWeight | kIsBackward;
-
-// How a kernel takes the elements of a plan. kBlocks: resident a multiprocessor, at the least; as
-// many as leave a thread its registers.
-template <typename WholeTile, int kBlocks_>
-struct InRows {
-  using acc_t = typename WholeTile::acc_t;
-  static constexpr int kBlocks = kBlocks_;
-  static constexpr int kTileElements = kTileThreads * WholeTile::kSteps * WholeTile::kWidth;
-  struct Shared {};
-
-  template <typename Body>
-  static __device__ __forceinline__ void for_each_tile(const ElementPlan& plan,
-                                                       const ChunkPlaces& places, Shared&,
-                                                       int64_t tile, Body&& body) {
-    const auto first =
-        static_cast<uint32_t>(tile - places.chunk() * plan.chunk_tiles) * kTileElements;
-    const uint32_t elements = places.elements();
-    if constexpr (WholeTile::kSteps > 1) {
-      if (first + kTileElements <= elements) {
-        WholeTile whole(plan, places, first + threadIdx.x * WholeTile::kWidth);
-        body(whole);
-        return;
-      }
-    }
-    const uint32_t last = first + kTileElements < elements ? first + kTileElements : elements;
-    for (uint32_t number = first + threadIdx.x; number < last; number += kTileThreads) {
-      RowTile<acc_t, 1, WholeTile::kIsHalf> rest(plan, places, number);
-      body(rest);
-    }
-  }
-};
-// Tiles of forward are the same with a gradient and without one, for the same bits.
-template <bool kIsHalf, unsigned kWork>
-using Quads = InRows<QuadTile<kIsHalf ? 4 : 2, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
-template <bool kIsHalf, unsigned kWork>
-using Rows = InRows<RowTile<float, 8, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
-using WeightedRows = InRows<RowTile<float, 2>, 3>;
-using DoubleRows = InRows<RowTile<double, 1>, 2>;  // for little machine code
-
-template <bool kIsBackward>
-struct Boxes {
-  using acc_t = BoxTile::acc_t;
-  using Shared = BoxTile::Shared;
-  static constexpr int kBlocks = kIsBackward ? 3 : 4;
-  static constexpr int kTileElements = kBoxElements;
-
-  template <typename Body>
-  static __device__ __forceinline__ void for_each_tile(const ElementPlan& plan,
-                                                       const ChunkPlaces& places, Shared& shared,
-                                                       int64_t /*tile*/, Body&& body) {
-    BoxTile tile(plan, places, shared);
-    body(tile);
-  }
-};
-
-// Blocks stride over the tiles of a plan.
-template <typename Taken, typename Work, typename Terms>
-__global__ void __launch_bounds__(kTileThreads, Taken::kBlocks)
-    elementwise_planned_kernel(const __grid_constant__ ElementPlan plan, Work work, Terms terms,
-                               const __grid_constant__ ElementScales scales,
-                               typename Taken::acc_t unit_scale, Partial* partials,
-                               Finalize finalize) {
-  __shared__ ChunkPlaces::Shared chunks;
-  __shared__ typename Taken::Shared shared;
-  BlockWork<typename Taken::acc_t, Work> block(work, scales, unit_scale);
-  if (!block.begin()) {
-    return;
-  }
-  Partial partial;
-  NoGradientSum no_sum;
-  ChunkPlaces places(plan, chunks, blockIdx.x);
-  const int64_t tiles = plan.tiles();
-  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-    places.move_to(index, index + gridDim.x);
-    Taken::for_each_tile(plan, places, shared, index, [&](auto& tile) {
-      process(tile, work, scales, block.scale, terms, partial, no_sum);
-    });
-  }
-  block.finish(partial, partials, finalize);
-}
-
-template <typename acc_t>
-constexpr int kSumSteps = sizeof(acc_t) == 8 ? 1 : 4;
-
-// A block adds up its share of some sums.
-template <typename acc_t, typename Work, typename Terms>
-__global__ void __launch_bounds__(kTileThreads, sizeof(acc_t) == 8 ? 2 : 3)
-    elementwise_sums_kernel(const __grid_constant__ SumPlan plan, Work work, Terms terms,
-                            const __grid_constant__ ElementScales scales, Which which,
-                            double* partials) {
-  __shared__ double buffer[kTileThreads];
-  BlockWork<acc_t, Work> block(work, scales, acc_t(1));
-  if (!block.begin()) {
-    return;
-  }
-  Partial no_losses;
-  SumTile<acc_t, kSumSteps<acc_t>> tile(plan, blockIdx.x);
-  GradientSum sum{which};
-  while (tile.move_on()) {
-    process(tile, work, scales, block.scale, terms, no_losses, sum);
-  }
-  tile.finish(sum.value, buffer, partials);
-}
-
-// ------------------------------------------------------------------ launches
 
 // An elementwise operator as its kernels see it.
 struct Launch {
@@ -230,6 +86,7 @@ struct Launch {
            });
   }
 
+  bool sums_losses() const { return (work & kSumsLosses) != 0; }
   bool has_weights() const { return (work & kWeightWork) != 0; }
   bool is_backward() const { return (work & kIsBackward) != 0; }
 
@@ -252,25 +109,9 @@ struct Launch {
 };
 
 // Blocks of a reduction over tiles.
-int64_t reduce_blocks(int64_t tiles) {
-  const int64_t most = std::min(ceil_div(tiles, kTilesOfBlock), kMaxPartials);
-  return std::max(most, std::min(tiles, kFewBlocks));
-}
-
-// Blocks of a launch over the tiles of a plan. They have 256 (fp64) to 4096 (half types) elements,
-// most of them 2048: half of what a tile of dense operands has. So a block has more of them than
-// kTilesOfBlock, and few blocks are fewer. How many is a choice, not a measurement.
-int64_t planned_blocks(int64_t tiles) {
-  constexpr int64_t kTiles = 16;  // tiles of a block
-  const int64_t most = std::min(ceil_div(tiles, kTiles), kMaxPartials);
-  return std::max({most, std::min(tiles, kFewBlocks / 2), int64_t{1}});
-}
-
-int64_t dense_tiles(const ElementwiseArgs& args) {
-  int64_t tile = 1;
-  visit_floating(args.input.dtype,
-                 [&](auto type) { tile = kDenseTile<typename decltype(type)::type>; });
-  return std::max<int64_t>(ceil_div(args.space.numel, tile), 1);
+int64_t reduce_blocks(int64_t tiles, int64_t tiles_of_block, int64_t few_blocks) {
+  const int64_t most = std::min(ceil_div(tiles, tiles_of_block), kMaxPartials);
+  return std::max({most, std::min(tiles, few_blocks), int64_t{1}});
 }
 
 Finalize make_finalize(const ElementwiseForwardArgs& args) {
@@ -296,39 +137,6 @@ acc_t unit_scale(const ElementwiseArgs& args) {
 template <unsigned kPossible, typename Terms>
 using WorkOf = AnyWork<Terms::kHasWeight ? kPossible : kPossible & ~kWeightWork>;
 
-template <typename scalar_t, typename Terms>
-void forward_dense(const ElementwiseForwardArgs& args, const Launch& what, int64_t blocks,
-                   const Terms& terms, Partial* partials, const Finalize& finalize,
-                   cudaStream_t stream) {
-  const auto launch = [&](auto work) {
-    using Work = decltype(work);
-    launch_kernel("elementwise_dense_kernel", elementwise_dense_kernel<scalar_t, Work, Terms>,
-                  {blocks, kTileThreads}, stream, what.dense, work, terms, what.scales,
-                  unit_scale<acc_type_t<scalar_t>>(args), partials, finalize);
-  };
-  const auto launch_with = [&](auto weights) {
-    constexpr unsigned kWeights = decltype(weights)::value;
-    if ((what.work & kStoresLosses) != 0) {
-      launch(FixedWork<kStoresLosses | kWeights>{});
-    } else if ((what.work & kWantsGradInput) != 0) {
-      launch(FixedWork<kSumsLosses | kWantsGradInput | kWeights>{});
-    } else {
-      launch(FixedWork<kSumsLosses | kWeights>{});
-    }
-  };
-  if constexpr (std::is_same_v<scalar_t, double>) {  // for little machine code
-    launch(WorkOf<kForwardWork, Terms>{what.work});
-  } else {
-    if constexpr (Terms::kHasWeight) {
-      if (what.has_weights()) {
-        launch_with(std::integral_constant<unsigned, kHasWeights>{});
-        return;
-      }
-    }
-    launch_with(std::integral_constant<unsigned, 0>{});
-  }
-}
-
 // Calls body with the terms of a kernel that takes any loss.
 template <typename Body>
 void visit_any_term(const ElementwiseArgs& args, const Launch& what, const Body& body) {
@@ -339,29 +147,56 @@ void visit_any_term(const ElementwiseArgs& args, const Launch& what, const Body&
   }
 }
 
-// Calls body with the work and terms of a kernel without weights. Sums, which are what is asked for
-// most, have kernels of their own for each loss: those need fewer registers.
-template <typename Body>
-void visit_work(const ElementwiseArgs& args, const Launch& what, const Body& body) {
-  const AnyTerm<false> any{args.loss, args.params};
-  if (what.is_backward()) {
-    body(AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
-  } else if ((what.work & kStoresLosses) != 0) {
-    body(FixedWork<kStoresLosses>{}, any);
+// Calls body with the work of a forward pass, known when its kernel is compiled.
+template <unsigned kWeights, typename Body>
+void visit_forward_work(const Launch& what, const Body& body) {
+  if ((what.work & kStoresLosses) != 0) {
+    body(FixedWork<kStoresLosses | kWeights>{});
+  } else if ((what.work & kWantsGradInput) != 0) {
+    body(FixedWork<kSumsLosses | kWantsGradInput | kWeights>{});
   } else {
-    visit_loss_type(args.loss, [&](auto loss) {
-      const TermOf<decltype(loss)> terms{args.params};
-      if ((what.work & kWantsGradInput) == 0) {
-        body(FixedWork<kSumsLosses>{}, terms);
-      } else {
-        body(FixedWork<kSumsLosses | kWantsGradInput>{}, terms);
-      }
-    });
+    body(FixedWork<kSumsLosses | kWeights>{});
   }
 }
 
-// Operands that are not dense, and the kernel that takes them: calls body with the plan and what
-// the kernel is of.
+template <typename scalar_t, typename Term, typename Body>
+void visit_dense_term(const Launch& what, const Term& term, const Body& body) {
+  const auto visit = [&](auto work) {
+    body(Dense<scalar_t>{}, what.dense, work, FixedTerm<Term>{term});
+  };
+  if constexpr (std::is_same_v<scalar_t, double>) {  // for little machine code
+    visit(WorkOf<kForwardWork, Term>{what.work});
+  } else if (!what.has_weights()) {
+    visit_forward_work<0>(what, visit);
+  } else if constexpr (Term::kHasWeight) {
+    visit_forward_work<kHasWeights>(what, visit);
+  }
+}
+
+template <typename Body>
+void visit_dense_forward(const ElementwiseArgs& args, const Launch& what, const Body& body) {
+  visit_elementwise_loss(args.loss, args.params, [&](auto term) {
+    visit_floating(args.input.dtype, [&](auto type) {
+      visit_dense_term<typename decltype(type)::type>(what, term, body);
+    });
+  });
+}
+
+template <typename Body>
+void visit_dense_backward(const ElementwiseArgs& args, const Launch& what, const Body& body) {
+  visit_any_term(args, what, [&](auto terms) {
+    using Terms = decltype(terms);
+    visit_floating(args.input.dtype, [&](auto type) {
+      // Half types share a kernel, for little machine code; with weights there are not registers
+      // enough for that.
+      using own_t = typename decltype(type)::type;
+      constexpr bool kShares = sizeof(own_t) == 2 && !Terms::kHasWeight;
+      using scalar_t = std::conditional_t<kShares, AnyHalf, own_t>;
+      body(Dense<scalar_t>{}, what.dense, WorkOf<kBackwardWork, Terms>{what.work}, terms);
+    });
+  });
+}
+
 template <typename Body>
 void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& body) {
   const bool is_double = what.computes_double(args);
@@ -369,9 +204,24 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   ElementPlan plan = ElementPlanner(args.space, what.operands, packs).plan();
   const auto visit = [&](auto taken, auto work, auto terms) {
     plan.cut(decltype(taken)::kTileElements);
-    body(plan, taken, work, terms);
+    body(taken, plan, work, terms);
+  };
+  const auto visit_rows = [&](auto work, auto terms) {
+    constexpr unsigned kWork = decltype(work)::kBits;
+    // A sum of losses of half types takes fewer instructions.
+    constexpr bool kHalf = (kWork & kSumsLosses) != 0;
+    if (kHalf && plan.is_half) {
+      plan.has_quads ? visit(Quads<kHalf, kWork>{}, work, terms)
+                     : visit(Rows<kHalf, kWork>{}, work, terms);
+    } else {
+      plan.has_quads ? visit(Quads<false, kWork>{}, work, terms)
+                     : visit(Rows<false, kWork>{}, work, terms);
+    }
   };
   constexpr unsigned kAll = kForwardWork | kBackwardWork;
+  const AnyTerm<false> any{args.loss, args.params};
+  const AnyWork<kForwardWork & ~kWeightWork> forward{what.work};
+  const AnyWork<kBackwardWork & ~kWeightWork> backward{what.work};
   if (is_double) {
     visit_any_term(args, what, [&](auto terms) {
       visit(DoubleRows{}, WorkOf<kAll, decltype(terms)>{what.work}, terms);
@@ -379,38 +229,52 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   } else if (what.has_weights()) {
     visit(WeightedRows{}, AnyWork<kAll>{what.work}, AnyTerm<true>{args.loss, args.params});
   } else if (plan.has_boxes) {
-    const AnyTerm<false> any{args.loss, args.params};
-    if (what.is_backward()) {
-      visit(Boxes<true>{}, AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
-    } else {
-      visit(Boxes<false>{}, AnyWork<kForwardWork & ~kWeightWork>{what.work}, any);
-    }
+    what.is_backward() ? visit(Boxes<true>{}, backward, any) : visit(Boxes<false>{}, forward, any);
+  } else if (what.is_backward()) {
+    visit_rows(backward, any);
   } else {
-    visit_work(args, what, [&](auto work, auto terms) {
-      constexpr unsigned kWork = decltype(work)::kBits;
-      // A sum of losses of half types takes fewer instructions.
-      constexpr bool kHalf = (kWork & kSumsLosses) != 0;
-      if (kHalf && plan.is_half) {
-        plan.has_quads ? visit(Quads<kHalf, kWork>{}, work, terms)
-                       : visit(Rows<kHalf, kWork>{}, work, terms);
-      } else {
-        plan.has_quads ? visit(Quads<false, kWork>{}, work, terms)
-                       : visit(Rows<false, kWork>{}, work, terms);
+    visit_forward_work<0>(what, [&](auto work) {
+      if constexpr (work.has(kStoresLosses)) {
+        visit_rows(work, any);
+      } else {  // asked for most: kernels of one loss need fewer registers
+        visit_loss_type(args.loss,
+                        [&](auto loss) { visit_rows(work, TermOf<decltype(loss)>{args.params}); });
       }
     });
   }
 }
 
-// blocks: for a number of tiles.
-template <typename Blocks>
-int64_t launch_planned(const ElementwiseArgs& args, const Launch& what, const Blocks& blocks_of,
-                       Partial* partials, const Finalize& finalize, cudaStream_t stream) {
+// Calls body(taken, plan, work, terms) with what the kernel that takes the operands is made of.
+template <typename Body>
+void visit_kernel(const ElementwiseArgs& args, const Launch& what, const Body& body) {
+  if (!what.is_dense(args)) {
+    visit_planned(args, what, body);
+  } else if (what.is_backward()) {
+    visit_dense_backward(args, what, body);
+  } else {
+    visit_dense_forward(args, what, body);
+  }
+}
+
+// Blocks of a launch over tiles of `taken`.
+template <typename Taken>
+int64_t blocks_of(Taken /*taken*/, const typename Taken::Plan& plan, const Launch& what) {
+  const int64_t tiles = Taken::tiles(plan);
+  if constexpr (std::is_same_v<typename Taken::Plan, ElementPlan>) {
+    return reduce_blocks(tiles, kPlannedTilesOfBlock, kFewPlannedBlocks);
+  } else {
+    return what.sums_losses() ? reduce_blocks(tiles, kTilesOfBlock, kFewBlocks) : tiles;
+  }
+}
+
+// Returns how many blocks there are: of a reduction, partials.
+int64_t launch(const ElementwiseArgs& args, const Launch& what, int64_t most_blocks,
+               Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   int64_t blocks = 0;
-  visit_planned(args, what, [&](const ElementPlan& plan, auto taken, auto work, auto terms) {
+  visit_kernel(args, what, [&](auto taken, const auto& plan, auto work, auto terms) {
     using Taken = decltype(taken);
-    blocks = blocks_of(plan.tiles());
-    launch_kernel("elementwise_planned_kernel",
-                  elementwise_planned_kernel<Taken, decltype(work), decltype(terms)>,
+    blocks = std::min(blocks_of(taken, plan, what), most_blocks);
+    launch_kernel("elementwise_kernel", elementwise_kernel<Taken, decltype(work), decltype(terms)>,
                   {blocks, kTileThreads, 0, 1, what.is_backward()}, stream, plan, work, terms,
                   what.scales, unit_scale<typename Taken::acc_t>(args), partials, finalize);
   });
@@ -468,13 +332,11 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
   if (args.reduction == Reduction::kNone) {
     return 0;
   }
-  Launch what(args);
-  if (what.is_dense(args)) {
-    return reduce_blocks(dense_tiles(args)) * kPartialDoubles;
-  }
+  const Launch what(args);
   int64_t blocks = 0;
-  visit_planned(args, what,
-                [&](const ElementPlan& plan, auto...) { blocks = planned_blocks(plan.tiles()); });
+  visit_kernel(args, what, [&](auto taken, const auto& plan, auto...) {
+    blocks = blocks_of(taken, plan, what);
+  });
   return blocks * kPartialDoubles;
 }
 
@@ -487,20 +349,7 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   const auto stream = static_cast<cudaStream_t>(context);
   auto* const partials = reinterpret_cast<Partial*>(scratch);
   const Finalize finalize = make_finalize(args);
-  const Launch what(args);
-  int64_t blocks = 1;
-  if (what.is_dense(args)) {
-    blocks = reduce ? reduce_blocks(dense_tiles(args)) : dense_tiles(args);
-    visit_elementwise_loss(args.loss, args.params, [&](auto term) {
-      visit_floating(args.input.dtype, [&](auto type) {
-        using scalar_t = typename decltype(type)::type;
-        forward_dense<scalar_t>(args, what, blocks, FixedTerm<decltype(term)>{term}, partials,
-                                finalize, stream);
-      });
-    });
-  } else {
-    blocks = launch_planned(args, what, planned_blocks, partials, finalize, stream);
-  }
+  const int64_t blocks = launch(args, Launch(args), kMaxGrid, partials, finalize, stream);
   if (reduce) {
     launch_grid_reduce(partials, blocks, finalize, stream);
   }
@@ -517,31 +366,8 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
   if (args.space.numel == 0) {
     return;
   }
-  const auto stream = static_cast<cudaStream_t>(context);
   const int64_t most_blocks = args.kept ? most_blocks_of_kept(kTileThreads) : kMaxGrid;
-  const Launch what(args);
-  if (!what.is_dense(args)) {
-    const auto blocks = [&](int64_t tiles) { return std::min(planned_blocks(tiles), most_blocks); };
-    launch_planned(args, what, blocks, nullptr, Finalize{}, stream);
-    return;
-  }
-  visit_any_term(args, what, [&](auto terms) {
-    using Terms = decltype(terms);
-    const WorkOf<kBackwardWork, Terms> work{what.work};
-    visit_floating(args.input.dtype, [&](auto type) {
-      // Half types share a kernel, for little machine code; with weights there are not registers
-      // enough for that.
-      using own_t = typename decltype(type)::type;
-      constexpr bool kShares = sizeof(own_t) == 2 && !Terms::kHasWeight;
-      using scalar_t = std::conditional_t<kShares, AnyHalf, own_t>;
-      const int64_t tiles = std::max<int64_t>(ceil_div(args.space.numel, kDenseTile<scalar_t>), 1);
-      const int64_t blocks = std::min(tiles, most_blocks);
-      launch_kernel("elementwise_dense_kernel",
-                    elementwise_dense_kernel<scalar_t, decltype(work), Terms>,
-                    {blocks, kTileThreads, 0, 1, true}, stream, what.dense, work, terms,
-                    what.scales, acc_type_t<scalar_t>(1), nullptr, Finalize{});
-    });
-  });
+  launch(args, Launch(args), most_blocks, nullptr, Finalize{}, static_cast<cudaStream_t>(context));
 }
 
 int64_t elementwise_backward_reduce_scratch(const ElementwiseBackwardReduceArgs& args) {
