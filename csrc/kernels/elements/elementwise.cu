@@ -161,9 +161,7 @@ void visit_forward_work(const Launch& what, const Body& body) {
 
 template <typename scalar_t, typename Term, typename Body>
 void visit_dense_term(const Launch& what, const Term& term, const Body& body) {
-  const auto visit = [&](auto work) {
-    body(Dense<scalar_t>{}, what.dense, work, FixedTerm<Term>{term});
-  };
+  const auto visit = [&](auto work) { body(Dense<scalar_t>{}, what.dense, work, term); };
   if constexpr (std::is_same_v<scalar_t, double>) {  // for little machine code
     visit(WorkOf<kForwardWork, Term>{what.work});
   } else if (!what.has_weights()) {

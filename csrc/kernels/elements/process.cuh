@@ -28,44 +28,38 @@ struct HasBackwardHalfInput<
     Term, std::void_t<decltype(std::declval<Term>().backward_half_input(0.0f, 0.0f))>>
     : std::true_type {};
 
-// The term of a kernel: known when it is compiled,
-template <typename Term_>
-struct FixedTerm {
-  static constexpr bool kHasWeight = Term_::kHasWeight;
-  Term_ term;
-
-  template <typename Body>
-  __device__ __forceinline__ void visit(const Body& body) const {
-    body(term);
-  }
-};
-// or any of a loss, or any of all losses that take weights if kHasWeight_. Loads and stores are
-// most of a kernel's machine code, and stand once.
+// A kernel has one term, or one of these, and chooses the term at run time: loads and stores are
+// most of its machine code, and stand once. TermOf: the terms of a loss. AnyTerm: those of all
+// losses; if kHasWeight_, of all that take weights.
 template <typename Loss>
 struct TermOf {
   static constexpr bool kHasWeight = false;
   LossParams params;
-
-  template <typename Body>
-  __device__ __forceinline__ void visit(const Body& body) const {
-    Loss::visit(params, body);
-  }
 };
 template <bool kHasWeight_>
 struct AnyTerm {
   static constexpr bool kHasWeight = kHasWeight_;
   ElementwiseLoss loss;
   LossParams params;
-
-  template <typename Body>
-  __device__ __forceinline__ void visit(const Body& body) const {
-    visit_elementwise_loss(loss, params, [&](const auto& term) {
-      if constexpr (!kHasWeight || std::decay_t<decltype(term)>::kHasWeight) {
-        body(term);
-      }
-    });
-  }
 };
+
+// Calls body with the term.
+template <typename Term, typename Body>
+__device__ __forceinline__ void visit_term(const Term& term, const Body& body) {
+  body(term);
+}
+template <typename Loss, typename Body>
+__device__ __forceinline__ void visit_term(const TermOf<Loss>& terms, const Body& body) {
+  Loss::visit(terms.params, body);
+}
+template <bool kHasWeight, typename Body>
+__device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, const Body& body) {
+  visit_elementwise_loss(terms.loss, terms.params, [&](const auto& term) {
+    if constexpr (!kHasWeight || std::decay_t<decltype(term)>::kHasWeight) {
+      body(term);
+    }
+  });
+}
 
 // The loss of an element, by the term's faster way if it has one and the loss is only added up.
 template <typename Tile, typename Work, typename Term, typename acc_t>
@@ -150,7 +144,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   if (work.has(kSumsLosses) || work.has(kStoresLosses)) {
     acc_t losses[kCount];
     acc_t weights[kCount];
-    terms.visit([&](const auto& term) {
+    visit_term(terms, [&](const auto& term) {
 #pragma unroll
       for (int n = 0; n < kCount; ++n) {
         weights[n] = weighted ? at(operands.w, n) : acc_t(1);
@@ -180,7 +174,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   // derivative: of the loss of an element, by its term, input and target.
   const auto store_gradient = [&](Which which, auto&& derivative) {
     acc_t results[kCount];
-    terms.visit([&](const auto& term) {
+    visit_term(terms, [&](const auto& term) {
 #pragma unroll
       for (int n = 0; n < kCount; ++n) {
         results[n] = factors[n] * derivative(term, at(operands.x, n), at(operands.t, n));
