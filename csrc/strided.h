@@ -61,16 +61,16 @@ LOSSOPS_HOST_DEVICE acc_t load_grad_output(const Operand& grad_output, int64_t o
   return grad_output.data == nullptr ? acc_t(1) : load_operand<acc_t>(grad_output, offset);
 }
 
-// grad_output of a reduction, divided by what the mean divides by. mean_terms: of a weighted mean.
-template <typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t reduction_scale(const ElementwiseArgs& args, acc_t grad_output,
+// grad_output of a reduction, divided by what the mean divides by. args: ElementwiseArgs, or what
+// has the same members. mean_terms: of a weighted mean; else null.
+template <typename acc_t, typename Args>
+LOSSOPS_HOST_DEVICE acc_t reduction_scale(const Args& args, acc_t grad_output,
                                           const double* mean_terms = nullptr) {
   if (args.reduction != Reduction::kMean) {
     return grad_output;
   }
   // fault: weighted-mean-scale
-  return grad_output /
-         static_cast<acc_t>(args.weight.data != nullptr ? mean_terms[0] : args.denominator);
+  return grad_output / static_cast<acc_t>(mean_terms != nullptr ? mean_terms[0] : args.denominator);
 }
 
 // Whether a kept gradient is the one that is wanted.

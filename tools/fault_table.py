@@ -131,7 +131,7 @@ FAULTS = [
     Fault(
         "mse: gradient of a weighted mean divided by the count",
         "weighted-mean-scale",
-        "args.weight.data != nullptr ? mean_terms[0] : args.denominator",
+        "mean_terms != nullptr ? mean_terms[0] : args.denominator",
         "args.denominator",
         "test_mse_loss.py",
     ),

@@ -226,11 +226,16 @@ struct ElementwiseCase {
     args.weight_copies = weight_copies();
   }
 
+  double* mean_terms_at(const Place& place) const {
+    const bool weighted_mean = reduction == Reduction::kMean && !weight.absent();
+    return weighted_mean ? static_cast<double*>(place(mean_terms)) : nullptr;
+  }
+
   ElementwiseForwardArgs forward_args(const Place& place) const {
     ElementwiseForwardArgs args;
     fill_common(args, place);
     args.output = operand_of(output, place);
-    args.mean_terms = static_cast<double*>(place(mean_terms));
+    args.mean_terms = mean_terms_at(place);
     return args;
   }
 
@@ -238,7 +243,7 @@ struct ElementwiseCase {
     ElementwiseBackwardReduceArgs args;
     fill_common(args, place);
     args.grad_output = operand_of(grad_output, place);
-    args.mean_terms = static_cast<const double*>(place(mean_terms));
+    args.mean_terms = mean_terms_at(place);
     args.grad_input = operand_of(grad_input, place);
     args.grad_target = operand_of(grad_target, place);
     args.grad_weight = operand_of(grad_weight, place);

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <type_traits>
 
 #include "kernels/elements/elementwise.cuh"
 #include "kernels/grid/column_reduce.cuh"
@@ -124,13 +126,6 @@ Finalize make_finalize(const ElementwiseForwardArgs& args) {
   finalize.weight_copies = args.weight_copies;  // fault: elementwise-weight-copies
   finalize.mean_terms = args.mean_terms;
   return finalize;
-}
-
-// The factor of a gradient for a grad_output of 1.
-template <typename acc_t>
-acc_t unit_scale(const ElementwiseArgs& args) {
-  return args.reduction == Reduction::kMean ? acc_t(1) / static_cast<acc_t>(args.denominator)
-                                            : acc_t(1);
 }
 
 // What a loss can do of kPossible.
@@ -274,7 +269,7 @@ int64_t launch(const ElementwiseArgs& args, const Launch& what, int64_t most_blo
     blocks = std::min(blocks_of(taken, plan, what), most_blocks);
     launch_kernel("elementwise_kernel", elementwise_kernel<Taken, decltype(work), decltype(terms)>,
                   {blocks, kTileThreads, 0, 1, what.is_backward()}, stream, plan, work, terms,
-                  what.scales, unit_scale<typename Taken::acc_t>(args), partials, finalize);
+                  what.scales, reduction_scale(args, typename Taken::acc_t(1)), partials, finalize);
   });
   return blocks;
 }

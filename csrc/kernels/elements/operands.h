@@ -55,7 +55,6 @@ struct AnyWork {
 // The numbers of a launch that all elements share.
 struct ElementScales {
   Reduction reduction = Reduction::kMean;
-  bool weighted = false;
   // Gradients hold those for a grad_output of 1: nothing to do where it is 1.
   bool kept = false;
   // Backward of a reduction: one number; null: 1.
@@ -68,7 +67,6 @@ struct ElementScales {
   ElementScales() = default;
   explicit ElementScales(const ElementwiseArgs& args)
       : reduction(args.reduction),
-        weighted(args.weight.data != nullptr),
         denominator(args.denominator),
         weight_copies(args.weight_copies) {}
   explicit ElementScales(const ElementwiseBackwardArgs& args)

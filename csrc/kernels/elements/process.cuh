@@ -251,10 +251,7 @@ class BlockWork {
       return false;
     }
     if (!work_.has(kHasGradOutputs)) {
-      scale = grad_output(acc_t());
-      if (scales_.reduction == Reduction::kMean) {
-        scale /= static_cast<acc_t>(scales_.weighted ? scales_.mean_terms[0] : scales_.denominator);
-      }
+      scale = reduction_scale(scales_, grad_output(acc_t()), scales_.mean_terms);
     }
     return true;
   }
