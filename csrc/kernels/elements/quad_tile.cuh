@@ -97,8 +97,8 @@ class QuadTile {
     }
 
     QuadCells quads_[kSteps];
-    uint32_t
-        odd_;  // bit by bit, of kWords: the steps whose first element is the second of its word
+    // Of quads of words, a bit for each step: its first element is the second of its word.
+    uint32_t odd_;
   };
 
   __device__ __forceinline__ bool is_half() const { return is_half(kInput); }
