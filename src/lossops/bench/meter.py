@@ -50,6 +50,8 @@ class Meter:
         self.device = device
         self.cuda = device.type == "cuda"
         self.warm_ups, self.fewest, self.seconds = (5, 10, 0.4) if self.cuda else (2, 7, 1.2)
+        # Seconds after which three samples are enough, however few those are: `medians`.
+        self.most = math.inf
         # Many times any cache; ones, because fresh zeros can all be one page of memory.
         self.other_data = torch.ones(1 << 27 if self.cuda else 1 << 26, device=device)
 
@@ -61,12 +63,14 @@ class Meter:
         """
         calls = dict(calls)
         samples: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
-        started = time.perf_counter()
+        first = started = time.perf_counter()
         for turn in range(self.warm_ups + 100):
+            now = time.perf_counter()
             if turn == self.warm_ups:
-                started = time.perf_counter()
-            spent = time.perf_counter() - started
-            if turn >= self.warm_ups + self.fewest and spent > self.seconds * len(calls):
+                started = now
+            if turn >= self.warm_ups + self.fewest and now - started > self.seconds * len(calls):
+                break
+            if turn >= self.warm_ups + 3 and now - first > self.most:
                 break
             for name, call in list(calls.items())[:: 1 if turn % 2 else -1]:
                 try:
@@ -190,6 +194,21 @@ def measure_overheads(meter: Meter) -> dict[str, float]:
     return {name: 1e3 * ms for name, ms in meter.medians(calls, failed).items()}
 
 
+def plain_calls(meter: Meter, bytes_read: int, bytes_moved: int) -> dict[str, dict[str, Call]]:
+    """torch's own kernels for so many bytes: {"forward": that read them, "step": that copy them}.
+
+    A copy reads and writes `bytes_moved` together.
+    """
+
+    def numbers(size: int) -> torch.Tensor:
+        return torch.rand(max(size // 16, 1) * 4, device=meter.device)  # pairs of float64
+
+    return {
+        "forward": _readers(numbers(bytes_read)),
+        "step": _copiers(numbers(bytes_moved // 2)),
+    }
+
+
 def _readers(source: torch.Tensor) -> dict[str, Call]:
     left, right = source.chunk(2)
     return {
@@ -245,12 +264,11 @@ def measure_plain(meter: Meter, bytes_read: int, bytes_moved: int) -> dict[str, 
     if not meter.cuda:
         return {}
 
-    def least(kernels: Callable[[torch.Tensor], dict[str, Call]], size: int) -> float:
-        meter.clean()
-        numbers = torch.rand(max(size // 16, 1) * 4, device=meter.device)  # pairs of float64
-        return min(_medians_of_all(meter, kernels(numbers)).values())
-
+    meter.clean()
     try:
-        return {"forward": least(_readers, bytes_read), "step": least(_copiers, bytes_moved // 2)}
+        return {
+            doing: min(_medians_of_all(meter, calls).values())
+            for doing, calls in plain_calls(meter, bytes_read, bytes_moved).items()
+        }
     except RuntimeError:  # a run ends with it, and is worth more
         return {}
