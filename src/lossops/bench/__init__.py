@@ -15,5 +15,6 @@ over from one machine, or one day, to the next.
     run.py     the checks against float64 and the four kinds of measurement
     report.py  the numbers, as JSON and as a table
     plot.py    the picture of them
+    drawn/     calls drawn at random instead: `--random`, `--spec`
     cli.py     the command line
 """

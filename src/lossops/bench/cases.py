@@ -151,6 +151,7 @@ _liger_kl = functools.partial(_liger, "liger_kl_div")
 _liger_ce = functools.partial(_by_rows, functools.partial(_liger, "liger_cross_entropy"))
 _quack = functools.partial(_package, "quack.cross_entropy")
 _quack_ce = functools.partial(_by_rows, functools.partial(_quack, "cross_entropy"))
+PACKAGE_CE: dict[str, Loss] = {"liger": _liger_ce, "quack": _quack_ce}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +181,7 @@ class Problem:
 def _cross_entropy(
     title: str, inputs: Callable[[Shape, torch.device], Data], packages: str
 ) -> Problem:
-    known: dict[str, Loss] = {"liger": _liger_ce, "quack": _quack_ce}
-    theirs = {who: known[who] for who in packages.split()}
+    theirs = {who: PACKAGE_CE[who] for who in packages.split()}
     return Problem(title, "mean", inputs, functional.cross_entropy, F.cross_entropy, theirs)
 
 

@@ -17,8 +17,10 @@ import torch
 
 from .. import info
 from .._version import __version__
-from . import drawn, plot
+from . import plot
 from .cases import ALL, PEERS
+from .drawn import cli as drawn
+from .drawn.peers import PEERS as DRAWN_PEERS
 from .meter import Meter, Progress, measure_bandwidths, measure_overheads, measure_plain
 from .report import Compiled, Report, Result, Small, render
 from .run import count_launches, run_case, run_compiled, run_small
@@ -52,23 +54,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--cases", nargs="+", metavar="GLOB", help="only these, as 'ce-bf16-*', 'small-*'"
     )
     parser.add_argument("--list", action="store_true", help="prints the names of the cases")
-    parser.add_argument("--peers", metavar="LIST", help=f"of {','.join(PEERS)}; or none")
+    parser.add_argument("--peers", metavar="LIST", help=f"of {','.join(DRAWN_PEERS)}; or none")
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
     parser.add_argument(
         "--output", metavar="FILE.json", help="writes all numbers there, and FILE.png beside it"
     )
     parser.add_argument("--plot", metavar="FILE.png", help="draws the numbers there (or .svg)")
     parser.add_argument(
-        "--random",
-        type=int,
-        metavar="SEED",
-        help="shapes and layouts drawn at random instead of the cases; a new seed each time",
-    )
-    parser.add_argument("--count", type=int, default=100, help="how many --random draws")
-    parser.add_argument(
         "--from", dest="source", metavar="FILE.json", help="measures nothing: shows a file again"
     )
+    drawn.add_arguments(parser)
     options = parser.parse_args(arguments)
+    options.drawn = options.random is not None or bool(options.spec)
 
     # Before the minutes that a run takes.
     for flag, file in ("--output", options.output), ("--plot", options.plot):
@@ -100,14 +97,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.device = torch.device("cuda", options.device.index or 0)
         torch.cuda.set_device(options.device)
 
+    known = DRAWN_PEERS if options.drawn else PEERS
     if options.peers is None:
         options.peers = ["eager", "compile"] if cuda or not options.quick else ["eager"]
-        if cuda and not options.quick:
-            options.peers = list(PEERS)
+        if options.drawn and not cuda:
+            options.peers = ["eager"]  # each call would be compiled anew
+        elif cuda and not options.quick:
+            options.peers = list(known)
     else:
         options.peers = [who for who in options.peers.split(",") if who not in ("", "none")]
-    if unknown := set(options.peers) - set(PEERS):
-        parser.error(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
+    if unknown := set(options.peers) - set(known):
+        parser.error(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if options.drawn:
+        drawn.settle(parser, options)
+        return options
     options.absent = [who for who in options.peers if not importlib.util.find_spec(PEERS[who])]
     options.peers = [who for who in options.peers if who not in options.absent]
 
@@ -187,30 +190,6 @@ def measure(options: argparse.Namespace) -> Report:
     return Report(about, peers, bandwidth, rates, cases, sizes, small, compiled, overheads)
 
 
-def measure_drawn(options: argparse.Namespace) -> int:
-    """Runs --random. 1 when a result of ours is wrong, else 0."""
-    device = options.device
-    name = device_name(device)
-    print(f"lossops {__version__} on {name}, torch {torch.__version__}, seed {options.random}")
-    meter = Meter(device)
-    rates = measure_bandwidths(meter)
-    bandwidth = {kind: max(of.values()) for kind, of in rates.items()}
-    print(f"memory: reads {bandwidth['read']:.0f} GB/s, copies {bandwidth['copy']:.0f} GB/s\n")
-    found = drawn.run(options.random, options.count, options.peers, meter, bandwidth)
-    print(drawn.render(found, options.peers))
-    if options.output:
-        about = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": name,
-            "torch": str(torch.__version__),
-            "lossops": __version__,
-            "seed": options.random,
-            "bandwidth_gb_per_s": bandwidth,
-        }
-        drawn.save(options.output, about, found)
-    return int(not all(one.passed for one in found))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark. 1 when a result of ours is wrong or missing, else 0."""
     options = parse(arguments)
@@ -223,12 +202,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.list:
         print("\n".join(case.name(options.device) for case in options.cases))
         return 0
-    if options.plot and not plot.available() and options.random is None:
+    if options.plot and not plot.available() and not options.drawn:
         print(f"{plot.MISSING}: {options.plot} is not drawn.", file=sys.stderr)
         if options.source:
             return 2
-    if options.random is not None:
-        return measure_drawn(options)
+    if options.drawn:
+        return drawn.run(options, device_name(options.device))
     name = report.about["device"] if options.source else device_name(options.device)
     versions = (
         report.about if options.source else {"lossops": __version__, "torch": torch.__version__}

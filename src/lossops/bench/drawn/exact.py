@@ -1,0 +1,134 @@
+"""What calls of rows must return: torch's formulas in float64, a chunk of rows at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..run import relative_error
+from .rows import RowDraw, Rows
+
+Outputs = tuple[Tensor, ...]
+
+
+def outputs(draw: RowDraw, logits: Tensor, rows: Rows) -> Outputs:
+    """The call by torch's functions, in the dtype of the logits; of tokens in at least float32."""
+    if not draw.is_tokens:
+        loss = F.cross_entropy(
+            logits,
+            rows.target,
+            rows.weight,
+            reduction=draw.reduction,
+            label_smoothing=draw.smoothing,
+        )
+        return (loss,)
+    logs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(1)
+    found: list[Tensor] = []
+    if draw.loss != "entropy":
+        picked = rows.target if draw.indices > 1 else rows.target.unsqueeze(1)
+        found.append(logs.gather(1, picked).view(rows.target.shape))
+    if draw.loss != "logp":
+        found.append(-(logs.exp() * logs).sum(1))
+    if rows.kept is not None:
+        found = [one * rows.kept.view(-1, *[1] * (one.dim() - 1)) for one in found]
+    return tuple(found)
+
+
+def error(
+    draw: RowDraw,
+    rows: Rows,
+    got: Outputs,
+    gradients: Sequence[tuple[Tensor, float]],
+    grad_outputs: Outputs | None,
+) -> float:
+    """The largest error of the outputs and of each gradient, inf for a NaN.
+
+    A gradient stands beside the factor that it was computed with. `grad_outputs` has a tensor
+    for each output where rows have values of their own, else None.
+    """
+    smallest = torch.finfo(rows.logits.dtype).smallest_normal
+    divisor = _divisor(draw, rows)
+    by_row = dataclasses.replace(draw, reduction="none")
+    total = size = torch.zeros((), dtype=torch.float64, device=rows.logits.device)
+    errors = []
+    for part in _parts(rows.logits):
+        exact = part.rows(rows)
+        leaf = exact.logits.requires_grad_()
+        terms = outputs(by_row, leaf, exact)
+        if grad_outputs is None:
+            weights: Outputs = (torch.full_like(terms[0], 1 / divisor),)
+        else:
+            weights = tuple(part.of_rows(one).double() for one in grad_outputs)
+        (gradient,) = torch.autograd.grad(terms, leaf, weights)
+        for found, factor in gradients:
+            errors.append(relative_error(part.of_logits(found), gradient * factor, smallest))
+        if grad_outputs is None:
+            losses = terms[0].detach()
+            total, size = total + losses.sum(), size + losses.abs().sum()
+            continue
+        for mine, right in zip(got, terms, strict=True):
+            least = torch.finfo(mine.dtype).smallest_normal
+            errors.append(relative_error(part.of_rows(mine.detach()), right.detach(), least))
+    if grad_outputs is None:
+        errors.append(_error_of_sum(got[0].detach(), total / divisor, size / divisor))
+    worst = float(torch.stack([one.double() for one in errors]).max())
+    return math.inf if math.isnan(worst) else worst
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Some of the rows: those at `first` and after it, in a dimension of the logits."""
+
+    dim: int
+    first: int
+    count: int
+
+    def of_logits(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(self.dim, self.first, self.count)
+
+    def of_rows(self, tensor: Tensor) -> Tensor:
+        """Of a tensor that lacks the dimension of the classes."""
+        return tensor.narrow(max(0, self.dim - 1), self.first, self.count)
+
+    def rows(self, rows: Rows) -> Rows:
+        """In float64."""
+        by_class = rows.target.is_floating_point()
+        target = self.of_logits(rows.target).double() if by_class else self.of_rows(rows.target)
+        return Rows(
+            self.of_logits(rows.logits).double(),
+            target,
+            None if rows.weight is None else rows.weight.double(),
+            None if rows.kept is None else self.of_rows(rows.kept),
+        )
+
+
+def _parts(logits: Tensor) -> Iterator[_Part]:
+    """Cuts the largest dimension that is not the classes', so that memory stays bounded."""
+    dims = [dim for dim in range(logits.dim()) if dim != 1]
+    dim = max(dims, key=logits.size)
+    count = logits.size(dim)
+    step = max(1, (1 << (26 if logits.is_cuda else 21)) * count // logits.numel())
+    for first in range(0, count, step):
+        yield _Part(dim, first, min(step, count - first))
+
+
+def _divisor(draw: RowDraw, rows: Rows) -> float:
+    """What torch divides the sum of the losses by."""
+    if draw.reduction != "mean":
+        return 1.0
+    if rows.weight is None or draw.probabilities:
+        return float(rows.kept_rows)
+    indices = rows.target if rows.kept is None else rows.target[rows.kept]
+    return float(rows.weight.double()[indices].sum())
+
+
+def _error_of_sum(got: Tensor, right: Tensor, size: Tensor) -> Tensor:
+    limits = torch.finfo(got.dtype)
+    if right.abs() > limits.max:  # a sum that overflows a half type
+        return torch.where(got.double() == right.sign() * torch.inf, 0.0, torch.inf)
+    return (got.double() - right).abs() / (size + limits.smallest_normal)
