@@ -177,6 +177,14 @@ def test_tensors_of_rows() -> None:
         assert (data.weight is not None) == draw.weight
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("shape", ["140001x3", "3x140001"])
+def test_values_are_finite_beyond_what_a_half_counts(dtype: str, shape: str) -> None:
+    data = rows.tensors(parse(f"rows/none shape={shape} dtype={dtype} weight=yes", RowDraw), CPU)
+    assert data.logits.isfinite().all()
+    assert data.weight is not None and data.weight.isfinite().all()
+
+
 def test_draws_are_written_and_read() -> None:
     for draw in (*drawn_elements(5, 40), *drawn_rows(5, 80)):
         assert measure.spec(str(draw)) == draw

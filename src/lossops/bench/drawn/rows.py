@@ -256,7 +256,7 @@ def tensors(draw: RowDraw, device: torch.device) -> Rows:
     body = storage[draw.offset :]
     logits = body.view(-1, stride)[:, : draw.classes] if len(shape) == 2 else body.view(shape)
     # One factor a row. On data that is alike everywhere a kernel that reads wrong rows passes.
-    factor = torch.linspace(0.5, 2.0, shape[0], device=device, dtype=dtype)
+    factor = torch.linspace(0.5, 2.0, shape[0], device=device).to(dtype)
     logits.mul_(factor.view(-1, *[1] * (len(shape) - 1)))
 
     of_rows = (shape[0], *shape[2:])
@@ -270,7 +270,7 @@ def tensors(draw: RowDraw, device: torch.device) -> Rows:
         target = torch.randint(draw.classes, (*of_rows, *several), device=device)
     if kept is not None and not draw.is_tokens:
         target.masked_fill_(~kept, IGNORED)
-    steps = torch.linspace(0.5, 1.5, draw.classes, device=device, dtype=dtype)
+    steps = torch.linspace(0.5, 1.5, draw.classes, device=device).to(dtype)
     return Rows(logits, target, steps if draw.weight else None, kept)
 
 
