@@ -483,6 +483,21 @@ def test_packages(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(found.ms["forward"]) == set(found.ms["step"]) == {"ours"}
 
 
+def test_forward_alone_requires_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    required: list[bool] = []
+
+    def loss(input: torch.Tensor, target: torch.Tensor, **options: object) -> torch.Tensor:
+        required.append(input.requires_grad)
+        return F.cross_entropy(input, target, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(meter.Meter, "medians", _medians)
+    monkeypatch.setitem(cases.PACKAGE_CE, "liger", loss)
+    draw = parse("rows/contiguous shape=20x5 dtype=fp32", RowDraw)
+    measure.measure(draw, ["liger"], _meter(), RATES)
+    # Each pass is called once to see that it runs, and once by the clock above.
+    assert required == [False, False, True, True]
+
+
 def test_our_failures_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel")

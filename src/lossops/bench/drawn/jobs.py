@@ -36,8 +36,9 @@ class Job:
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)  # contender -> why
 
     def forward(self, who: str) -> Outputs:
+        # Liger-Kernel computes the gradient of what requires one, under no_grad() too.
         with torch.no_grad():
-            return self.calls[who](*self.operands[who])
+            return self.calls[who](*(operand.detach() for operand in self.operands[who]))
 
     def step(self, who: str) -> Outputs:
         operands = self.operands[who]
