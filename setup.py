@@ -36,7 +36,13 @@ BINDING_SOURCES = [
     "csrc/bindings/launch.cpp",
     "csrc/bindings/tensors.cpp",
 ]
-CPU_SOURCES = ["csrc/cpu/elementwise.cpp", "csrc/cpu/cross_entropy.cpp"]
+# Without CUDA: the CPU backend, and what decides for the CUDA backend.
+CPU_SOURCES = [
+    "csrc/cpu/cross_entropy.cpp",
+    "csrc/cpu/elementwise.cpp",
+    "csrc/kernels/rows/policy.cpp",
+    "csrc/kernels/rows/policy_report.cpp",
+]
 CUDA_SOURCES = [
     "csrc/kernels/class_index/few_classes.cu",
     "csrc/kernels/class_index/float_rows.cu",

@@ -213,6 +213,11 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "Tensor row_stats, Tensor? mean_terms, int ignore_index, str reduction, "
       "float label_smoothing, bool[] output_mask) -> Tensor[]");
   m.def("first_invalid_target(Tensor target, int num_classes, int ignore_index) -> Tensor");
+  m.def(
+      "cross_entropy_plan(Tensor input, Tensor target, Tensor? weight=None, *, "
+      "str reduction=\"mean\", float label_smoothing=0.0, bool gradient=False, str device=\"\") "
+      "-> str");
+  m.def("cross_entropy_plan_table(str device=\"\") -> str");
   m.def("build_info() -> str");
   m.def("cuda_problem() -> str");
 }
@@ -238,6 +243,8 @@ void implement_ops(torch::stable::detail::StableLibrary& m) {
 STABLE_TORCH_LIBRARY(lossops, m) { lossops::bindings::define_ops(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(lossops, CompositeExplicitAutograd, m) {
+  m.impl("cross_entropy_plan", TORCH_BOX(&lossops::bindings::cross_entropy_plan));
+  m.impl("cross_entropy_plan_table", TORCH_BOX(&lossops::bindings::cross_entropy_plan_table));
   m.impl("build_info", TORCH_BOX(&lossops::bindings::build_info));
   m.impl("cuda_problem", TORCH_BOX(&lossops::bindings::cuda_problem));
 }

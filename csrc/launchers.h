@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <string>
+#include <type_traits>
 
 #include "losses/elementwise/registry.h"
 #include "losses/rows/logit_map.h"
@@ -109,7 +111,7 @@ struct CrossEntropyArgs {
 struct CrossEntropyForwardArgs : CrossEntropyArgs {
   Operand output;  // none: strides over rows; else one element
   // Out, (2 or 3, rows) of acc_t: max, sum, Q; null: no backward pass will come, or it will need
-  // none, as cross_entropy_needs_row_stats() says.
+  // none, as CrossEntropyPlan::needs_row_stats says.
   void* row_stats = nullptr;
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; mean only
   // The gradient for a grad_output of 1; null: not wanted. Reductions only.
@@ -123,7 +125,7 @@ struct CrossEntropyBackwardArgs : CrossEntropyArgs {
   Operand grad_output;  // none: strides over rows; else strides 0; null: 1
   // grad_input holds the gradient for a grad_output of 1: nothing to do where it is 1.
   bool kept = false;
-  const void* row_stats = nullptr;     // null: kept, and cross_entropy_needs_row_stats() does not
+  const void* row_stats = nullptr;     // null: kept, and the plan of its forward needs none
   const double* mean_terms = nullptr;  // (2,), from forward; mean only
   // Strides over rows; null: not wanted. May be the input itself, with the input's strides, where
   // no other gradient is wanted: what a row needs of its logits must be read before it is written.
@@ -173,6 +175,31 @@ struct TokenBackwardArgs : TokenArgs {
   int64_t grad_input_class_stride = 1;
 };
 
+// What a backend decides about a forward pass, once a call, from everything but the memory that the
+// plan itself asks for: row_stats, mean_terms and scratch.
+class CrossEntropyPlan {
+ public:
+  int64_t scratch = 0;  // doubles
+  // Whether a gradient that forward leaves takes row_stats: on its way, or to compute it again.
+  bool needs_row_stats = true;
+
+  // The backend's own decision.
+  template <typename T>
+  void keep(const T& decision) {
+    static_assert(sizeof(T) <= sizeof(kept_) && std::is_trivially_copyable_v<T>);
+    std::memcpy(kept_, &decision, sizeof(T));
+  }
+  template <typename T>
+  T kept() const {
+    T decision;
+    std::memcpy(&decision, kept_, sizeof(T));
+    return decision;
+  }
+
+ private:
+  alignas(8) unsigned char kept_[192];
+};
+
 // What forward was asked for that left the gradient which a backward pass has kept.
 inline CrossEntropyForwardArgs forward_of(const CrossEntropyBackwardArgs& args) {
   CrossEntropyForwardArgs forward;
@@ -184,7 +211,7 @@ inline CrossEntropyForwardArgs forward_of(const CrossEntropyBackwardArgs& args) 
 
 // --------------------------------------------------------------- the backends
 
-// Each launcher has a companion that says how many doubles of scratch it needs.
+// A launcher that needs scratch has a companion that says how many doubles.
 #define LOSSOPS_DECLARE_LAUNCHERS(Context)                                                       \
   int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args);                       \
   void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch, Context); \
@@ -192,12 +219,9 @@ inline CrossEntropyForwardArgs forward_of(const CrossEntropyBackwardArgs& args) 
   int64_t elementwise_backward_reduce_scratch(const ElementwiseBackwardReduceArgs& args);        \
   void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& args,             \
                                           double* scratch, Context);                             \
-  int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args);                    \
-  void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,        \
-                                    Context);                                                    \
-  /* Whether a gradient that forward leaves takes row_stats: on its way, or to compute it again. \
-   */                                                                                            \
-  bool cross_entropy_needs_row_stats(const CrossEntropyForwardArgs& args);                       \
+  CrossEntropyPlan plan_cross_entropy_forward(const CrossEntropyForwardArgs& args);              \
+  void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args,                         \
+                                    const CrossEntropyPlan& plan, double* scratch, Context);     \
   int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args);                  \
   void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double* scratch,      \
                                      Context);                                                   \
@@ -214,6 +238,12 @@ LOSSOPS_DECLARE_LAUNCHERS(Context)
 
 // Why this process cannot use CUDA, in one sentence; empty where it can.
 std::string why_unusable();
+
+// JSON, in builds without CUDA too: the kernels that would take a call on a device, and why; all
+// kernels of cross entropy, and the numbers of classes at which one ends and the next begins.
+// device: a name that the table lists, or empty: the current one.
+std::string explain_cross_entropy(const CrossEntropyForwardArgs& args, const std::string& device);
+std::string explain_cross_entropy_table(const std::string& device);
 
 }  // namespace cuda
 

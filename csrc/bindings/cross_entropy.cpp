@@ -99,7 +99,8 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
 
   const SavedLayout layout(args, problem.rows.numel());
   const OnDevice device(input);
-  int64_t scratch_doubles = LOSSOPS_SCRATCH(input, cross_entropy_forward, args);
+  const CrossEntropyPlan plan = LOSSOPS_ASK(input, plan_cross_entropy_forward, args);
+  int64_t scratch_doubles = plan.scratch;
   double* scratch_data = nullptr;
   if (extra == Extra::kBackwardTerms) {
     Dims stats_shape;
@@ -110,7 +111,7 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
     args.row_stats = result.row_stats->mutable_data_ptr();
     args.mean_terms = mean ? static_cast<double*>(result.mean_terms->mutable_data_ptr()) : nullptr;
   } else if (extra == Extra::kGradient) {
-    const bool has_stats = LOSSOPS_ASK(input, cross_entropy_needs_row_stats, args);
+    const bool has_stats = plan.needs_row_stats;
     const int64_t doubles = has_stats ? layout.doubles() : SavedLayout::kMeanTerms;
     const bool carved = scratch_doubles <= layout.max_scratch(has_stats);
     result.saved =
@@ -132,7 +133,7 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
   }
   int64_t first_invalid_row = -1;
   args.first_invalid_row = &first_invalid_row;
-  LOSSOPS_LAUNCH(input, cross_entropy_forward, args, scratch_data);
+  LOSSOPS_LAUNCH(input, cross_entropy_forward, args, plan, scratch_data);
   if (first_invalid_row >= 0) {
     fail_invalid_target(problem, args, first_invalid_row);
   }
@@ -245,7 +246,7 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
   const OnDevice device(input);
   OptionalTensor row_stats;
   if (is_kept && args.row_stats == nullptr &&
-      LOSSOPS_ASK(input, cross_entropy_needs_row_stats, forward_of(args))) {
+      LOSSOPS_ASK(input, plan_cross_entropy_forward, forward_of(args)).needs_row_stats) {
     // A saved-tensor hook has changed the layout of input. The kernel of this one needs row_stats.
     row_stats = cross_entropy_forward_pass(input, target, weight, ignore_index, reduction,
                                            label_smoothing, true, Extra::kBackwardTerms)
@@ -323,6 +324,31 @@ void cross_entropy_backward_inplace(Tensor input, Tensor grad_output, Tensor tar
       [&](const CrossEntropyProblem& problem, const CrossEntropyArgs& args) {
         return check_forward_terms(problem, args, row_stats, mean_terms);
       });
+}
+
+std::string cross_entropy_plan(Tensor input, Tensor target, OptionalTensor weight,
+                               std::string reduction, double label_smoothing, bool gradient,
+                               std::string device) {
+  CrossEntropyForwardArgs args;
+  const CrossEntropyProblem problem(input, target, weight, -1, reduction, label_smoothing, false,
+                                    args);
+  RowSpace space(problem.rows);
+  problem.add_inputs(space, args);
+  OptionalTensor grad_input;
+  if (gradient) {
+    grad_input = empty_like(problem.input);
+    set_result(args.grad_input, *grad_input);
+    // The allocator's memory is aligned; that of a meta tensor is null, which stands for none.
+    args.grad_input.data = reinterpret_cast<void*>(uintptr_t{512});
+    space.add_classes(args.grad_input, args.grad_input_class_stride,
+                      to_dims(grad_input->strides()));
+  }
+  space.finish(kCrossEntropy, args.rows);
+  return cuda::explain_cross_entropy(args, device);
+}
+
+std::string cross_entropy_plan_table(std::string device) {
+  return cuda::explain_cross_entropy_table(device);
 }
 
 Tensor first_invalid_target(Tensor target, int64_t num_classes, int64_t ignore_index) {

@@ -44,6 +44,13 @@ void cross_entropy_backward_inplace(Tensor input, Tensor grad_output, Tensor tar
                                     OptionalTensor mean_terms, int64_t ignore_index,
                                     std::string reduction, double label_smoothing);
 
+// JSON of launchers.h: explain_cross_entropy() of a call with these tensors, which may be of the
+// meta device, and explain_cross_entropy_table().
+std::string cross_entropy_plan(Tensor input, Tensor target, OptionalTensor weight,
+                               std::string reduction, double label_smoothing, bool gradient,
+                               std::string device);
+std::string cross_entropy_plan_table(std::string device);
+
 // The first row whose class index is out of range, or -1: an int64 scalar on target's device.
 Tensor first_invalid_target(Tensor target, int64_t num_classes, int64_t ignore_index);
 

@@ -1027,12 +1027,16 @@ void visit_acc_type(const CrossEntropyArgs& args, const Body& body) {
 
 }  // namespace
 
-int64_t cross_entropy_forward_scratch(const CrossEntropyForwardArgs& args) {
-  return args.reduction == Reduction::kNone ? 0
-                                            : 2 * num_chunks(args, choose_walk(args, kShortRow));
+CrossEntropyPlan plan_cross_entropy_forward(const CrossEntropyForwardArgs& args) {
+  CrossEntropyPlan plan;
+  if (args.reduction != Reduction::kNone) {
+    plan.scratch = 2 * num_chunks(args, choose_walk(args, kShortRow));
+  }
+  return plan;
 }
 
-void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* scratch,
+void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args,
+                                  const CrossEntropyPlan& /*plan*/, double* scratch,
                                   Context context) {
   const bool none = args.reduction == Reduction::kNone;
   std::atomic<bool> all_valid{true};
@@ -1079,8 +1083,6 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args, double* s
     launch_cross_entropy_backward(unit_backward(args), nullptr, context);
   }
 }
-
-bool cross_entropy_needs_row_stats(const CrossEntropyForwardArgs& /*args*/) { return true; }
 
 int64_t cross_entropy_backward_scratch(const CrossEntropyBackwardArgs& args) {
   return args.grad_weight == nullptr ? 0 : WeightPlan(args).splits * args.num_classes;

@@ -410,8 +410,9 @@ void run_forward(CrossEntropyCase& c, int64_t& first_invalid_row) {
     CrossEntropyForwardArgs args = c.forward_args(on_host);
     args.first_invalid_row = &first_invalid_row;
     first_invalid_row = -2;
-    std::vector<double> scratch(static_cast<size_t>(cpu::cross_entropy_forward_scratch(args)));
-    cpu::launch_cross_entropy_forward(args, scratch.data(), context);
+    const CrossEntropyPlan plan = cpu::plan_cross_entropy_forward(args);
+    std::vector<double> scratch(static_cast<size_t>(plan.scratch));
+    cpu::launch_cross_entropy_forward(args, plan, scratch.data(), context);
   });
 }
 

@@ -225,12 +225,14 @@ void test_broadcast(Random& random, const std::vector<int64_t>& sizes, Layout la
 
 void test_forward(CrossEntropyCase& c, int64_t shift) {
   const CrossEntropyForwardArgs args = c.forward_args(on_host);
-  std::vector<double> scratch(static_cast<size_t>(cpu::cross_entropy_forward_scratch(args)));
-  cpu::launch_cross_entropy_forward(args, scratch.data(), kSerial);
+  const CrossEntropyPlan plan = cpu::plan_cross_entropy_forward(args);
+  std::vector<double> scratch(static_cast<size_t>(plan.scratch));
+  cpu::launch_cross_entropy_forward(args, plan, scratch.data(), kSerial);
   run_on_device({&c.output, &c.mean_terms}, c.acc_double(), shift, [&](Device& device) {
     const CrossEntropyForwardArgs device_args = c.forward_args(device.place());
-    cuda::launch_cross_entropy_forward(
-        device_args, device.scratch(cuda::cross_entropy_forward_scratch(device_args)), nullptr);
+    const CrossEntropyPlan device_plan = cuda::plan_cross_entropy_forward(device_args);
+    cuda::launch_cross_entropy_forward(device_args, device_plan,
+                                       device.scratch(device_plan.scratch), nullptr);
   });
 }
 

@@ -1,45 +1,22 @@
-#include "kernels/class_index/few_classes.cuh"
+// Cross entropy of few classes: a thread a row, which is whole in its registers.
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/class_index/few_classes_plan.h"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
+#include "kernels/rows/launches.cuh"
 
 namespace lossops::cuda {
 namespace {
 
-// Measured on an H200, 10 classes, forward: blocks of one warp take 17 % longer, of two some 10 %.
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kMaxClasses = 15;
-constexpr int kAnyClasses = 0;  // a kernel's that takes them all
-// Of a multiprocessor: with 64 registers, or 72, where 64 spill.
-constexpr int min_blocks(int classes, bool gradient) {
-  return (classes > 12 || classes == kAnyClasses) && gradient ? 7 : 8;
-}
-// A thread has two rows of a step, one after the other.
-constexpr int kThreadRows = 2;
-constexpr int kStepRows = kThreadRows * kWarpSize;
-static_assert(kIndexPadding % kStepRows == 0, "whole steps of class indices are copied");
-constexpr int kBlockRows = kWarps * kStepRows;  // of a step of all warps
-// Steps of a warp in shared memory: one that it computes, and one that is on its way. Measured on
-// an H200: three or four steps of 32 rows are no faster, nor with 40 warps a multiprocessor; with
-// 48 forward takes 8 % longer.
-constexpr int kStages = 2;
-constexpr int kTargetBytes = kStepRows * static_cast<int>(sizeof(int64_t));  // of a step
-// What a warp reads, unless there are few rows or very many. Measured on an H200, 10 classes: half
-// of it makes no difference, a quarter, one step, takes 5 % longer forward and 16 % with gradients.
-constexpr int kWarpBytes = 12 << 10;
-// The last blocks have a step for each warp: together this part of what all blocks that run at a
-// time have in front. Measured on an H200, 4 million rows of 10 classes, forward and step: without
-// 57.0 and 107.5 us, a quarter 55.0 and 106.4, half 55.8 and 107.2.
-constexpr int kPartOfLateBlocks = 4;
+using namespace few_classes;
 
 // How steps are copied, and their gradients stored, by the kernel of any number of classes.
 struct FewShape {
@@ -47,13 +24,6 @@ struct FewShape {
   bool input_in_vectors;  // whole steps; else word by word
   bool gradient_in_vectors;
 };
-
-__host__ __device__ constexpr int logit_bytes(int classes) {
-  return kStepRows * classes * static_cast<int>(sizeof(float));
-}
-__host__ __device__ constexpr int stage_bytes(int classes) {
-  return logit_bytes(classes) + kTargetBytes;
-}
 
 // Shared memory by its address, which the compiler would compute anew from a pointer for each
 // access.
@@ -567,36 +537,14 @@ void visit_class_count(int classes, F&& f) {
 
 }  // namespace
 
-FewPlan plan_few_classes(const CrossEntropyForwardArgs& args) {
-  FewPlan plan;
-  const DeviceLimits limits = current_device_limits();
-  // Rows of 16 words meet in two banks of shared memory.
-  if (!limits.hopper || args.dense() || args.acc_double || args.input.dtype != DType::kFloat32 ||
-      args.input_class_stride != 1 || args.num_classes < 2 || args.num_classes > kMaxClasses) {
-    return plan;
-  }
-  plan.threads = kThreads;
-  const int step_bytes = stage_bytes(static_cast<int>(args.num_classes));
-  plan.warp_bytes = kStages * step_bytes;
-  // Not of the gradient: what blocks add up decides a bit of a loss.
-  const int64_t steps = ceil_div(args.rows.numel, int64_t{kBlockRows});
-  const int64_t resident = int64_t{limits.multiprocessors} * min_blocks(2, false);
-  const int64_t large = std::max(std::clamp<int64_t>(steps / resident, 1, kWarpBytes / step_bytes),
-                                 ceil_div(steps, kMaxWorkers));
-  plan.shares =
-      BlockShares::of(steps, static_cast<int>(large), 1, resident * large / kPartOfLateBlocks);
-  plan.blocks = plan.shares.blocks(steps);
-  return plan;
-}
-
-void launch_few_classes(const CrossEntropyForwardArgs& args, const FewPlan& plan,
+void launch_few_classes(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                         const Denominator& denominator, const GradOutput& grad_output,
                         Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   const bool gradient = args.grad_input.data != nullptr;
   // Measured on an H200, 4 million rows of 10 classes: as many blocks again, which are not all
   // resident, take 1 us longer where nothing is to be done, and 30 us less of 175 else.
   int64_t blocks = grad_output.limit_blocks(plan.blocks, 2 * kThreads);
-  BlockShares shares = plan.shares;
+  BlockShares shares = plan.block_shares;
   if (blocks < plan.blocks) {
     const int64_t steps = ceil_div(args.rows.numel, int64_t{kBlockRows});
     const auto share = static_cast<int>(ceil_div(steps, blocks));
@@ -613,7 +561,7 @@ void launch_few_classes(const CrossEntropyForwardArgs& args, const FewPlan& plan
                      (args.weight == nullptr || args.weight_dtype == DType::kFloat32);
   const auto launch = [&](auto kernel) {
     launch_kernel("cross_entropy_forward_few_kernel", kernel,
-                  {blocks, kThreads, kWarps * plan.warp_bytes, 1,
+                  {blocks, kThreads, plan.shared_bytes, 1,
                    waits_for_previous_kernel(denominator, grad_output)},
                   stream, args, shape, denominator, grad_output, partials, finalize);
   };

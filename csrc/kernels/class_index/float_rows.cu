@@ -1,60 +1,23 @@
-#include "kernels/class_index/float_rows.cuh"
+// Cross entropy of rows of fp32 that a few warps hold in their registers.
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/class_index/float_rows_plan.h"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
+#include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_words.cuh"
-#include "kernels/rows/staged_rows.cuh"
 
 namespace lossops::cuda {
 namespace {
 
-constexpr int kSize = kVectorSize<float>;
-// Vectors of a row that a thread holds.
-constexpr int kVectors = 8;
-constexpr int kThreadLogits = kVectors * kSize;
-constexpr int64_t kMaxClasses = 4096;
-constexpr int kMaxThreads = kMaxClasses / kThreadLogits;
-constexpr int kRowWarps = kMaxThreads / kWarpSize;
-// Of a multiprocessor, with 72 registers. Measured on an H200: with 8 the steps of 262144x1000,
-// which then spill, take 9 % longer; forward of 32768x1001 is the same.
-constexpr int kMinBlocks = 7;
-// Rows of a block at most: a thread of a warp prepares and finishes each.
-constexpr int kMaxRows = kWarpSize;
-// A team takes one row after the other: so many at most, and so many bytes of a block's rows,
-// unless there are very many rows. Measured on an H200, forward: with 16 rows of 1000 classes a
-// block 262144x1000 takes 243 us, with 4, 8, 32 rows 251, 245, 247. Steps: with 4 rows 533 us, with
-// 8 rows 543; with blocks of one team, which read less in a line, and 2 rows 553; of 4096 classes,
-// 2 rows take 1 % longer than 1, 4 rows 4 %.
-constexpr int64_t kMaxTeamRows = 8;
-constexpr int64_t kForwardBytes = 64 << 10;
-constexpr int64_t kGradientBytes = 16 << 10;
-constexpr int64_t kGradientRows = 2;
-// Of rows that leave a sixth of the threads' room empty: with a gradient so many, without one as
-// many of each team as else of a block. Measured on an H200, steps with 4, 8, 16, 32 rows a block:
-// 262144x505 439, 383, 358, 348 us, 262144x600 419, 377, 348, 351, 262144x768 436, 414, 424;
-// 131072x1500 with 2 and 4 rows of a team 439 and 426. Forward of 262144x768 with 20 rows a block
-// takes 4 % longer than with 8 of a team.
-constexpr int64_t kLooseBytes = 40 << 10;
-// With a gradient, each multiprocessor has as many blocks as it holds at a time, so many times
-// over, before blocks have more rows: few that are left for a last turn take as long as all.
-constexpr int64_t kTurns = 4;
-// Without one, the blocks of so many turns in the end have one row of each team; those before them
-// have more, but none so many that it would end last. Measured on an H200, forward of 32768x1001
-// with 2 rows of each team in all blocks, and with 4 before 0.5, 1, 1.5, 2 turns of one row: 41.8,
-// 42.0, 40.6, 40.9, 41.1 us; with 30 % of the rows ignored, which are not loaded unless they are a
-// team's first, 38.4, 35.6, 34.5, 35.2, 35.5. With 8 rows before 1 turn 40.3 and 33.2, but
-// 262144x1000 takes 2 % longer. 4096x1000 with 4 rows in the first 25 of 949 blocks takes 12 %
-// longer than with 1 row in all.
-constexpr int64_t kLateTurns = 1;
-// Blocks, unless there are so many rows that each has kMaxRows.
-constexpr int64_t kMaxBlocks = 131072;
+using namespace float_rows;
+
 // Up to these many blocks the kernel overlaps with what is ahead of it on the stream, whatever that
 // is, and waits for it first.
 constexpr unsigned kMaxOverlappingBlocks = 1024;
@@ -468,60 +431,19 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 
 }  // namespace
 
-FloatRowPlan plan_float_rows(const CrossEntropyForwardArgs& args) {
-  FloatRowPlan plan;
-  const DeviceLimits limits = current_device_limits();
-  if (!limits.hopper || args.input.dtype != DType::kFloat32 || args.dense() || args.acc_double ||
-      args.input_class_stride != 1 || args.num_classes * int64_t{sizeof(float)} < kMinStagedBytes ||
-      args.num_classes > kMaxClasses) {
-    return plan;
-  }
-  plan.words = args.num_classes % kSize != 0;
-  plan.threads =
-      static_cast<int>(ceil_div(args.num_classes, kWarpSize * kThreadLogits)) * kWarpSize;
-  const int64_t room = int64_t{plan.threads} * kThreadLogits;
-  // Words of several warps that leave more of it empty are faster staged. Measured on an H200,
-  // steps: 262144x1030 takes 49 % longer here, 65536x3201 as long.
-  if (plan.words && plan.threads > kWarpSize && 32 * args.num_classes < 25 * room) {
-    plan.threads = 0;
-    return plan;
-  }
-  const bool loose = 6 * args.num_classes < 5 * room;
-  const bool gradient = args.grad_input.data != nullptr;
-  plan.aligned = rows_are_aligned(args);
-  plan.teams = kMaxThreads / plan.threads;
-  const int64_t row_bytes = args.num_classes * int64_t{sizeof(float)};
-  const int64_t block_bytes = plan.teams * row_bytes;
-  const int64_t most =
-      gradient ? (loose ? std::min(kLooseBytes / block_bytes, kMaxTeamRows)
-                        : std::min(kGradientBytes / block_bytes, kGradientRows))
-               : std::min(kForwardBytes / (loose ? row_bytes : block_bytes), kMaxTeamRows);
-  const int64_t resident =
-      int64_t{limits.multiprocessors} * kMinBlocks * (kMaxThreads / (plan.threads * plan.teams));
-  const int64_t steps = ceil_div(args.rows.numel, int64_t{plan.teams});
-  const auto rows_of_block = [&](int64_t team_rows) {
-    const int64_t rows = std::max({team_rows, ceil_div(steps, kMaxBlocks), int64_t{1}});
-    return plan.teams * static_cast<int>(std::min<int64_t>(rows, kMaxRows / plan.teams));
-  };
-  const int large = rows_of_block(std::min(most, steps / (resident * (gradient ? kTurns : 1))));
-  plan.shares = BlockShares::of(args.rows.numel, large, gradient ? large : rows_of_block(1),
-                                gradient ? 0 : resident * kLateTurns * plan.teams);
-  plan.blocks = plan.shares.blocks(args.rows.numel);
-  return plan;
-}
-
-void launch_float_rows(const CrossEntropyForwardArgs& args, const FloatRowPlan& plan,
-                       const Denominator& denominator, Partial* partials, const Finalize& finalize,
-                       cudaStream_t stream) {
-  const int warps = plan.threads / kWarpSize;
+void launch_float_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                       const Denominator& denominator, const GradOutput&, Partial* partials,
+                       const Finalize& finalize, cudaStream_t stream) {
+  const int warps = plan.team / kWarpSize;
+  const int teams = plan.threads / plan.team;
   const auto launch = [&](auto share) {
     visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
       launch_kernel("cross_entropy_float_rows_kernel",
                     cross_entropy_float_rows_kernel<typename decltype(share)::type,
                                                     decltype(gradient)::value>,
-                    {plan.blocks, plan.threads * plan.teams, shared_bytes(plan.shares.large, warps),
-                     1, denominator.is_computed() || plan.blocks <= kMaxOverlappingBlocks},
-                    stream, args, warps, plan.teams, plan.shares, denominator, partials, finalize);
+                    {plan.blocks, plan.threads, shared_bytes(plan.block_shares.large, warps), 1,
+                     denominator.is_computed() || plan.blocks <= kMaxOverlappingBlocks},
+                    stream, args, warps, teams, plan.block_shares, denominator, partials, finalize);
     });
   };
   if (plan.words) {

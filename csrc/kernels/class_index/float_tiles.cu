@@ -1,9 +1,11 @@
-#include "kernels/class_index/float_tiles.cuh"
+// Cross entropy of short rows of fp32: a warp takes a tile of consecutive rows, a lane or a few of
+// them a row.
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/class_index/float_tiles_plan.h"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/async_copy.cuh"
@@ -11,37 +13,21 @@
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/launches.cuh"
 
 namespace lossops::cuda {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * kWarpSize;
-// Of a multiprocessor: with 80 registers, or 64. Measured on an H200: with 8 the step of 100
-// classes takes 4 % longer, with 6 forward of 32 classes 6 to 9 %.
-constexpr int min_blocks(bool gradient) { return gradient ? 6 : 8; }
-// Longer rows are those of cross_entropy_float_rows.cu.
-constexpr int kMaxClasses = 500;
-// Of a lane; more lanes share longer rows.
-constexpr int kMaxLaneClasses = 128;
+using namespace float_tiles;
+
 // Words of a row that a lane has in registers at a time.
 [[maybe_unused]] constexpr int kBatch = 16;
-// Of a tile in shared memory. Measured on an H200: of tiles at boundaries of 16 bytes alone, a bulk
-// copy asks the L2 cache for twice as much.
-constexpr int kTileAlignment = 128;
-constexpr int kMaxTileBytes = kWarpSize * kMaxLaneClasses * static_cast<int>(sizeof(float));
 // What a block has of shared memory beside its tiles, at most.
 constexpr int kStaticSharedBytes = 1024;
 // What stands at the class index while the others are added up: exp(kAbsent - max) is 0, and not a
 // NaN as that of an infinity, if max is no less than kLeastMax.
 [[maybe_unused]] constexpr float kAbsent = -1e38f;
 [[maybe_unused]] constexpr float kLeastMax = -1e37f;
-
-// How rows are accessed in shared memory: by words, or by vectors of 16 bytes where they are whole
-// ones. Lanes whose rows are an odd number of these meet in no bank; of an even number of vectors,
-// some lanes take those of a batch in another order.
-enum class Units : int8_t { kWords, kVectors, kSwizzledVectors };
-constexpr int words_of(Units units) { return units == Units::kWords ? 1 : kVectorSize<float>; }
 
 // How a warp cuts and copies the rows.
 struct TileShape {
@@ -345,69 +331,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
 #endif
 }
 
-Units units_of(int num_classes) {
-  if (num_classes % kVectorSize<float> != 0) {
-    return Units::kWords;
-  }
-  return num_classes / kVectorSize<float> % 2 != 0 ? Units::kVectors : Units::kSwizzledVectors;
-}
-
-// How often 2 divides a number of vectors; at most 3 times, for the 8 places that a vector may have
-// in the banks of shared memory.
-int twos_in(int vectors) {
-  int twos = 0;
-  while (twos < 3 && vectors % (2 << twos) == 0) {
-    ++twos;
-  }
-  return twos;
-}
-
-// Units of each lane of a team but the last, such that those of lanes which read at the same time
-// have all places.
-int share_of(int num_classes, Units kind, int log_team) {
-  const int units = num_classes / words_of(kind);
-  if (log_team == 0) {
-    return units;
-  }
-  const int even = units >> log_team;
-  const int twos = kind == Units::kWords ? 0 : twos_in(units);
-  if (twos == 3) {
-    return (even + 4) / 8 * 8;
-  }
-  const int log_places = kind == Units::kWords ? 5 : 3;
-  const int step = 1 << std::max(twos, log_places - log_team);
-  return even / (2 * step) * (2 * step) + step;
-}
-
 }  // namespace
 
-FloatTilePlan plan_float_tiles(const CrossEntropyForwardArgs& args) {
-  FloatTilePlan plan;
-  const DeviceLimits limits = current_device_limits();
-  if (!limits.hopper || args.dense() || args.input.dtype != DType::kFloat32 || args.acc_double ||
-      args.input_class_stride != 1 || args.num_classes < 1 || args.num_classes > kMaxClasses) {
-    return plan;
-  }
-  // The order of the sums depends on the number of classes alone.
-  const auto num_classes = static_cast<int>(args.num_classes);
-  plan.threads = kThreads;
-  while (kMaxLaneClasses << plan.log_team < num_classes) {
-    ++plan.log_team;
-  }
-  plan.share = share_of(num_classes, units_of(num_classes), plan.log_team);
-  const int tile_rows = kWarpSize >> plan.log_team;
-  plan.tile_bytes = static_cast<int>(
-      ceil_div(tile_rows * args.num_classes * int64_t{sizeof(float)}, int64_t{kTileAlignment}) *
-      kTileAlignment);
-  // One tile a warp, unless there are very many. Measured on an H200, steps: with 2 those of 100
-  // classes take 3 % longer, those of 32 classes 4 % less.
-  const int64_t tiles = ceil_div(args.rows.numel, int64_t{tile_rows});
-  plan.tiles = static_cast<int>(ceil_div(tiles, kMaxWorkers * kWarps));
-  plan.blocks = ceil_div(tiles, int64_t{plan.tiles} * kWarps);
-  return plan;
-}
-
-void launch_float_tiles(const CrossEntropyForwardArgs& args, const FloatTilePlan& plan,
+void launch_float_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                         const Denominator& denominator, const GradOutput& grad_output,
                         Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   const auto num_classes = static_cast<int>(args.num_classes);
@@ -416,20 +342,19 @@ void launch_float_tiles(const CrossEntropyForwardArgs& args, const FloatTilePlan
   const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
   TileShape shape;
   shape.tiles = static_cast<int>(ceil_div(plan.blocks * plan.tiles, blocks));
-  shape.tile_bytes = plan.tile_bytes;
-  shape.log_team = plan.log_team;
+  shape.tile_bytes = plan.warp_bytes;
+  shape.log_team = __builtin_ctz(static_cast<unsigned>(plan.team));
   shape.share = plan.share;
   shape.swizzle = 3 - twos_in(num_classes / words_of(units));
   shape.input_in_bulk = rows_follow_in_vectors(args, args.input, 1);
   shape.gradient_in_bulk =
       gradient && rows_follow_in_vectors(args, args.grad_input, args.grad_input_class_stride);
-  const int shared_bytes = kWarps * plan.tile_bytes;
   const auto launch = [&](auto kernel) {
-    allow_shared_bytes(kernel, shared_bytes, kStaticSharedBytes, kWarps * kMaxTileBytes);
-    launch_kernel(
-        "cross_entropy_forward_float_tile_kernel", kernel,
-        {blocks, kThreads, shared_bytes, 1, waits_for_previous_kernel(denominator, grad_output)},
-        stream, args, shape, denominator, grad_output, partials, finalize);
+    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kWarps * kMaxTileBytes);
+    launch_kernel("cross_entropy_forward_float_tile_kernel", kernel,
+                  {blocks, kThreads, plan.shared_bytes, 1,
+                   waits_for_previous_kernel(denominator, grad_output)},
+                  stream, args, shape, denominator, grad_output, partials, finalize);
   };
   visit_bool(gradient, [&](auto has_gradient) {
     constexpr bool kGradient = decltype(has_gradient)::value;

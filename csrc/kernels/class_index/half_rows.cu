@@ -1,39 +1,23 @@
-#include "kernels/class_index/half_rows.cuh"
+// Cross entropy of rows of half types that a few warps hold in their registers.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/class_index/half_rows_plan.h"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
-#include "kernels/rows/staged_rows.cuh"
+#include "kernels/rows/launches.cuh"
 
 namespace lossops::cuda {
 namespace {
 
-// Logits of a row that a thread holds.
-constexpr int kThreadLogits = 32;
-// Measured on an H200, steps: of 4096 classes 0.90 of the floor, staged 0.85; of 8192, with the
-// warps for it, a kernel much like this one 0.74, staged 0.82.
-constexpr int64_t kMaxClasses = 4096;
-constexpr int kMaxThreads = kMaxClasses / kThreadLogits;
-// Of a multiprocessor: with 64 registers, or 72, where 64 spill.
-constexpr int min_blocks(bool gradient) { return gradient ? 7 : 8; }
-// Rows that a block takes one after the other, at most: a thread of a warp prepares and finishes
-// each.
-constexpr int kMaxRows = kWarpSize;
-// A block has rows of so many bytes, and so many of them at most, unless there are few or very
-// many. Measured on an H200, 4096 classes: forward, 16 and 128 KB take 2 to 6 % longer; with
-// gradients, 8 KB 9 % for 16384 rows, 32 KB 2 to 4 %.
-constexpr int64_t kForwardBytes = 64 << 10;
-constexpr int64_t kForwardRows = 16;
-constexpr int64_t kGradientBytes = 16 << 10;
-constexpr int64_t kGradientRows = 4;
+using namespace half_rows;
 
 // A row needs no shift where the sum of its other exponentials and the logit at its class index are
 // within these: what is too small for fp32 is nothing beside that sum, and neither the quotient of
@@ -423,31 +407,9 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
 
 }  // namespace
 
-HalfRowPlan plan_half_rows(const CrossEntropyForwardArgs& args) {
-  HalfRowPlan plan;
-  const int64_t size = element_size(args.input.dtype);
-  const DeviceLimits limits = current_device_limits();
-  if (!limits.hopper || size != 2 || args.dense() || args.acc_double ||
-      args.input_class_stride != 1 || args.num_classes % (kVectorBytes / size) != 0 ||
-      args.num_classes * size < kMinStagedBytes || args.num_classes > kMaxClasses) {
-    return plan;
-  }
-  plan.threads =
-      static_cast<int>(ceil_div(args.num_classes, kWarpSize * kThreadLogits)) * kWarpSize;
-  const bool gradient = args.grad_input.data != nullptr;
-  plan.aligned = rows_are_aligned(args);
-  const int64_t fit = (gradient ? kGradientBytes : kForwardBytes) / (args.num_classes * size);
-  const int64_t resident = int64_t{limits.multiprocessors} * min_blocks(gradient);
-  const int64_t rows =
-      std::min({fit, gradient ? kGradientRows : kForwardRows, args.rows.numel / resident});
-  plan.rows = static_cast<int>(rows_of_worker(rows, args.rows.numel, kMaxRows));
-  plan.blocks = ceil_div(args.rows.numel, int64_t{plan.rows});
-  return plan;
-}
-
-void launch_half_rows(const CrossEntropyForwardArgs& args, const HalfRowPlan& plan,
-                      const Denominator& denominator, Partial* partials, const Finalize& finalize,
-                      cudaStream_t stream) {
+void launch_half_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                      const Denominator& denominator, const GradOutput&, Partial* partials,
+                      const Finalize& finalize, cudaStream_t stream) {
   visit_half_type(args.input.dtype, [&](auto type) {
     visit_bool(plan.aligned, [&](auto aligned) {
       visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {

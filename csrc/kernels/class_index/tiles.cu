@@ -1,44 +1,28 @@
-#include "kernels/class_index/tiles.cuh"
+// Cross entropy of short rows of half types: a warp takes several at a time, a tile of consecutive
+// rows.
 
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/class_index/tiles_plan.h"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_words.cuh"
 
 namespace lossops::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / kWarpSize;
-// Of a multiprocessor: 32 warps of 64 registers, or 28 of 72, where 64 spill. Measured on an H200:
-// the steps of 100 and 10 classes are 1 % and 4 % faster with 7.
-constexpr int min_blocks(bool gradient) { return gradient ? 7 : 8; }
+using namespace tiles;
+
 // Elements of a row that a lane adds up, or replaces by their gradients, at a time.
 constexpr int kElementsAtATime = 8;
 // Granules of a gradient that a lane has in flight.
 constexpr int kStoreUnroll = 4;
-// Longer rows are worth a warp of their own. Measured on an H200: rows of 4000 bytes are read 1.2
-// times as fast by one.
-constexpr int64_t kMaxRowBytes = 2000;
-// What a block has of shared memory beside its tiles, at most.
-constexpr int kStaticSharedBytes = 1024;
-// Of a tile, with a gradient or without one: it decides what blocks add up, and so a bit of a loss.
-// Measured on an H200, 10 classes: with 7700 forward takes 5 % longer, and the step 3 % less.
-constexpr int kTileBytes = 5000;
-// Tiles of a warp, at least. Measured on an H200, 100 classes: 2 are 1 % faster than 3, and 5 %
-// than 6; 1 is as fast.
-constexpr int64_t kTilesPerWarp = 2;
-// Lanes that may share a row. Rows of 400 bytes: 2 take 0.8 times the time of 1 or 8.
-constexpr int kTeams[] = {1, 2, 8};
-// More words than these for a lane make tiles too large.
-constexpr int kMaxLaneWords = 56;
-
 // How a warp cuts the rows. A step of a tile is a row for each of its teams.
 struct TileShape {
   int steps;              // of a tile
@@ -431,72 +415,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
 #endif
 }
 
-// How many accesses of a warp meet in one bank, when its teams read their rows' first words.
-int bank_conflict(int pitch_words, int team) {
-  int used[32] = {};
-  int worst = 1;
-  for (int lane = 0; lane < 32; ++lane) {
-    const int bank = (lane / team * pitch_words + lane % team) % 32;
-    worst = std::max(worst, ++used[bank]);
-  }
-  return worst;
-}
-
 }  // namespace
 
-TilePlan plan_tiles(const CrossEntropyForwardArgs& args) {
-  TilePlan plan;
-  const int64_t size = element_size(args.input.dtype);
-  const int64_t bytes = args.num_classes * size;
-  const DeviceLimits limits = current_device_limits();
-  if (!limits.hopper || size != sizeof(half_t) || args.dense() || args.acc_double ||
-      args.input_class_stride != 1 || args.num_classes < 1 || bytes > kMaxRowBytes) {
-    return plan;
-  }
-  plan.gaps = !rows_follow(args, args.input, 1) ||
-              (args.grad_input.data != nullptr &&
-               (!rows_follow(args, args.grad_input, args.grad_input_class_stride) ||
-                !gradient_lies_as_input(args)));
-  const int row_bytes = static_cast<int>(bytes);
-  const int words = (row_bytes + 3) / 4;
-  // The team decides the order of the sums: it depends on the row alone.
-  const bool can_pad = row_bytes % kVectorBytes == 0;
-  double best = 0;
-  for (const int team : kTeams) {
-    if (team * kMaxLaneWords < words && team != kTeams[2]) {
-      continue;
-    }
-    for (int padding = 0; padding <= (can_pad ? 1 : 0); ++padding) {
-      // Of a row, in instructions: those of a lane's words, of their conflicts, of the row.
-      const int conflict = bank_conflict(words + padding * kVectorBytes / 4, team);
-      const double cost = team * ((words + team - 1) / team * (48.0 + 4.0 * conflict) + 250.0);
-      if (plan.threads == 0 || cost < best) {
-        best = cost;
-        plan.threads = kThreads;
-        plan.team = team;
-        plan.padding = padding;
-      }
-    }
-  }
-  if (plan.padding > 0 &&
-      (plan.gaps || reinterpret_cast<uintptr_t>(args.input.data) % kVectorBytes != 0)) {
-    plan.padding = 0;
-  }
-  // A copy of a row with gaps is whole words.
-  const int step_bytes = (words * 4 + plan.padding * kVectorBytes) * (kWarpSize / plan.team);
-  plan.steps = std::max(1, kTileBytes / step_bytes);
-  // A granule before the tile and one after it may be its in part, and a word more is read.
-  plan.warp_bytes = (step_bytes * plan.steps / kVectorBytes + 3) * kVectorBytes;
-  const int64_t tile_rows = int64_t{plan.steps} * (kWarpSize / plan.team);
-  const int64_t tiles = ceil_div(args.rows.numel, tile_rows);
-  const int64_t resident =
-      limits.multiprocessors *
-      limits.resident_blocks(kThreads, kWarps * plan.warp_bytes + kStaticSharedBytes) * kWarps;
-  plan.blocks = ceil_div(workers_for(tiles, resident, kTilesPerWarp, kMaxWorkers * kWarps), kWarps);
-  return plan;
-}
-
-void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
+void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                   const Denominator& denominator, const GradOutput& grad_output, Partial* partials,
                   const Finalize& finalize, cudaStream_t stream) {
   const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
@@ -508,7 +429,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const TilePlan& plan,
   }
   const auto launch = [&](auto kernel) {
     launch_kernel("cross_entropy_forward_tile_kernel", kernel,
-                  {blocks, kThreads, kWarps * plan.warp_bytes, 1,
+                  {blocks, kThreads, plan.shared_bytes, 1,
                    waits_for_previous_kernel(denominator, grad_output)},
                   stream, args, shape, denominator, grad_output, partials, finalize);
   };

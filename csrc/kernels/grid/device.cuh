@@ -1,4 +1,4 @@
-// What launchers ask of the current device, asked once.
+// The limits of the current device, asked once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 
-#include "kernels/primitives/integers.h"
+#include "kernels/grid/device_limits.h"
 
 // Whether this is code for sm_90 or sm_100: kernels for Hopper are empty in all other. No device of
 // sm_120 has their shared memory, and without them its code is a third smaller.
@@ -22,24 +22,6 @@ namespace lossops::cuda {
 
 // Its PTX version is that of the code this device runs, which may be older than the device.
 static __global__ void code_version_kernel() {}
-
-struct DeviceLimits {
-  int multiprocessors = 0;
-  int shared_bytes = 0;  // of a multiprocessor
-  // Bulk copies, clusters, and shared memory for three rows of 64 KB: sm_90 and sm_100. Off where
-  // LOSSOPS_DISABLE_HOPPER is set, to run what older devices run.
-  bool hopper = false;
-  // Kernels that start before the one ahead of them has ended, also in captured graphs.
-  bool overlaps = false;
-
-  // Blocks that fit a multiprocessor, whose threads have 64 registers. shared_bytes: of a block.
-  int64_t resident_blocks(int threads, int block_shared_bytes) const {
-    constexpr int kReservedBytes = 1024;  // of each block, by the driver
-    const int by_threads = 1024 / threads;
-    const int by_memory = shared_bytes / (block_shared_bytes + kReservedBytes);
-    return std::max(1, std::min({by_threads, by_memory, 32}));
-  }
-};
 
 inline bool hopper_is_disabled() {
   static const bool disabled = [] {
@@ -105,30 +87,6 @@ inline int64_t most_blocks_of_kept(int threads) {
   constexpr int kThreadsOfMultiprocessor = 2048;
   return int64_t{std::max(1, current_device_limits().multiprocessors)} *
          std::max(1, kThreadsOfMultiprocessor / threads);
-}
-
-// Blocks of a grid-stride loop whose partials one block folds: several waves on any GPU.
-constexpr int64_t kMaxLoopBlocks = 8192;
-// Blocks of a grid without one.
-constexpr int64_t kMaxGrid = 1 << 30;
-
-// One block folds what this many leave, in microseconds.
-constexpr int64_t kMaxWorkers = 16384;
-
-// Workers for `items`, each with a fixed share: as many as fit at a time, or fewer where all then
-// have the same to do; but more where each still has `fewest`. The device then starts them as
-// others end, and the slowest multiprocessor is not the last.
-inline int64_t workers_for(int64_t items, int64_t resident, int64_t fewest,
-                           int64_t most = kMaxWorkers) {
-  const int64_t even = ceil_div(items, ceil_div(items, resident));
-  return std::max(even, std::min(items / fewest, most));
-}
-
-// Rows that each worker takes one after the other, of `rows` in all: `wanted`, or so many more that
-// there are no more than `most_workers`; but never more than `most`.
-inline int64_t rows_of_worker(int64_t wanted, int64_t rows, int64_t most,
-                              int64_t most_workers = kMaxWorkers) {
-  return std::clamp<int64_t>(std::max(wanted, ceil_div(rows, most_workers)), 1, most);
 }
 
 }  // namespace lossops::cuda

@@ -60,10 +60,6 @@ __device__ __forceinline__ void wait_for_groups_but() {
 #endif
 }
 
-// Bulk copies take half the requests of the L2 cache where shared memory lies as global memory does
-// within such lines.
-constexpr int kLineBytes = 128;
-
 // A barrier for bulk copies, in shared memory: one thread starts them, all can wait for them.
 // Completes once for every call of expect(), when as many bytes have arrived.
 struct CopyBarrier {

@@ -4,14 +4,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/primitives/sizes.h"
 #include "scalar_types.h"
 
 namespace lossops::cuda {
-
-constexpr int kVectorBytes = 16;
-
-template <typename scalar_t>
-constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(scalar_t));
 
 template <typename scalar_t, int kBytes = sizeof(scalar_t)>
 struct alignas(kVectorBytes) Vector {
@@ -42,10 +38,6 @@ struct alignas(kVectorBytes) Vector<scalar_t, 2> {
   __device__ __forceinline__ uint32_t word(int i) const { return words[i]; }
   __device__ __forceinline__ void set_word(int i, uint32_t word) { words[i] = word; }
 };
-
-__host__ __device__ inline bool is_vector_aligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
-}
 
 // pointer must be 16-byte aligned; index counts vectors.
 template <typename scalar_t>

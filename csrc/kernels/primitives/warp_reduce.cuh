@@ -5,11 +5,11 @@
 #include <cstring>
 #include <type_traits>
 
+#include "kernels/primitives/sizes.h"
 #include "losses/math.h"
 
 namespace lossops::cuda {
 
-constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Any trivially copyable state, 4 bytes at a time.

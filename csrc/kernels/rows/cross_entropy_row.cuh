@@ -11,6 +11,7 @@
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/plain_rows.cuh"
+#include "kernels/rows/row_plan.h"
 #include "kernels/rows/row_terms.cuh"
 #include "kernels/rows/row_words.cuh"
 #include "launchers.h"
@@ -18,35 +19,23 @@
 
 namespace lossops::cuda {
 
-// Class indices in bytes are of so many rows, or a multiple: those after the last row are ignored.
-constexpr int kIndexPadding = 64;
-constexpr int kMaxIndexClasses = 128;
-
 // What the mean divides by, where it is known before any row is done: partial sums, or, where they
 // are null, of so few rows that every block adds them up, or of rows of probabilities, which
 // count 1.
 struct Denominator {
-  // Every warp of the kernel that needs them adds them up: few, and as many in any case, so that
-  // all of a lane's are on the way at a time. Measured on an H200, steps: 256 in a loop of `count`
-  // take 1.5 us of 40 (262144x33) and 0.6 of 108 (4194304x10) longer; 128 of 4 million rows 2 us.
-  static constexpr int kMost = 256;
-
-  const double* partials = nullptr;  // one, or kMost: those of no block are 0
+  const double* partials = nullptr;  // one, or kMaxDenominatorBlocks: those of no block are 0
   int count = 0;                     // blocks
   const int8_t* indices = nullptr;  // checked_index() of every row, where the same kernel left them
 
   // By the kernel before this one.
   __host__ __device__ bool is_computed() const { return partials != nullptr; }
 
-  // Of partials, at a boundary of 16 bytes.
-  static constexpr int doubles(int count) { return count > 1 ? kMost : 2 * count; }
-
   // By the blocks of the kernel that computes it; total: of a block, in its first thread.
   static __device__ __forceinline__ void leave(double total, double* partials) {
     if (threadIdx.x == 0) {
       partials[blockIdx.x] = total;
     } else if (blockIdx.x == 0 && gridDim.x > 1 && threadIdx.x >= gridDim.x &&
-               threadIdx.x < kMost) {
+               threadIdx.x < kMaxDenominatorBlocks) {
       partials[threadIdx.x] = 0;
     }
   }
@@ -54,7 +43,7 @@ struct Denominator {
   // What a lane has of the sum. kInLoop: by a loop after all.
   template <bool kInLoop = false>
   __device__ __forceinline__ double of_lane() const {
-    constexpr int kPairs = kMost / (2 * kWarpSize);
+    constexpr int kPairs = kMaxDenominatorBlocks / (2 * kWarpSize);
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     if constexpr (kInLoop) {
       double total = 0;
@@ -676,80 +665,6 @@ __device__ __forceinline__ RowSummary<acc_t> summarize(const State& state, acc_t
     summary.q_sum = state.q_sum;
   }
   return summary;
-}
-
-// Whether every row of `other` lies as the logits' row does, counted from the last boundary of 16
-// bytes. fp32 and half types.
-inline bool lies_as_input(const CrossEntropyArgs& args, const Operand& other,
-                          int64_t class_stride) {
-  const int64_t vector = kVectorBytes / element_size(args.input.dtype);
-  bool same =
-      other.dtype == args.input.dtype && class_stride == 1 &&
-      (reinterpret_cast<uintptr_t>(other.data) - reinterpret_cast<uintptr_t>(args.input.data)) %
-              kVectorBytes ==
-          0;
-  for (int dim = 0; dim < args.rows.ndim; ++dim) {
-    same = same && (other.strides[dim] - args.input.strides[dim]) % vector == 0;
-  }
-  return same;
-}
-
-inline bool gradient_lies_as_input(const CrossEntropyForwardArgs& args) {
-  return args.grad_input.data == nullptr ||
-         lies_as_input(args, args.grad_input, args.grad_input_class_stride);
-}
-
-// From the first of the logits to the last, of contiguous classes.
-inline int64_t elements_of(const CrossEntropyArgs& args) {
-  int64_t elements = args.num_classes;
-  for (int dim = 0; dim < args.rows.ndim; ++dim) {
-    elements += (args.rows.sizes[dim] - 1) * args.input.strides[dim];
-  }
-  return elements;
-}
-
-// Whether rows of contiguous classes follow one another.
-inline bool rows_follow(const CrossEntropyArgs& args, const Operand& operand,
-                        int64_t class_stride) {
-  return class_stride == 1 &&
-         (args.rows.ndim == 0 || (args.rows.ndim == 1 && operand.strides[0] == args.num_classes));
-}
-
-// The same, from a boundary of 16 bytes.
-inline bool rows_follow_in_vectors(const CrossEntropyArgs& args, const Operand& operand,
-                                   int64_t class_stride) {
-  return rows_follow(args, operand, class_stride) && is_vector_aligned(operand.data);
-}
-
-// Whether the class indices of all rows have one stride.
-inline bool targets_are_in_line(const CrossEntropyArgs& args) {
-  bool in_line = args.rows.ndim >= 1 && !args.target_is_probability;
-  for (int dim = 1; dim < args.rows.ndim; ++dim) {
-    in_line = in_line &&
-              args.target.strides[dim] == args.target.strides[dim - 1] * args.rows.sizes[dim - 1];
-  }
-  return in_line;
-}
-
-// int64 class indices, one after the other from a boundary of 16 bytes.
-inline bool targets_are_in_vectors(const CrossEntropyArgs& args) {
-  return args.target.dtype == DType::kInt64 && is_vector_aligned(args.target.data) &&
-         (args.rows.ndim == 0 || (targets_are_in_line(args) && args.target.strides[0] == 1));
-}
-
-// Whether vectors can access all rows.
-inline bool rows_are_aligned(const CrossEntropyArgs& args, const Operand& operand) {
-  bool aligned = is_vector_aligned(operand.data);
-  for (int dim = 0; dim < args.rows.ndim; ++dim) {
-    aligned = aligned && operand.strides[dim] * element_size(operand.dtype) % kVectorBytes == 0;
-  }
-  return aligned;
-}
-
-// The same of the logits, and of the gradient where there is one.
-inline bool rows_are_aligned(const CrossEntropyForwardArgs& args) {
-  return rows_are_aligned(args, args.input) &&
-         (args.grad_input.data == nullptr || rows_are_aligned(args, args.grad_input));
 }
 
 }  // namespace lossops::cuda

@@ -1,4 +1,5 @@
-#include "kernels/rows/long_rows.cuh"
+// Cross entropy of long rows of half types without gradients: warps hold pieces of a row in their
+// registers. The pieces and the order of their sums are those of staged rows, and so are all bits.
 
 #include <algorithm>
 #include <cstdint>
@@ -8,30 +9,15 @@
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
+#include "kernels/rows/launches.cuh"
+#include "kernels/rows/long_rows_plan.h"
 #include "kernels/rows/phased_pieces.cuh"
-#include "kernels/rows/probability_rows.cuh"
 #include "kernels/rows/row_pieces.cuh"
 
 namespace lossops::cuda {
 namespace {
 
-constexpr int kMaxThreads = 512;  // 128 registers each
-constexpr int kResidentWarps = 16;
-// Of a block, unless the rows are too few for the device. Measured on an H200: 131072 classes 0.98
-// of the floor with 4 and 8, 0.97 with 2.
-constexpr int kFewestWarps = 4;
-// Of a block's rows, where there are as many. Measured on an H200, bf16, with 4, 8, 16 and 32:
-// 16384x32768 takes 246, 244 and 244 us, with smoothing 8 and more of them 256, 253 and 253;
-// 16384x50257 with 8 and 16 372 and 369.
-constexpr int64_t kPiecesOfWarp = 16;
-// Rows that a block takes one after the other, at most: a thread of a warp prepares and finishes
-// each.
-constexpr int kMaxRows = kWarpSize;
-
-// Of the pieces that this kernel is for. What a lane has of the least needs no question whether it
-// is there.
-constexpr int kMinPieceBytes = 6 << 10;
-constexpr int kMaxPieceBytes = 8 << 10;
+using namespace long_rows;
 
 // A lane's share of a piece: vectors `lane`, `lane + 32`, ...; -inf where there is none. Rows with
 // smoothing or probabilities are whole vectors at aligned addresses.
@@ -327,53 +313,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 }  // namespace
 
-LongRowPlan plan_long_rows(const CrossEntropyForwardArgs& args, const StagedPlan& staged) {
-  LongRowPlan plan;
-  const int64_t size = element_size(args.input.dtype);
-  if (staged.threads == 0 || size != 2 || args.grad_input.data != nullptr) {
-    return plan;
-  }
-  const bool whole =
-      args.num_classes % kVectorSize<half_t> == 0 && rows_are_aligned(args, args.input);
-  if (args.dense() && !whole) {
-    return plan;
-  }
-  const int64_t bytes = args.num_classes * size;
-  const int64_t last_piece = args.num_classes - int64_t{staged.pieces - 1} * staged.piece_size;
-  // A piece that is not aligned has elements of one more vector.
-  const int64_t most = kMaxPieceBytes - (whole ? 0 : kVectorBytes);
-  if (args.target_is_probability
-          ? bytes < kLongProbabilityBytes || !probability_rows_fit(args, staged)
-          : last_piece * size < kMinPieceBytes || staged.piece_size * size > most) {
-    return plan;
-  }
-  const int64_t resident = int64_t{current_device_limits().multiprocessors} * kResidentWarps;
-  int64_t warps = kFewestWarps;
-  while (warps < kMaxThreads / kWarpSize && args.rows.numel * warps * 2 <= resident) {
-    warps *= 2;
-  }
-  warps = std::min<int64_t>(warps, staged.pieces);
-  const int64_t rows =
-      std::min(ceil_div(kPiecesOfWarp * warps, staged.pieces), args.rows.numel * warps / resident);
-  const int64_t large = rows_of_worker(rows, args.rows.numel, kMaxRows);
-  plan.threads = static_cast<int>(warps) * kWarpSize;
-  plan.shares = RowShares::of(args.rows.numel, large, resident / warps);
-  plan.blocks = plan.shares.workers();
-  return plan;
-}
-
-void launch_long_rows(const CrossEntropyForwardArgs& args, const LongRowPlan& plan,
-                      const StagedPlan& staged, Partial* partials, const Finalize& finalize,
+void launch_long_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan, const Denominator&,
+                      const GradOutput&, Partial* partials, const Finalize& finalize,
                       cudaStream_t stream) {
   visit_half_type(args.input.dtype, [&](auto type) {
     visit_row_kind(args, [&](auto kind) {
       launch_kernel(
           "cross_entropy_long_rows_kernel",
           cross_entropy_long_rows_kernel<typename decltype(type)::type, decltype(kind)::value>,
-          {plan.blocks, plan.threads,
-           int64_t{4} * plan.shares.large * kMaxStateWords * staged.pieces},
-          stream, args, Pieces{staged.pieces, staged.piece_size}, plan.shares, elements_of(args),
-          smoothing_of(args), partials, finalize);
+          {plan.blocks, plan.threads, plan.shared_bytes}, stream, args, plan.pieces, plan.shares,
+          elements_of(args), smoothing_of(args), partials, finalize);
     });
   });
 }

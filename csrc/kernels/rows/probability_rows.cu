@@ -1,4 +1,5 @@
-#include "kernels/rows/probability_rows.cuh"
+// Cross entropy of rows of half types with probability targets of the same type, whose logits a
+// block holds in registers and whose probabilities it holds in shared memory.
 
 #include <algorithm>
 #include <cstdint>
@@ -8,37 +9,15 @@
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/launches.cuh"
+#include "kernels/rows/probability_rows_plan.h"
 #include "kernels/rows/row_pieces.cuh"
 #include "kernels/rows/row_words.cuh"
-#include "kernels/rows/staged_rows.cuh"
 
 namespace lossops::cuda {
 namespace {
 
-// Vectors of a row that a thread has: a warp's piece of the row has 4 KB.
-constexpr int kVectors = 8;
-// Of these, in registers; the others' logits are in shared memory, as all probabilities are.
-// Measured on an H200, step of 8192x32768: 6 spill 28 bytes, and take 16 % longer.
-constexpr int kNearVectors = 4;
-constexpr int kPieceBytes = kVectors * kWarpSize * kVectorBytes;
-constexpr int kNearBytes = kNearVectors * kWarpSize * kVectorBytes;
-constexpr int kMaxRowWarps = 16;
-constexpr int kMaxThreads = kMaxRowWarps * kWarpSize;
-// Rows that a block takes one after the other, at most: a thread of a warp prepares and finishes
-// each.
-constexpr int kMaxRows = 16;
-// Of a row that is cut in so many pieces.
-constexpr int state_bytes(int pieces) {
-  return kStateWords<RowKind::kProbability> * static_cast<int>(sizeof(uint32_t)) * pieces;
-}
-constexpr int kMaxSharedBytes =
-    kMaxRowWarps * (2 * kPieceBytes - kNearBytes) + kMaxRows * state_bytes(kMaxRowWarps);
-// Rows that a block takes one after the other: so many bytes of logits, and so many rows at most.
-// Measured on an H200, bf16 8192x32768: with 4 rows the step takes 2 % less than with 2.
-constexpr int kLargeBytes = 256 << 10;
-constexpr int kLargeRows = 8;
-// Blocks, unless there are so many rows that each has kMaxRows.
-constexpr int64_t kMaxBlocks = 65536;
+using namespace probability_rows;
 
 // What the threads of a block know of its rows.
 struct Rows {
@@ -390,41 +369,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 }  // namespace
 
-bool probability_rows_fit(const CrossEntropyForwardArgs& args, const StagedPlan& staged) {
-  const int64_t size = element_size(args.input.dtype);
-  return args.target_is_probability && staged.threads > 0 && size == 2 &&
-         args.num_classes % (kVectorBytes / size) == 0 && args.target_class_stride == 1 &&
-         args.grad_input_class_stride == 1 && rows_are_aligned(args) &&
-         rows_are_aligned(args, args.target) && staged.pieces <= kMaxRowWarps &&
-         staged.piece_size * size <= kPieceBytes;
-}
-
-ProbabilityRowPlan plan_probability_rows(const CrossEntropyForwardArgs& args,
-                                         const StagedPlan& staged) {
-  ProbabilityRowPlan plan;
-  const auto size = static_cast<int>(element_size(args.input.dtype));
-  const bool is_long = args.num_classes * size >= kLongProbabilityBytes;
-  if ((args.grad_input.data == nullptr && is_long) || !probability_rows_fit(args, staged)) {
-    return plan;
-  }
-  plan.threads = staged.pieces * kWarpSize;
-  plan.pieces = {staged.pieces, staged.piece_size};
-  const int bytes = staged.piece_size * size;
-  const int copies = staged.pieces * (bytes + std::max(0, bytes - kNearBytes));
-  const DeviceLimits limits = current_device_limits();
-  const int64_t resident = limits.multiprocessors * limits.resident_blocks(plan.threads, copies);
-  const int64_t rows = args.rows.numel;
-  const int64_t fit = kLargeBytes / (args.num_classes * size);
-  const int64_t large = rows_of_worker(std::min({fit, int64_t{kLargeRows}, rows / (4 * resident)}),
-                                       rows, kMaxRows, kMaxBlocks);
-  plan.shares = RowShares::of(rows, large, resident);
-  plan.shared_bytes = copies + large * state_bytes(staged.pieces);
-  plan.blocks = plan.shares.workers();
-  return plan;
-}
-
-void launch_probability_rows(const CrossEntropyForwardArgs& args, const ProbabilityRowPlan& plan,
-                             Partial* partials, const Finalize& finalize, cudaStream_t stream) {
+void launch_probability_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                             const Denominator&, const GradOutput&, Partial* partials,
+                             const Finalize& finalize, cudaStream_t stream) {
   visit_half_type(args.input.dtype, [&](auto type) {
     const auto kernel = cross_entropy_probability_rows_kernel<typename decltype(type)::type>;
     allow_shared_bytes(kernel, plan.shared_bytes, sizeof(Rows), kMaxSharedBytes);

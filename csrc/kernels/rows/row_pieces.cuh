@@ -17,20 +17,6 @@ namespace lossops::cuda {
 // exponents, 2^-24 of each, would be one of the loss.
 constexpr float kConfident = 0x1p-4f;
 
-// Of the state of a piece, or of a row.
-template <RowKind kKind>
-constexpr int kStateWords = kKind == RowKind::kProbability ? 5
-                            : kKind == RowKind::kSmooth    ? 4
-                                                           : 3;
-
-constexpr int kMaxStateWords = kStateWords<RowKind::kProbability>;
-
-// How a row is cut: the same with a gradient and without one, for the same bits.
-struct Pieces {
-  int count;
-  int size;  // elements, a multiple of those of a granule
-};
-
 // What is known of a piece, or of a row.
 struct PieceState : OnlineSoftmax<float> {
   float distance = 0;  // TermSum's

@@ -11,6 +11,7 @@
 #include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
+#include "kernels/rows/pieces.h"
 #include "kernels/rows/row_terms.cuh"
 #include "losses/rows/cross_entropy.h"
 #include "scalar_types.h"
@@ -180,13 +181,6 @@ struct TermSum {
 
   __device__ __forceinline__ float all_below() const { return below + below_apart; }
   __device__ __forceinline__ float all_distance() const { return distance + distance_apart; }
-};
-
-// What is added up beside the exponentials of a row's logits.
-enum class RowKind : int8_t {
-  kIndex,        // nothing
-  kSmooth,       // label smoothing, no class weights: the logits' distances from the maximum
-  kProbability,  // probability targets, no class weights: coefficients, and their distances
 };
 
 // Whether rows are summed as PhasedSum does, and not as add_terms() does.

@@ -1,4 +1,5 @@
-#include "kernels/rows/side_by_side_rows.cuh"
+// Cross entropy of rows that lie side by side, such as the pixels of an (N, C, H, W) tensor: a
+// thread takes a few neighbouring rows, and copies all of their classes to shared memory first.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,27 +11,20 @@
 #include "kernels/primitives/dynamic_shared.cuh"
 #include "kernels/primitives/integers.h"
 #include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_words.cuh"
+#include "kernels/rows/side_by_side_rows.cuh"
+#include "kernels/rows/side_by_side_rows_plan.h"
 
 namespace lossops::cuda {
 namespace {
 
-// Measured on an H200, 21 classes: 64 threads take 1 to 2 % longer.
-constexpr int kMaxThreads = 128;
+using namespace side_by_side;
+
 // A multiprocessor shall hold as many blocks. Measured on an H200: with 7, fp16 spills and its step
 // takes 10 % longer.
 template <typename scalar_t>
 constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7 : 6;
-// What a block copies, unless these are too few blocks or too many. Measured on an H200, 21
-// classes: half of it takes 1 % longer for fp16, twice as much 2 %.
-constexpr int64_t kBlockBytes = 40 << 10;
-constexpr int64_t kFewBlocks = 4096;
-constexpr int64_t kMaxBlocks = 8192;
-// What the threads of a block have in shared memory, at most.
-constexpr int kMaxSharedBytes = 44 << 10;
-// Neighbouring rows that a thread takes: 8 bytes of a class. Measured on an H200: 16 of fp32 leave
-// room for half the threads, and the step takes 2 % longer.
-constexpr int64_t group_rows(int64_t element_bytes) { return 8 / element_bytes; }
 template <typename scalar_t>
 constexpr int kGroupRows = static_cast<int>(group_rows(sizeof(scalar_t)));
 
@@ -503,43 +497,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
 
 }  // namespace
 
-bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand, int64_t class_stride) {
-  const int64_t group = group_rows(element_size(operand.dtype));
-  const int64_t bytes = group * element_size(operand.dtype);
-  bool aligned = reinterpret_cast<uintptr_t>(operand.data) % static_cast<uint64_t>(bytes) == 0 &&
-                 args.rows.ndim >= 1 && args.rows.sizes[0] % group == 0 &&
-                 operand.strides[0] == 1 && class_stride % group == 0;
-  for (int dim = 1; dim < args.rows.ndim; ++dim) {
-    aligned = aligned && operand.strides[dim] % group == 0;
-  }
-  return aligned;
-}
-
-ColumnPlan plan_columns(const CrossEntropyForwardArgs& args) {
-  ColumnPlan plan;
-  if (args.dense() || args.acc_double || args.input_class_stride == 1 ||
-      args.num_classes > kMaxColumnClasses ||
-      !lies_in_columns(args, args.input, args.input_class_stride)) {
-    return plan;
-  }
-  static_assert(kMaxColumnClasses * kWarpSize * sizeof(RowGroup<float>) <= kMaxSharedBytes,
-                "a warp's classes");
-  plan.threads = kMaxThreads;
-  const int64_t group = group_rows(element_size(args.input.dtype));
-  plan.class_bytes = static_cast<int>(group * element_size(args.input.dtype));
-  while (plan.threads * args.num_classes * plan.class_bytes > kMaxSharedBytes) {
-    plan.threads /= 2;
-  }
-  const int64_t steps = ceil_div(args.rows.numel / group, plan.threads);
-  const int64_t step_bytes = plan.threads * args.num_classes * plan.class_bytes;
-  plan.blocks = std::clamp(ceil_div(steps, ceil_div(kBlockBytes, step_bytes)),
-                           std::clamp<int64_t>(steps, 1, kFewBlocks), kMaxBlocks);
-  return plan;
-}
-
-void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
-                    const Denominator& denominator, const GradOutput& grad_output,
-                    Partial* partials, const Finalize& finalize, cudaStream_t stream) {
+void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                              const Denominator& denominator, const GradOutput& grad_output,
+                              Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   const int64_t group = group_rows(element_size(args.input.dtype));
   const bool targets_in_line = args.target.dtype == DType::kInt64 && args.target.strides[0] == 1;
   ColumnShape shape = {args.rows.numel / group, targets_in_line, false, {}};
@@ -547,9 +507,9 @@ void launch_columns(const CrossEntropyForwardArgs& args, const ColumnPlan& plan,
   if (shape.by_divisor) {
     shape.first_dimension = Divisor(static_cast<uint32_t>(args.rows.sizes[0] / group));
   }
-  const int64_t shared = plan.threads * args.num_classes * plan.class_bytes;
   const LaunchShape launch = {grad_output.limit_blocks(plan.blocks, kMaxThreads), plan.threads,
-                              shared, 1, waits_for_previous_kernel(denominator, grad_output)};
+                              plan.shared_bytes, 1,
+                              waits_for_previous_kernel(denominator, grad_output)};
   visit_float_or_half(args.input.dtype, [&](auto type) {
     visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
       launch_kernel("cross_entropy_forward_column_kernel",

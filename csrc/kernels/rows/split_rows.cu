@@ -1,4 +1,8 @@
-#include "kernels/rows/split_rows.cuh"
+// Cross entropy and its gradient, of rows of half types that are too long for registers.
+//
+// A row is cut as staged rows are, a piece a warp, and held half in registers and half in shared
+// memory: two blocks of a multiprocessor hold 256 KB, where shared memory alone holds 192. A row
+// then takes a block where staged rows take two, or a cluster of half the size.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,33 +14,16 @@
 #include "kernels/primitives/cluster.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/launches.cuh"
 #include "kernels/rows/phased_pieces.cuh"
 #include "kernels/rows/row_pieces.cuh"
 #include "kernels/rows/row_words.cuh"
+#include "kernels/rows/split_rows_plan.h"
 
 namespace lossops::cuda {
 namespace {
 
-// Vectors of a piece that a lane has.
-constexpr int kVectors = 16;
-// Of them, in registers. Measured on an H200: 6 and 8 spill, and 8192x131072 takes 6 and 22 %
-// longer.
-constexpr int kNear = 4;
-constexpr int kFewestPieces = 8;
-constexpr int kMaxThreads = 512;
-constexpr int kMaxBlockWarps = kMaxThreads / kWarpSize;
-constexpr int kMinBlocks = 2;  // of a multiprocessor
-constexpr int kResidentWarps = kMinBlocks * kMaxBlockWarps;
-// Rows that a block, or a cluster, takes one after the other, unless they are very many. Measured
-// on an H200, bf16: of 16384x32768, 1, 2 and 3 rows take 534, 537 and 540 us; of 8192x131072, 3, 4,
-// 5 and 8 rows 1064, 1063, 1067 and 1073; of 4096x262144, 3 and 4 rows 1093 and 1087.
-constexpr int kBlockRows = 1;
-constexpr int kClusterRows = 4;
-// A thread of a warp prepares and finishes each, where there are very many.
-constexpr int kMaxRows = 16;
-constexpr int kMaxSharedBytes = 110 << 10;
-// What a block has of static shared memory, at most.
-constexpr int kStaticSharedBytes = 2048;
+using namespace split_rows;
 
 // A lane's share of a piece: the first vectors in registers, the others in shared memory.
 template <typename scalar_t>
@@ -320,40 +307,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 
 }  // namespace
 
-SplitRowPlan plan_split_rows(const CrossEntropyForwardArgs& args, const StagedPlan& staged) {
-  SplitRowPlan plan;
-  const int64_t size = element_size(args.input.dtype);
-  if (staged.threads == 0 || size != 2 || args.grad_input.data == nullptr || args.dense() ||
-      args.num_classes % (kVectorBytes / size) != 0 || staged.pieces < kFewestPieces ||
-      staged.piece_size * size > kVectors * kWarpSize * kVectorBytes ||
-      args.grad_input_class_stride != 1 || !rows_are_aligned(args)) {
-    return plan;
-  }
-  plan.pieces = {staged.pieces, staged.piece_size};
-  plan.cluster = static_cast<int>(ceil_div(staged.pieces, kMaxBlockWarps));
-  while (staged.pieces % plan.cluster != 0) {
-    ++plan.cluster;
-  }
-  const int warps = staged.pieces / plan.cluster;
-  plan.threads = warps * kWarpSize;
-  const int64_t resident =
-      int64_t{current_device_limits().multiprocessors} * (kResidentWarps / warps) / plan.cluster;
-  const int64_t rows =
-      std::min<int64_t>(plan.cluster > 1 ? kClusterRows : kBlockRows, args.rows.numel / resident);
-  const int64_t large = rows_of_worker(rows, args.rows.numel * plan.cluster, kMaxRows);
-  plan.shares = RowShares::of(args.rows.numel, large, resident);
-  const int64_t far_bytes =
-      std::max<int64_t>(0, staged.piece_size * size - kNear * kWarpSize * kVectorBytes);
-  plan.shared_bytes = warps * far_bytes + int64_t{plan.shares.large} *
-                                              kStateWords<RowKind::kIndex> * staged.pieces *
-                                              int64_t{sizeof(uint32_t)};
-  plan.blocks = plan.shares.workers() * plan.cluster;
-  return plan;
-}
-
-void launch_split_rows(const CrossEntropyForwardArgs& args, const SplitRowPlan& plan,
-                       const Denominator& denominator, Partial* partials, const Finalize& finalize,
-                       cudaStream_t stream) {
+void launch_split_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                       const Denominator& denominator, const GradOutput&, Partial* partials,
+                       const Finalize& finalize, cudaStream_t stream) {
   visit_half_type(args.input.dtype, [&](auto type) {
     const auto kernel = cross_entropy_split_rows_kernel<typename decltype(type)::type>;
     allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);

@@ -1,4 +1,11 @@
-#include "kernels/rows/staged_rows.cuh"
+// Cross entropy of rows that are read once: each is copied to shared memory, its loss computed
+// there, and its gradient written from there.
+//
+// A row is cut into pieces, one for each warp of a block, or of a cluster of blocks where it is too
+// long for one. Each warp loads, reduces and keeps its piece; the warps of a row meet once, to put
+// its softmax together. While some warps of a multiprocessor compute, others load and store. What
+// is needed of the rows beside their logits is fetched for a batch of them, and their losses are
+// computed for a batch, a row a lane: by one lane a row, it took as long as the row's classes.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,43 +17,22 @@
 #include "kernels/primitives/cluster.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/launches.cuh"
 #include "kernels/rows/phased_pieces.cuh"
 #include "kernels/rows/row_pieces.cuh"
 #include "kernels/rows/row_words.cuh"
+#include "kernels/rows/staged_rows_plan.h"
 
 namespace lossops::cuda {
 namespace {
 
-constexpr int kMaxThreads = 512;
-constexpr int kMaxBlockWarps = kMaxThreads / kWarpSize;
-constexpr int kMaxCluster = 8;
-constexpr int kMaxPieces = 64;
-// Of a warp's piece of a row. Measured on an H200, step: 4 KB lose 2 % for 50257 classes of bf16
-// and nothing for 32768; 10 KB lose 1 to 4 %.
-constexpr int kPieceBytes = 8 << 10;
-// Longer rows are for a cluster. Measured on an H200, step: one block for 98 KB reaches 0.90 of the
-// floor, two 0.84.
-constexpr int kMaxBlockShare = 104 << 10;
-// Of a row in a cluster, for each of its blocks: 64 KB of 256 reach 0.82, 43 KB 0.74.
-constexpr int kMaxClusterShare = 72 << 10;
-// Warps of a block that leaves no gradient.
-constexpr int kMaxForwardWarps = 8;
-// What a block has of shared memory beside its pieces and their states, at most.
-constexpr int kStaticSharedBytes = 2304;
-constexpr int kProbabilitySharedBytes = 128;
-// Pieces of a block and their states, at most.
-constexpr int kMaxSharedBytes = 110 << 10;
+using namespace staged_rows;
+
 // Granules that a thread has in flight between shared memory and its registers. Measured on an
 // H200: to load the next ones before these are done takes registers, and loses 3 %.
 constexpr int kGranuleUnroll = 4;
 // Rows that a block prepares at a time, one a lane, and finishes at a time.
 constexpr int kBatch = 16;
-// Rows without gradients whose pieces wait to be put together, a power of two: fewer of many
-// pieces, whose states would take the place of a block.
-constexpr int row_group(int pieces) { return pieces <= 32 ? 4 : 2; }
-// Groups whose states are kept, a power of two. The warps meet in the middle of each group, and put
-// the group before together there, a row each; then they may go on to the middle of the next.
-constexpr int kStateGroups = 4;
 
 // What a block needs to know of a row.
 template <RowKind kKind>
@@ -688,88 +674,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 #endif
 }
 
-// Rows of a block, or of a cluster, where there are many. Measured on an H200, steps: 16384x50257
-// of bf16 takes 852, 835 and 839 us with 2, 4 and 6, 32768x5003 of fp16 194, 188 and 190 with 2, 4
-// and 8, 65536x2003 167 and 173 with 8 and 16, 65536x1003 124 and 122. Clusters of 8192x151937 take
-// 1 % longer with 4 and 16 than with 8. Forward gains 2 to 6 % with 2 to 5, but whole rows that
-// take several turns lose as much: their blocks have equal shares.
-int64_t most_rows(int64_t row_bytes, bool gradient, const StagedPlan& plan) {
-  constexpr int64_t kGradientBytes = 32 << 10;
-  constexpr int64_t kForwardBytes = 320 << 10;
-  if (gradient) {
-    return plan.cluster > 1 ? 8 : std::clamp<int64_t>(kGradientBytes / row_bytes, 4, 16);
-  }
-  const bool in_turns = plan.pieces * kWarpSize > plan.threads;
-  return in_turns && row_bytes % kVectorBytes == 0
-             ? int64_t{1} << 40
-             : std::max<int64_t>(2, kForwardBytes / row_bytes);
-}
-
 }  // namespace
 
-StagedPlan plan_staged_rows(const CrossEntropyForwardArgs& args) {
-  StagedPlan plan;
-  const auto size = static_cast<int>(element_size(args.input.dtype));
-  const int64_t bytes = args.num_classes * size;
-  const DeviceLimits limits = current_device_limits();
-  const bool probability = args.target_is_probability;
-  const bool supported = !args.dense() || (args.weight == nullptr &&
-                                           (!probability || args.target.dtype == args.input.dtype));
-  const int64_t streams = probability ? 2 : 1;
-  if (!limits.hopper || !supported || args.acc_double || args.input_class_stride != 1 ||
-      bytes < kMinStagedBytes || streams * bytes > int64_t{kMaxClusterShare} * kMaxCluster) {
-    return plan;
-  }
-  const bool gradient = args.grad_input.data != nullptr;
-  const auto per = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
-  plan.cluster = streams * bytes <= kMaxBlockShare ? 1 : per(streams * bytes, kMaxClusterShare);
-  // Fewer clusters of 5 are resident: 304 KB reach 0.74 with 5 and 0.78 with 6. Rows that may be
-  // split are for blocks of 10 warps then, three of a multiprocessor: 0.88, with 14 warps 0.85.
-  const bool may_split = size == 2 && !probability && args.num_classes % kVectorSize<half_t> == 0;
-  plan.cluster += plan.cluster == 5 ? (may_split ? 3 : 1) : 0;
-  // A half type's piece that is not aligned has elements of one more vector.
-  const bool odd_halves = size == 2 && args.num_classes % kVectorSize<half_t> != 0;
-  const int64_t piece_bytes = kPieceBytes - (odd_halves ? kVectorBytes : 0);
-  const int warps = std::min(per(streams * bytes, piece_bytes * plan.cluster),
-                             plan.cluster > 1 ? kMaxPieces / plan.cluster : kMaxBlockWarps);
-  // An odd number of pieces leaves warps without work in the last turn of a forward pass.
-  const bool odd = plan.cluster == 1 && warps > kMaxForwardWarps && warps % 2 != 0;
-  plan.pieces = plan.cluster * (warps + (odd ? 1 : 0));
-  const int granules = per(bytes, int64_t{plan.pieces} * kVectorBytes);
-  plan.piece_size = granules * kVectorBytes / size;
-  const int stream_bytes = (granules + 1) * kVectorBytes;
-  plan.piece_bytes =
-      static_cast<int>(streams) *
-      (gradient ? per(stream_bytes + kLineBytes - kVectorBytes, kLineBytes) * kLineBytes
-                : stream_bytes);
-  const int states = plan.pieces > 1 ? kMaxStateWords * plan.pieces * 4 : 0;
-  if (gradient) {
-    plan.threads = plan.pieces / plan.cluster * kWarpSize;
-    plan.shared_bytes = plan.threads / kWarpSize * plan.piece_bytes + 2 * states;
-  } else {
-    // As many for each warp, as far as it goes.
-    const int turns = per(plan.pieces, kMaxForwardWarps);
-    plan.cluster = 1;
-    plan.threads = per(plan.pieces, turns) * kWarpSize;
-    plan.shared_bytes = plan.threads / kWarpSize * plan.piece_bytes +
-                        kStateGroups * row_group(plan.pieces) * states;
-  }
-  const int static_bytes = kStaticSharedBytes + (probability ? kProbabilitySharedBytes : 0);
-  const int64_t resident = limits.multiprocessors *
-                           limits.resident_blocks(plan.threads, plan.shared_bytes + static_bytes) /
-                           plan.cluster;
-  const int64_t rows = args.rows.numel;
-  const int64_t even = ceil_div(rows, resident);
-  const int64_t large =
-      std::min(even, std::max(most_rows(bytes, gradient, plan), ceil_div(rows, kMaxWorkers)));
-  plan.shares = RowShares::of(rows, large, large < even ? resident : 0);
-  plan.blocks = plan.shares.workers() * plan.cluster;
-  return plan;
-}
-
-void launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan& plan,
-                        const Denominator& denominator, Partial* partials, const Finalize& finalize,
-                        cudaStream_t stream) {
+void launch_staged_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                        const Denominator& denominator, const GradOutput&, Partial* partials,
+                        const Finalize& finalize, cudaStream_t stream) {
   const auto launch = [&](auto kernel, int argument) {
     static_assert(kMaxSharedBytes > kMaxBlockShare + kMaxBlockWarps * 2 * kLineBytes);
     allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes + kProbabilitySharedBytes,
@@ -777,15 +686,15 @@ void launch_staged_rows(const CrossEntropyForwardArgs& args, const StagedPlan& p
     launch_kernel(
         "a kernel of staged rows", kernel,
         {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_computed()},
-        stream, args, Pieces{plan.pieces, plan.piece_size}, plan.shares, plan.piece_bytes, argument,
-        denominator, partials, finalize);
+        stream, args, plan.pieces, plan.shares, plan.piece_bytes, argument, denominator, partials,
+        finalize);
   };
   visit_float_or_half(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     visit_row_kind(args, [&](auto kind) {
       constexpr RowKind kKind = decltype(kind)::value;
       if (args.grad_input.data == nullptr) {
-        launch(cross_entropy_forward_staged_kernel<scalar_t, kKind>, row_group(plan.pieces));
+        launch(cross_entropy_forward_staged_kernel<scalar_t, kKind>, row_group(plan.pieces.count));
       } else if (plan.cluster > 1) {
         launch(cross_entropy_gradient_staged_kernel<scalar_t, kKind, true>, plan.cluster);
       } else {

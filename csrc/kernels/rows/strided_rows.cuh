@@ -16,11 +16,11 @@
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/row_sum.cuh"
 #include "kernels/rows/side_by_side_rows.cuh"
+#include "kernels/rows/team_rows_plan.h"
 #include "launchers.h"
 
 namespace lossops::cuda {
 
-constexpr int kStridedThreads = 256;
 // Classes of a strided row that a thread has in flight.
 constexpr int kClassUnroll = 8;
 
@@ -221,18 +221,15 @@ void visit_loader(const CrossEntropyArgs& args, Body&& body) {
                  [&](auto type) { body(TypedLoader<typename decltype(type)::type>{}); });
 }
 
-inline int64_t strided_blocks(const CrossEntropyArgs& args, int64_t max_blocks = kMaxLoopBlocks) {
-  return std::clamp<int64_t>(ceil_div(args.rows.numel, kStridedThreads), 1, max_blocks);
-}
-
 // Not args.grad_input.
-inline void launch_strided_forward(const CrossEntropyForwardArgs& args, Partial* partials,
-                                   const Finalize& finalize, int64_t blocks, cudaStream_t stream) {
+inline void launch_strided_forward(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                                   const Denominator&, const GradOutput&, Partial* partials,
+                                   const Finalize& finalize, cudaStream_t stream) {
   visit_bool(args.dense(), [&](auto dense) {
     visit_loader(args, [&](auto loader) {
       launch_kernel("cross_entropy_forward_strided_kernel",
                     cross_entropy_forward_strided_kernel<decltype(loader), decltype(dense)::value>,
-                    {blocks, kStridedThreads}, stream, args, partials, finalize);
+                    {plan.blocks, plan.threads}, stream, args, partials, finalize);
     });
   });
 }

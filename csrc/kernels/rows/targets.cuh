@@ -14,12 +14,11 @@
 #include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/integers.h"
 #include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/row_plan.h"
 #include "launchers.h"
 
 namespace lossops::cuda {
 
-constexpr int kDenominatorThreads = 512;
-static_assert(kDenominatorThreads >= Denominator::kMost, "Denominator::leave()");
 // Targets that a thread has in flight. One at a time took 100 us for 4 million rows.
 constexpr int kDenominatorUnroll = 8;
 
@@ -139,19 +138,7 @@ static __global__ void __launch_bounds__(kDenominatorThreads)
 #endif
 }
 
-// Blocks of a kernel that leaves the denominator. 0: every block of the forward kernel adds up the
-// weights of so few rows itself, which spares a launch; rows of probabilities are only counted.
-// Measured on an H200, whose launches overlap, 1000 rows of 10, 100 and 1000 classes of fp32: steps
-// of 21, 22 and 33 us take 17, 19 and 19 with it.
-inline int denominator_blocks(const CrossEntropyForwardArgs& args) {
-  const int64_t few_rows = current_device_limits().overlaps ? 256 : 1024;
-  return args.target_is_probability || args.rows.numel <= few_rows
-             ? 0
-             : static_cast<int>(std::min<int64_t>(ceil_div(args.rows.numel, kDenominatorThreads),
-                                                  Denominator::kMost));
-}
-
-// denominator: of denominator_blocks(). Its indices: null where they are not wanted.
+// denominator: of plan.denominator_blocks. Its indices: null where they are not wanted.
 inline void launch_denominator(const CrossEntropyForwardArgs& args, const Denominator& denominator,
                                cudaStream_t stream) {
   const LaunchShape shape = {denominator.count, kDenominatorThreads, 0, 1, true};

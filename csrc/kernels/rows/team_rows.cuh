@@ -18,39 +18,15 @@
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/row_sum.cuh"
-#include "kernels/rows/staged_rows.cuh"
+#include "kernels/rows/team_rows_plan.h"
 #include "launchers.h"
 
 namespace lossops::cuda {
 
-// Threads of a block whose rows share it.
-constexpr int kTeamThreads = 256;
-// A row of more bytes than this is worth a block of its own.
-constexpr int64_t kWarpRowBytes = 4096;
-// Threads of a block with one row: few enough that each has several vectors in flight.
-constexpr int kMaxRowThreads = 256;
-// Rows of so few classes take a thread each, as strided rows do: what a team shares costs more than
-// the classes. A gradient is written with better order by a team, from fewer classes on. Measured
-// on an H200: 10 classes 6 times as fast, 100 classes forward 5 times, but with its gradient 0.6
-// times.
-constexpr int64_t kFewClassesForward = 128;
-constexpr int64_t kFewClassesBackward = 32;
-// Longer rows would overflow the 32-bit indices of a row's classes.
-constexpr int64_t kMaxRowClasses = int64_t{1} << 30;
 // Vectors of a row that a thread has in flight. Dense coefficients are bound by arithmetic, and
 // their code is long.
 template <bool kDense>
 constexpr int kRowUnroll = kDense ? 2 : 4;
-// Vectors of a row for each thread of a block, where the row is short enough: in two rounds, to
-// share the cost of the reduction and of the row's target among more classes.
-constexpr int kVectorsPerThread = 8;
-// Vectors of a row that a thread holds in registers, and the bytes of the longest row that the
-// threads of a block then hold. The same with and without a gradient, for the same bits.
-template <typename scalar_t>
-constexpr int kRegisterVectors = sizeof(scalar_t) == 2 ? 4 : 8;
-template <typename scalar_t>
-constexpr int64_t kRegisterRowBytes =
-    int64_t{kMaxRowThreads} * kRegisterVectors<scalar_t> * kVectorBytes;
 // What a kernel has of shared memory beside a row, at most.
 constexpr int kStaticSharedBytes = 4096;
 // A row of more than this would be alone on its multiprocessor, of the largest there are.
@@ -572,52 +548,6 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   }
 }
 
-// What the row kernels take: contiguous classes, computed in the type of the logits.
-inline bool rows_are_contiguous(const CrossEntropyArgs& args, int64_t few_classes) {
-  return args.input_class_stride == 1 && args.num_classes <= kMaxRowClasses &&
-         args.num_classes > few_classes && args.acc_double == (args.input.dtype == DType::kFloat64);
-}
-
-// Threads that share a row: up to a warp, or a block.
-inline int team_size(const CrossEntropyArgs& args) {
-  const int64_t bytes = args.num_classes * element_size(args.input.dtype);
-  int team = 1;
-  if (bytes <= kWarpRowBytes) {
-    while (team < kWarpSize && team * kVectorBytes < bytes) {
-      team *= 2;
-    }
-    return team;
-  }
-  team = kWarpSize;
-  while (team < kMaxRowThreads && team * kVectorBytes * kVectorsPerThread < bytes) {
-    team *= 2;
-  }
-  return team;
-}
-
-inline int block_size(int team) { return team > kWarpSize ? team : kTeamThreads; }
-
-inline int64_t team_row_blocks(const CrossEntropyArgs& args, int team,
-                               int64_t max_blocks = kMaxLoopBlocks) {
-  return std::clamp<int64_t>(ceil_div(args.rows.numel, block_size(team) / team), 1, max_blocks);
-}
-
-// Whether a block can hold a row in its registers.
-inline bool row_fits_registers(const CrossEntropyArgs& args) {
-  const int64_t bytes = args.num_classes * element_size(args.input.dtype);
-  const int64_t most = args.input.dtype == DType::kFloat64   ? 0
-                       : args.input.dtype == DType::kFloat32 ? kRegisterRowBytes<float>
-                                                             : kRegisterRowBytes<half_t>;
-  return rows_are_contiguous(args, kFewClassesForward) && !args.dense() &&
-         bytes >= kMinStagedBytes && bytes <= most;
-}
-
-// Rows that are faster in registers than staged, in forward by 6 to 12 %.
-inline bool rows_are_for_registers(const CrossEntropyArgs& args) {
-  return args.input.dtype == DType::kFloat32 && args.num_classes % kVectorSize<float> == 0 &&
-         row_fits_registers(args);
-}
-
 // Shared memory for a row, or 0 where this device has too little for two.
 template <typename Kernel>
 int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
@@ -641,47 +571,36 @@ int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
 }
 
 template <typename scalar_t, bool kDense, bool kGradient>
-void forward_rows(const CrossEntropyForwardArgs& args, const Denominator& denominator,
-                  Partial* partials, const Finalize& finalize, int64_t blocks,
+void forward_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                  const Denominator& denominator, Partial* partials, const Finalize& finalize,
                   cudaStream_t stream) {
-  const int team = team_size(args);
+  const int team = plan.team;
   if constexpr (!kDense && sizeof(scalar_t) <= 4) {
-    if (row_fits_registers(args)) {
-      const int64_t bytes = args.num_classes * static_cast<int64_t>(sizeof(scalar_t));
-      int threads = kWarpSize;
-      while (int64_t{threads} * kRegisterVectors<scalar_t> * kVectorBytes < bytes) {
-        threads *= 2;
-      }
+    if (plan.family == Family::kRegisterRows) {
       launch_kernel("cross_entropy_forward_register_kernel",
                     cross_entropy_forward_register_kernel<scalar_t, kGradient>,
-                    {blocks, threads, 0, 1, denominator.is_computed()}, stream, args, denominator,
-                    partials, finalize);
+                    {plan.blocks, plan.threads, 0, 1, denominator.is_computed()}, stream, args,
+                    denominator, partials, finalize);
       return;
     }
   }
   if (team > kWarpSize) {
     const auto kernel = cross_entropy_forward_kernel<scalar_t, kDense, true, kGradient>;
     const int64_t cache = kGradient ? row_cache_bytes(args, kernel) : 0;
-    launch_kernel("cross_entropy_forward_kernel", kernel, {blocks, team, cache}, stream, args, team,
-                  cache > 0, denominator, partials, finalize);
+    launch_kernel("cross_entropy_forward_kernel", kernel, {plan.blocks, team, cache}, stream, args,
+                  team, cache > 0, denominator, partials, finalize);
   } else {
     launch_kernel("cross_entropy_forward_kernel",
                   cross_entropy_forward_kernel<scalar_t, kDense, false, kGradient>,
-                  {blocks, block_size(team)}, stream, args, team, false, denominator, partials,
+                  {plan.blocks, plan.threads}, stream, args, team, false, denominator, partials,
                   finalize);
   }
 }
 
-// Blocks in forward.
-inline int64_t team_row_blocks(const CrossEntropyArgs& args) {
-  return row_fits_registers(args) ? std::clamp<int64_t>(args.rows.numel, 1, kMaxLoopBlocks)
-                                  : team_row_blocks(args, team_size(args));
-}
-
 // Where args.grad_input is given, for fp32 and half types, writes it too.
-inline void launch_team_rows_forward(const CrossEntropyForwardArgs& args,
-                                     const Denominator& denominator, Partial* partials,
-                                     const Finalize& finalize, int64_t blocks,
+inline void launch_team_rows_forward(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                                     const Denominator& denominator, const GradOutput&,
+                                     Partial* partials, const Finalize& finalize,
                                      cudaStream_t stream) {
   visit_bool(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
@@ -689,12 +608,11 @@ inline void launch_team_rows_forward(const CrossEntropyForwardArgs& args,
       using scalar_t = typename decltype(type)::type;
       if constexpr (sizeof(scalar_t) <= 4) {
         if (args.grad_input.data != nullptr) {
-          forward_rows<scalar_t, kDense, true>(args, denominator, partials, finalize, blocks,
-                                               stream);
+          forward_rows<scalar_t, kDense, true>(args, plan, denominator, partials, finalize, stream);
           return;
         }
       }
-      forward_rows<scalar_t, kDense, false>(args, denominator, partials, finalize, blocks, stream);
+      forward_rows<scalar_t, kDense, false>(args, plan, denominator, partials, finalize, stream);
     });
   });
 }

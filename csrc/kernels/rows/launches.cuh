@@ -1,0 +1,28 @@
+// What launches the kernels of cross entropy's families, a function each. cross_entropy.cu calls
+// the one that the plan names.
+#pragma once
+
+#include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/row_plan.h"
+#include "launchers.h"
+
+namespace lossops::cuda {
+
+// args.grad_input: null unless plan.writes_gradient. grad_output: where the gradient is computed
+// again, and nothing else is left.
+using LaunchRows = void(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                        const Denominator& denominator, const GradOutput& grad_output,
+                        Partial* partials, const Finalize& finalize, cudaStream_t stream);
+
+LaunchRows launch_side_by_side_rows;
+LaunchRows launch_few_classes;
+LaunchRows launch_float_tiles;
+LaunchRows launch_tiles;
+LaunchRows launch_half_rows;
+LaunchRows launch_float_rows;
+LaunchRows launch_probability_rows;
+LaunchRows launch_long_rows;
+LaunchRows launch_split_rows;
+LaunchRows launch_staged_rows;
+
+}  // namespace lossops::cuda

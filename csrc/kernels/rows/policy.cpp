@@ -1,0 +1,204 @@
+// The policy table of cross entropy, and the code that iterates over it.
+
+#include "kernels/rows/policy.h"
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/class_index/few_classes_plan.h"
+#include "kernels/class_index/float_rows_plan.h"
+#include "kernels/class_index/float_tiles_plan.h"
+#include "kernels/class_index/half_rows_plan.h"
+#include "kernels/class_index/tiles_plan.h"
+#include "kernels/rows/long_rows_plan.h"
+#include "kernels/rows/probability_rows_plan.h"
+#include "kernels/rows/side_by_side_rows_plan.h"
+#include "kernels/rows/split_rows_plan.h"
+#include "kernels/rows/staged_rows_plan.h"
+#include "kernels/rows/team_rows_plan.h"
+
+namespace lossops::cuda {
+namespace {
+
+using P = const RowProblem&;
+
+bool always(P) { return true; }
+bool never(P) { return false; }
+bool contiguous_gradient(P p) { return p.args.grad_input_class_stride == 1; }
+
+}  // namespace
+
+// The first row that takes a problem decides. A loss has the same bits with and without a gradient,
+// so takes() asks for a gradient only where two families cut and sum rows alike.
+//
+// Of contiguous classes unless it says otherwise; "Hopper": sm_90 and sm_100.
+const PolicyRow kPolicy[kFamilies] = {
+    {Family::kSideBySideRows, "side_by_side_rows", "rows/side_by_side_rows.cu",
+     "side by side in groups of 8 bytes (images), at most 88 classes, class indices",
+     "a thread has a group of rows, all of whose classes it copies to shared memory first",
+     "16x21x512x512: a thread a row .43 / .37 in fp32, .25 / .24 in fp16; this .88 / .86, .80 / "
+     ".79",
+     [](P p) {
+       return p.plain && p.indices && p.args.input_class_stride != 1 &&
+              p.classes <= side_by_side::kMaxColumnClasses &&
+              side_by_side::lies_in_columns(p.args, p.args.input, p.args.input_class_stride);
+     },
+     side_by_side::plan,
+     [](P p) {
+       return side_by_side::lies_in_columns(p.args, p.args.grad_input,
+                                            p.args.grad_input_class_stride);
+     },
+     true},
+    {Family::kFewClasses, "few_classes", "class_index/few_classes.cu",
+     "fp32, 2 to 15 classes, class indices; Hopper",
+     "a thread has a row in registers, a warp copies the next 64 rows to shared memory "
+     "meanwhile; a kernel for each number of classes, one for other layouts and few rows; with "
+     "a gradient a kernel before them checks the class indices and leaves them in bytes",
+     "4194304x10: tiles .67 / .64, this .82 / .80; 16 classes meet in two banks of shared "
+     "memory: tiles .43 / .52, this .41 / .40",
+     [](P p) {
+       return p.hopper_fp32 && p.indices && p.classes >= 2 && p.classes <= few_classes::kMaxClasses;
+     },
+     few_classes::plan, always, true},
+    {Family::kFloatTiles, "float_tiles", "class_index/float_tiles.cu",
+     "fp32, 1 and 16 to 500 classes, class indices; Hopper",
+     "a warp copies a tile of rows in bulk, writes their gradients over them and copies these "
+     "back in bulk; 1, 2 or 4 lanes a row, each in a part of it, by vectors where rows are "
+     "whole ones",
+     "by the other tiles: 4194304x16 164 / 271 us, 524288x256 171 / 328 us; this 106 / 214, 134 "
+     "/ 291 us",
+     [](P p) { return p.hopper_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
+     float_tiles::plan, always, true},
+    {Family::kTiles, "tiles", "class_index/tiles.cu",
+     "fp16 and bf16, to 2000 bytes, class indices; Hopper",
+     "a warp copies a tile of rows in bulk; 1, 2 or 8 lanes a row, in turn",
+     "bf16 262144x64 by a thread a row .08 / .11; rows of 4000 bytes are read 1.2 times as fast "
+     "by a warp each",
+     [](P p) { return p.hopper_half && p.indices && p.bytes <= tiles::kMaxRowBytes; }, tiles::plan,
+     always, true},
+    {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
+     "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
+     "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its "
+     "way; rows with logits beyond some 41 are read again",
+     "fp16, staged: 32768x4096 .72 / .83, 65536x1024 .49 / .69; this, as first built, .83 / "
+     ".85, .76 / .77",
+     [](P p) {
+       return p.hopper_half && p.indices && p.whole_vectors && p.bytes >= kMinStagedBytes &&
+              p.classes <= half_rows::kMaxClasses;
+     },
+     half_rows::plan, contiguous_gradient, false},
+    {Family::kFloatRows, "float_rows", "class_index/float_rows.cu",
+     "fp32, 501 to 4096 classes, class indices; not those beyond 1024 that leave 7/32 of their "
+     "warps' room empty, unless they are whole vectors; Hopper",
+     "the same, against the row's maximum, with as many rows a block at a time as 128 threads "
+     "hold; rows that are not whole vectors word by word",
+     "register rows: 262144x1000 .93 / .75, 32768x4096 .92 / .83; this .95 / .91, .94 / .93. "
+     "262144x1030 staged .86 / .83, here .74 / .56",
+     [](P p) {
+       return p.hopper_fp32 && p.indices && p.bytes >= kMinStagedBytes &&
+              p.classes <= float_rows::kMaxClasses && float_rows::fills_team(p);
+     },
+     float_rows::plan, contiguous_gradient, false},
+    {Family::kRegisterRows, "register_rows", "rows/team_rows.cuh",
+     "class indices: fp32 to 32 KB in whole vectors; without Hopper from 2 KB and any fp32 to "
+     "32 KB, half types to 16 KB",
+     "a row in the registers of a block", "forward of fp32 takes 6 to 12 % less than staged",
+     [](P p) {
+       return register_rows::fits(p) &&
+              (!p.hopper || (p.args.input.dtype == DType::kFloat32 && p.whole_vectors));
+     },
+     register_rows::plan, contiguous_gradient, false},
+    {Family::kProbabilityRows, "probability_rows", "rows/probability_rows.cu",
+     "fp16 and bf16 with probabilities of their dtype, aligned whole vectors, 2 to 64 KB a row, "
+     "no weights; without a gradient to 8 KB; Hopper",
+     "half of the logits in registers, the rest and the probabilities in shared memory; a block "
+     "a row",
+     "bf16 8192x32768: staged .88 / .77, this .88 / .95",
+     [](P p) {
+       return probability_rows::fits(p) && (p.gradient || p.bytes < probability_rows::kLongBytes);
+     },
+     probability_rows::plan, contiguous_gradient, false},
+    {Family::kLongRows, "long_rows", "rows/long_rows.cu",
+     "fp16 and bf16 without a gradient, class indices in pieces of 6 to 8 KB, from 12 KB a row, "
+     "with smoothing in aligned whole vectors; probabilities as in the line above from 8 KB; "
+     "Hopper",
+     "a piece of the row in the registers of a warp, its next one on its way; the pieces and "
+     "the order of sums of staged rows",
+     "bf16 forward: 16384x32768 staged .90, this .96; 8192x131072 .88, 1.00; 32768x8192 .65, .87",
+     long_rows::fits, long_rows::plan, never, false},
+    {Family::kSplitRows, "split_rows", "rows/split_rows.cu",
+     "fp16 and bf16 with a gradient, aligned whole vectors, class indices without smoothing, 8 "
+     "pieces and more; Hopper",
+     "a quarter of a piece in registers and the rest in shared memory, so that blocks hold rows "
+     "of 128 KB and clusters are half as large; the pieces and the order of sums of staged rows",
+     "bf16 step: 8192x131072 staged .83, this .90; 4096x262144 .79, .87; 8192x128256 .78, .87",
+     split_rows::fits, split_rows::plan, always, false},
+    {Family::kStagedRows, "staged_rows", "rows/staged_rows.cu",
+     "from 2 to 576 KB; class indices, with smoothing or weights, and probabilities of the "
+     "logits' dtype to 288 KB without weights; Hopper",
+     "a piece of a row a warp, a block or a cluster of blocks a row",
+     "each logit is read once, for the gradient too; by team rows fp32 65536x21843 .67 / .41",
+     staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); }, false},
+    {Family::kTeamRows, "team_rows", "rows/team_rows.cuh",
+     "more than 128 classes: fp64, short rows of probabilities, weights with smoothing or "
+     "probabilities, longer rows",
+     "a team of threads a row: part of a warp, or a block",
+     "100 classes with the gradient: a thread a row reaches .6 of this speed",
+     [](P p) { return rows_are_contiguous(p.args, kFewClassesForward); }, team_rows::plan,
+     [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; }, false},
+    {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
+     "the rest, any layout and dtypes: strided classes, few classes",
+     "a thread a row, so that a warp reads neighbouring rows",
+     "10 classes: 6 times as fast as a team a row; 100 classes forward 5 times", always,
+     strided_rows::plan, never, false},
+};
+
+// ------------------------------------------------------------------------ the decision
+
+namespace {
+
+// fp32 arithmetic reads 8 bytes of an index beside the logits, a tenth of 10 classes of fp32 and of
+// 21 of fp16. So the kernel before it, for the mean, leaves it in a byte. Images gain where class
+// indices are read before anyway, for the mean.
+int64_t index_bytes(P p, const RowPlan& plan) {
+  const bool reads_bytes = plan.family == Family::kFewClasses ||
+                           (plan.family == Family::kSideBySideRows && p.device.hopper &&
+                            p.args.reduction == Reduction::kMean);
+  return reads_bytes && plan.writes_gradient && plan.denominator_blocks > 0
+             ? ceil_div(p.rows, int64_t{kIndexPadding}) * kIndexPadding
+             : 0;
+}
+
+const PolicyRow& row_of(P p) {
+  return *std::find_if(std::begin(kPolicy), std::end(kPolicy),
+                       [&](const PolicyRow& row) { return row.takes(p); });
+}
+
+RowPlan plan_of(P p, const PolicyRow& row) {
+  RowPlan plan = row.plan(p);
+  plan.family = row.family;
+  plan.writes_gradient = p.gradient;
+  plan.computes_again = p.gradient && row.computes_again;
+  plan.denominator_blocks = denominator_blocks(p);
+  plan.index_bytes = index_bytes(p, plan);
+  return plan;
+}
+
+}  // namespace
+
+RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& device) {
+  const RowProblem problem{args, device, args.grad_input.data != nullptr};
+  const PolicyRow& row = row_of(problem);
+  if (!problem.gradient || row.writes_gradient(problem)) {
+    return plan_of(problem, row);
+  }
+  // The backward kernels write it, after the loss.
+  const RowProblem loss{args, device, false};
+  return plan_of(loss, row_of(loss));
+}
+
+bool team_takes_backward(const CrossEntropyArgs& args, int64_t grad_input_class_stride) {
+  return rows_are_contiguous(args, kFewClassesBackward) && grad_input_class_stride == 1;
+}
+
+}  // namespace lossops::cuda

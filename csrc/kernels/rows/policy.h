@@ -1,0 +1,49 @@
+// The policy: which kernel takes the rows of a call of cross entropy, and with what parameters.
+// Host code without CUDA, asked once a call.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/rows/row_plan.h"
+
+namespace lossops::cuda {
+
+// A row of the table. The first row that takes a problem decides.
+struct PolicyRow {
+  Family family;
+  const char* name;
+  const char* file;  // of csrc/kernels/
+  // For people: what takes() asks, how the kernel works, and what it is worth: measured on an H200,
+  // fractions of the floor, forward / step.
+  const char* rows;
+  const char* how;
+  const char* why;
+  bool (*takes)(const RowProblem&);
+  RowPlan (*plan)(const RowProblem&);
+  // Whether the kernel can write args.grad_input beside the loss.
+  bool (*writes_gradient)(const RowProblem&);
+  bool computes_again;  // RowPlan's
+};
+
+// In the order of Family.
+extern const PolicyRow kPolicy[kFamilies];
+
+RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& device);
+
+// Whether a team of threads takes a row of a backward pass of its own, and not one thread.
+bool team_takes_backward(const CrossEntropyArgs& args, int64_t grad_input_class_stride);
+
+// The numbers of classes at which contiguous rows change kernels, the threads that share a row, or
+// the blocks that do: the last number of one and the first of the next, sorted.
+std::vector<int64_t> policy_edges(DType dtype, const DeviceLimits& device);
+
+// DeviceLimits by a name, from NVIDIA's data sheets and the CUDA programming guide's table of
+// compute capabilities.
+struct NamedDevice {
+  const char* name;
+  DeviceLimits limits;
+};
+extern const std::vector<NamedDevice> kNamedDevices;
+
+}  // namespace lossops::cuda

@@ -1,0 +1,174 @@
+// The policy table of cross entropy: every family is reached, what it decides can be launched, and
+// the decision keeps the promises about bits.
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <iterator>
+#include <random>
+#include <set>
+#include <string>
+
+#include "kernels/rows/policy.h"
+#include "tests/check.h"
+
+namespace lossops::cuda {
+namespace {
+
+// Memory that no plan reads: only its alignment counts.
+alignas(64) char memory[64];
+
+using Random = std::mt19937_64;
+
+int64_t below(Random& random, int64_t end) {
+  return static_cast<int64_t>(random() % static_cast<uint64_t>(end));
+}
+
+// 1 to 2^bits.
+int64_t any_size(Random& random, int bits) {
+  return 1 + below(random, int64_t{1} << (1 + below(random, bits)));
+}
+
+struct Layout {
+  int64_t class_stride;
+  int64_t row_stride;
+};
+
+CrossEntropyForwardArgs problem(Random& random) {
+  CrossEntropyForwardArgs args;
+  const DType dtypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat64};
+  args.input.dtype = dtypes[below(random, 20) == 0 ? 3 : below(random, 3)];
+  args.num_classes = any_size(random, 19);
+  args.num_classes = (args.num_classes + 7) / (below(random, 2) == 0 ? 8 : 1);
+  args.rows.ndim = 1;
+  args.rows.sizes[0] = args.rows.numel = any_size(random, 24) / 2 * 2 * below(random, 40);
+  args.reduction = static_cast<Reduction>(below(random, 3));
+  args.label_smoothing = below(random, 5) == 0 ? 0.1 : 0;
+  args.weight = below(random, 5) == 0 ? memory : nullptr;
+  args.weight_dtype = args.input.dtype;
+  args.acc_double = args.input.dtype == DType::kFloat64;
+  args.target_is_probability = below(random, 4) == 0;
+  args.target.dtype = args.target_is_probability ? args.input.dtype : DType::kInt64;
+  args.target.data = memory;
+  args.target_class_stride = 1;
+  args.target.strides[0] = args.target_is_probability ? args.num_classes : 1;
+  const Layout layouts[] = {{1, args.num_classes},
+                            {1, args.num_classes + 1},
+                            {1, (args.num_classes + 63) / 64 * 64},
+                            {args.rows.numel, 1}};
+  const Layout layout = layouts[std::max<int64_t>(0, below(random, 6) - 2)];
+  const int64_t size = element_size(args.input.dtype);
+  args.input.data = memory + (below(random, 4) == 0 ? size : 0);
+  args.input_class_stride = layout.class_stride;
+  args.input.strides[0] = layout.row_stride;
+  if (args.reduction != Reduction::kNone && below(random, 2) == 0) {
+    args.grad_input = args.input;
+    args.grad_input.data = memory;
+    args.grad_input_class_stride = args.input_class_stride;
+  }
+  return args;
+}
+
+int64_t covered(const RowPlan& plan, int64_t rows) {
+  int64_t count = 0;
+  for (int64_t worker = 0; worker < plan.shares.workers(); ++worker) {
+    count += plan.shares.count(worker, rows);
+  }
+  return count;
+}
+
+void check_can_be_launched(const RowPlan& plan, const CrossEntropyForwardArgs& args,
+                           const DeviceLimits& device) {
+  CHECK(plan.blocks >= 1 && plan.blocks < int64_t{1} << 31);
+  CHECK(plan.threads >= kWarpSize && plan.threads <= 1024 && plan.threads % kWarpSize == 0);
+  CHECK(plan.cluster >= 1 && plan.cluster <= 8 && plan.blocks % plan.cluster == 0);
+  // The driver keeps 1 KB of each block.
+  CHECK(plan.shared_bytes <= device.shared_bytes - 1024);
+  CHECK(plan.denominator_blocks <= kMaxDenominatorBlocks);
+  CHECK(plan.index_bytes % kIndexPadding == 0 &&
+        (plan.index_bytes == 0 || plan.index_bytes >= args.rows.numel));
+  CHECK(!plan.writes_gradient || args.grad_input.data != nullptr);
+  CHECK(!plan.computes_again || plan.writes_gradient);
+  if (plan.pieces.count > 0) {
+    CHECK(int64_t{plan.pieces.count} * plan.pieces.size >= args.num_classes);
+    CHECK(int64_t{plan.pieces.count - 1} * plan.pieces.size < args.num_classes);
+  }
+  if (plan.shares.workers() > 0 && plan.shares.workers() < 4096) {
+    CHECK(covered(plan, args.rows.numel) == args.rows.numel);
+  }
+}
+
+// A loss has the same bits with and without a gradient. So has its family, but for those that cut
+// rows into the same pieces.
+void check_bits(const RowPlan& plan, CrossEntropyForwardArgs args, const DeviceLimits& device) {
+  if (!plan.writes_gradient) {
+    return;
+  }
+  args.grad_input.data = nullptr;
+  const RowPlan loss = plan_rows(args, device);
+  CHECK(loss.pieces.count == plan.pieces.count && loss.pieces.size == plan.pieces.size);
+  if (plan.pieces.count == 0) {
+    CHECK(loss.family == plan.family && loss.team == plan.team);
+  }
+}
+
+void test_random_problems() {
+  std::set<Family> reached;
+  Random random(7);
+  for (int i = 0; i < 40000; ++i) {
+    const CrossEntropyForwardArgs args = problem(random);
+    for (const NamedDevice& device : kNamedDevices) {
+      const RowPlan plan = plan_rows(args, device.limits);
+      const PolicyRow& row = kPolicy[static_cast<int>(plan.family)];
+      test::subject() = std::string(row.name) + " on " + device.name + ", " +
+                        std::to_string(args.rows.numel) + "x" + std::to_string(args.num_classes);
+      check_can_be_launched(plan, args, device.limits);
+      check_bits(plan, args, device.limits);
+      CHECK(device.limits.hopper || std::string(row.rows).find("; Hopper") == std::string::npos);
+      reached.insert(plan.family);
+    }
+  }
+  test::subject() = "";
+  CHECK(static_cast<int>(reached.size()) == kFamilies);
+}
+
+void test_table() {
+  for (int i = 0; i < kFamilies; ++i) {
+    CHECK(static_cast<int>(kPolicy[i].family) == i);
+  }
+  const CrossEntropyForwardArgs nothing;
+  CHECK(kPolicy[kFamilies - 1].takes({nothing, kNamedDevices[0].limits, false}));
+}
+
+// The table's words, held to its code: the first and the last number of classes of each range.
+void test_edges() {
+  const auto edges = [](DType dtype, const char* name) {
+    const auto device =
+        std::find_if(kNamedDevices.begin(), kNamedDevices.end(),
+                     [&](const NamedDevice& d) { return name == std::string(d.name); });
+    return policy_edges(dtype, device->limits);
+  };
+  const auto expect = [](const std::vector<int64_t>& found, std::initializer_list<int64_t> wanted) {
+    CHECK(std::is_sorted(found.begin(), found.end()));
+    for (const int64_t edge : wanted) {
+      test::subject() = std::to_string(edge);
+      CHECK(std::binary_search(found.begin(), found.end(), edge));
+    }
+    test::subject() = "";
+  };
+  expect(edges(DType::kFloat32, "h200"),
+         {1, 2, 15, 16, 500, 501, 1023, 1025, 4096, 4097, 8192, 8196, 147456, 147457});
+  expect(edges(DType::kBFloat16, "h200"),
+         {1000, 1001, 1008, 4096, 4104, 6144, 32768, 32776, 294912, 294913});
+  expect(edges(DType::kFloat32, "a100"), {128, 129, 500, 501, 8192, 8193});
+}
+
+}  // namespace
+}  // namespace lossops::cuda
+
+int main() {
+  lossops::cuda::test_table();
+  lossops::cuda::test_random_problems();
+  lossops::cuda::test_edges();
+  return lossops::test::exit_status();
+}
