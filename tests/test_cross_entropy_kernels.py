@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,20 +14,17 @@ import torch
 from checks import check
 from losses import BY_NAME, Result, Sample, evaluate
 from numerics import assert_within, same_bits, ulp
+from test_policy import INDICES
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import lossops
+from lossops import _plan
 
 pytestmark = pytest.mark.cuda
 CE = BY_NAME["cross_entropy"]
 HALF = torch.bfloat16
 HOPPER_IS_OFF = os.environ.get("LOSSOPS_DISABLE_HOPPER", "0") not in ("", "0")
-
-
-def has_hopper() -> bool:
-    properties = torch.cuda.get_device_properties(0)
-    return properties.major >= 9 and properties.shared_memory_per_multiprocessor >= 200 << 10
 
 
 def problem(
@@ -57,32 +55,66 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
     return [name for name in names if "lossops" in name]
 
 
-# The last number of classes, in bytes of a row, that each kernel takes, and the next one's first.
+# The part of a kernel's name that no other family has.
+KERNELS = {
+    "side_by_side_rows": "forward_column_kernel",
+    "few_classes": "forward_few_kernel",
+    "float_tiles": "forward_float_tile_kernel",
+    "tiles": "forward_tile_kernel",
+    "half_rows": "half_rows_kernel",
+    "float_rows": "float_rows_kernel",
+    "register_rows": "forward_register_kernel",
+    "probability_rows": "probability_rows_kernel",
+    "long_rows": "long_rows_kernel",
+    "split_rows": "split_rows_kernel",
+    "staged_rows": "staged_kernel",
+    "team_rows": "cross_entropy_forward_kernel",
+    "strided_rows": "forward_strided_kernel",
+}
+
+
+def check_kernel(x: Tensor, target: Tensor) -> None:
+    """The kernel that is launched is the one that the policy names; for few rows, two at most."""
+    for leaf in (x, x.clone().requires_grad_()):
+        decided = json.loads(
+            torch.ops.lossops.cross_entropy_plan(x, target, gradient=leaf.requires_grad)
+        )
+        names = kernels_of(lambda leaf=leaf: lossops.cross_entropy(leaf, target))
+        assert any(KERNELS[decided["name"]] in name for name in names), (decided, names)
+        if decided["writes_gradient"] == leaf.requires_grad:
+            assert len(names) <= 2, names
+
+
+# Where the policy goes from one kernel to the next, and where more threads or blocks share a row.
+POLICY_EDGES = _plan.table_data("a100" if HOPPER_IS_OFF else "h200")["edges"]
+# Within a kernel's range: words, vectors, the end of a tile; odd vocabularies.
+OTHER_CLASSES = {
+    1,
+    2,
+    3,
+    4,
+    7,
+    8,
+    9,
+    31,
+    32,
+    33,
+    57,
+    64,
+    100,
+    112,
+    113,
+    200,
+    225,
+    448,
+    449,
+    896,
+    897,
+}
+OTHER_CLASSES |= {1000, 2050, 3000, 8191, 40001, 50257, 100000, 151937}
 EDGES = {
-    torch.float32: (
-        *(1, 2, 3, 4, 31, 32, 33, 56, 57, 64, 100, 112, 113, 448, 449, 500, 501, 1000, 1001),
-        *(
-            2048,
-            2049,
-            2050,
-            2052,
-            4096,
-            4097,
-            8192,
-            8193,
-            8196,
-            26624,
-            26625,
-            40001,
-            147456,
-            147457,
-        ),
-    ),
-    HALF: (
-        *(1, 2, 7, 8, 9, 63, 64, 112, 113, 200, 225, 896, 897, 1000, 1001, 1008, 1024, 1032, 2048),
-        *(2056, 3000, 3072, 3080, 4088, 4096, 4097, 4104, 8191),
-        *(28672, 32768, 53248, 53249, 50257, 65536, 65544, 100000, 131072, 151937, 294912, 294913),
-    ),
+    torch.float32: sorted({*POLICY_EDGES["float32"], *OTHER_CLASSES}),
+    HALF: sorted({*POLICY_EDGES["bfloat16"], *OTHER_CLASSES}),
 }
 
 
@@ -755,67 +787,18 @@ def test_warps_of_several_tiles(classes: int) -> None:
     torch.testing.assert_close(result.value.double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.skipif(HOPPER_IS_OFF, reason="the kernels of older devices")
-@pytest.mark.parametrize(
-    ("shape", "dtype", "kernel"),
-    [
-        ((64, 2), torch.float32, "forward_few_kernel"),
-        ((64, 10), torch.float32, "forward_few_kernel"),
-        ((64, 15), torch.float32, "forward_few_kernel"),
-        ((64, 16), torch.float32, "forward_float_tile_kernel"),
-        ((64, 500), torch.float32, "forward_float_tile_kernel"),
-        ((64, 501), torch.float32, "float_rows_kernel"),
-        ((64, 504), torch.float32, "float_rows_kernel"),
-        ((64, 1025), torch.float32, "staged_kernel"),
-        ((64, 4095), torch.float32, "float_rows_kernel"),
-        ((64, 1000), torch.float16, "forward_tile_kernel"),
-        ((64, 1008), HALF, "half_rows_kernel"),
-        ((64, 4096), torch.float16, "half_rows_kernel"),
-        ((64, 4100), torch.float16, "staged_kernel"),
-        ((64, 4096), torch.float32, "float_rows_kernel"),
-        ((64, 4100), torch.float32, "forward_register_kernel"),
-        ((64, 4097), torch.float32, "staged_kernel"),
-        ((64, 6001), HALF, "staged_kernel"),
-        ((2, 21, 8, 8), torch.float32, "forward_column_kernel"),
-        ((2, 21, 8, 8), torch.float16, "forward_column_kernel"),
-    ],
-    ids=str,
-)
-def test_kernels(shape: tuple[int, ...], dtype: torch.dtype, kernel: str) -> None:
-    """That the tests above reach every kernel; and two launches at most for few rows."""
-    needs_hopper = (
-        "forward_few_kernel",
-        "forward_float_tile_kernel",
-        "forward_tile_kernel",
-        "float_rows_kernel",
-        "half_rows_kernel",
-        "staged_kernel",
-    )
-    if not has_hopper() and kernel in needs_hopper:
-        pytest.skip("needs Hopper")
-    x = torch.randn(shape, device="cuda").to(dtype)
-    t = torch.randint(0, shape[1], (shape[0], *shape[2:]), device="cuda")
-    for leaf in (x, x.clone().requires_grad_()):
-        names = kernels_of(lambda leaf=leaf: lossops.cross_entropy(leaf, t))
-        assert any(kernel in name for name in names), names
-        assert len(names) <= 2, names
+@pytest.mark.parametrize(("shape", "dtype"), [case[:2] for case in INDICES], ids=str)
+def test_kernels(shape: tuple[int, ...], dtype: str) -> None:
+    """That the tests above reach every kernel."""
+    x = torch.randn(shape, device="cuda").to(getattr(torch, _plan.DTYPES[dtype]))
+    check_kernel(x, torch.randint(0, shape[1], (shape[0], *shape[2:]), device="cuda"))
 
 
-@pytest.mark.skipif(HOPPER_IS_OFF, reason="the kernels of older devices")
 @pytest.mark.parametrize("classes", [6144, 32768, 50257, 128256, 151937, 262144])
 def test_kernels_of_long_rows(classes: int) -> None:
-    if not has_hopper():
-        pytest.skip("needs Hopper")
     for dtype in (torch.float16, HALF):
         x = torch.randn(5, classes, device="cuda").to(dtype)
-        t = torch.randint(0, classes, (5,), device="cuda")
-        leaf = x.clone().requires_grad_()
-        is_split = classes > 6144 and classes % 8 == 0
-        with_gradient = "split_rows_kernel" if is_split else "staged_kernel"
-        for logits, kernel in ((x, "long_rows_kernel"), (leaf, with_gradient)):
-            names = kernels_of(lambda logits=logits, t=t: lossops.cross_entropy(logits, t))
-            assert any(kernel in name for name in names), names
-            assert len(names) <= 2, names
+        check_kernel(x, torch.randint(0, classes, (5,), device="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -860,31 +843,11 @@ def test_long_rows_without_a_gradient(dtype: torch.dtype, classes: int) -> None:
             assert same_bits(alone[0], losses[row]), row
 
 
-@pytest.mark.skipif(HOPPER_IS_OFF, reason="the kernels of older devices")
-@pytest.mark.parametrize(
-    ("classes", "dtype", "without_gradient", "with_gradient"),
-    [
-        (4096, torch.float32, "staged_kernel", "staged_kernel"),
-        (1008, HALF, "probability_rows_kernel", "probability_rows_kernel"),
-        (4088, torch.float16, "probability_rows_kernel", "probability_rows_kernel"),
-        (4096, HALF, "long_rows_kernel", "probability_rows_kernel"),
-        (32768, torch.float16, "long_rows_kernel", "probability_rows_kernel"),
-        (4100, HALF, "staged_kernel", "staged_kernel"),
-        (32776, HALF, "staged_kernel", "staged_kernel"),
-    ],
-    ids=str,
-)
-def test_kernel_of_probabilities(
-    classes: int, dtype: torch.dtype, without_gradient: str, with_gradient: str
-) -> None:
-    if not has_hopper():
-        pytest.skip("needs Hopper")
+@pytest.mark.parametrize("classes", [1008, 4088, 4096, 4100, 32768, 32776])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_kernel_of_probabilities(classes: int, dtype: torch.dtype) -> None:
     x = torch.randn(64, classes, device="cuda").to(dtype)
-    p = torch.softmax(torch.randn(64, classes, device="cuda"), 1).to(dtype)
-    for leaf, kernel in ((x, without_gradient), (x.clone().requires_grad_(), with_gradient)):
-        names = kernels_of(lambda leaf=leaf: lossops.cross_entropy(leaf, p))
-        assert any(kernel in name for name in names), names
-        assert len(names) <= 2, names
+    check_kernel(x, torch.softmax(torch.randn(64, classes, device="cuda"), 1).to(dtype))
 
 
 @pytest.mark.parametrize("classes", [1008, 2056, 4104, 20000, 32768])

@@ -334,12 +334,14 @@ std::string cross_entropy_plan(Tensor input, Tensor target, OptionalTensor weigh
                                     args);
   RowSpace space(problem.rows);
   problem.add_inputs(space, args);
+  // The data of meta tensors is null, which would stand for none. Allocators align to 512 bytes.
+  void* const aligned = reinterpret_cast<void*>(uintptr_t{512});
+  args.weight = problem.weight ? aligned : nullptr;
   OptionalTensor grad_input;
   if (gradient) {
     grad_input = empty_like(problem.input);
     set_result(args.grad_input, *grad_input);
-    // The allocator's memory is aligned; that of a meta tensor is null, which stands for none.
-    args.grad_input.data = reinterpret_cast<void*>(uintptr_t{512});
+    args.grad_input.data = aligned;
     space.add_classes(args.grad_input, args.grad_input_class_stride,
                       to_dims(grad_input->strides()));
   }

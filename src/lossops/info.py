@@ -1,4 +1,4 @@
-"""`python -m lossops.info [--json]`: what a bug report needs.
+"""`python -m lossops.info [--json]`: what a bug report needs. With --plan: see `_plan.py`.
 
 It works, and exits with 0, also where `import lossops` raises: see `_extension.reporting`.
 """
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from typing import Any
 
-from . import _extension
+from . import _extension, _plan
 from ._version import __version__
 
 
@@ -162,9 +162,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m lossops.info", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
+    _plan.add_arguments(parser)
     arguments = parser.parse_args()
     if arguments.load:
         print(json.dumps(_load()))
+        return 0
+    if arguments.plan or arguments.plan_table:
+        try:
+            print(_plan.answer(arguments))
+        except (ValueError, RuntimeError) as error:
+            parser.error(str(error))
         return 0
     report = collect()
     print(json.dumps(report, indent=2) if arguments.json else text(report))

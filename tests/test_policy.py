@@ -1,0 +1,178 @@
+"""Which CUDA kernel takes a call of cross entropy. Without a GPU: the decision is host code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lossops import _plan
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def name_of(*arguments: Any, **options: Any) -> str:
+    return str(_plan.plan(*arguments, **options)["name"])
+
+
+# logits, dtype; then on an H200 without a gradient, with one; on an A100
+INDICES = [
+    ((64, 1), "fp32", "float_tiles", "float_tiles", "strided_rows"),
+    ((64, 2), "fp32", "few_classes", "few_classes", "strided_rows"),
+    ((64, 15), "fp32", "few_classes", "few_classes", "strided_rows"),
+    ((64, 16), "fp32", "float_tiles", "float_tiles", "strided_rows"),
+    ((64, 500), "fp32", "float_tiles", "float_tiles", "team_rows"),
+    ((64, 501), "fp32", "float_rows", "float_rows", "register_rows"),
+    ((64, 504), "fp32", "float_rows", "float_rows", "register_rows"),
+    ((64, 1025), "fp32", "staged_rows", "staged_rows", "register_rows"),
+    ((64, 4095), "fp32", "float_rows", "float_rows", "register_rows"),
+    ((64, 4096), "fp32", "float_rows", "float_rows", "register_rows"),
+    ((64, 4097), "fp32", "staged_rows", "staged_rows", "register_rows"),
+    ((64, 4100), "fp32", "register_rows", "register_rows", "register_rows"),
+    ((64, 8193), "fp32", "staged_rows", "staged_rows", "team_rows"),
+    ((64, 147457), "fp32", "team_rows", "team_rows", "team_rows"),
+    ((64, 1000), "fp16", "tiles", "tiles", "team_rows"),
+    ((64, 1001), "fp16", "staged_rows", "staged_rows", "register_rows"),
+    ((64, 1008), "bf16", "half_rows", "half_rows", "register_rows"),
+    ((64, 4096), "fp16", "half_rows", "half_rows", "register_rows"),
+    ((64, 4100), "fp16", "staged_rows", "staged_rows", "register_rows"),
+    ((64, 6001), "bf16", "staged_rows", "staged_rows", "register_rows"),
+    ((5, 6144), "bf16", "long_rows", "staged_rows", "register_rows"),
+    ((5, 32768), "bf16", "long_rows", "split_rows", "team_rows"),
+    ((5, 50257), "fp16", "long_rows", "staged_rows", "team_rows"),
+    ((5, 262144), "fp16", "long_rows", "split_rows", "team_rows"),
+    ((2, 21, 8, 8), "fp32", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
+    ((2, 21, 8, 8), "fp16", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
+    ((2, 89, 8, 8), "fp16", "strided_rows", "strided_rows", "strided_rows"),
+    ((64, 1000), "fp64", "team_rows", "team_rows", "team_rows"),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "without", "with_gradient", "older"), INDICES, ids=str)
+def test_class_indices(
+    shape: tuple[int, ...], dtype: str, without: str, with_gradient: str, older: str
+) -> None:
+    assert name_of(shape, dtype, device="h200") == without
+    assert name_of(shape, dtype, gradient=True, device="h200") == with_gradient
+    assert name_of(shape, dtype, device="a100") == older
+
+
+@pytest.mark.parametrize(
+    ("classes", "dtype", "without", "with_gradient"),
+    [
+        (200, "fp32", "team_rows", "team_rows"),
+        (4096, "fp32", "staged_rows", "staged_rows"),
+        (1008, "bf16", "probability_rows", "probability_rows"),
+        (4088, "fp16", "probability_rows", "probability_rows"),
+        (4096, "bf16", "long_rows", "probability_rows"),
+        (32768, "fp16", "long_rows", "probability_rows"),
+        (4100, "bf16", "staged_rows", "staged_rows"),
+        (32776, "bf16", "staged_rows", "staged_rows"),
+    ],
+)
+def test_probabilities(classes: int, dtype: str, without: str, with_gradient: str) -> None:
+    for gradient, name in ((False, without), (True, with_gradient)):
+        assert name == name_of(
+            (64, classes), dtype, probabilities=True, gradient=gradient, device="h200"
+        )
+
+
+def test_other_options() -> None:
+    shape = (8192, 32768)
+    # Smoothing is for staged rows; with class weights for team rows; these alone change nothing.
+    smooth = _plan.plan(shape, "bf16", label_smoothing=0.1, gradient=True, device="h200")
+    assert smooth["name"] == "staged_rows"
+    both = _plan.plan(shape, "bf16", label_smoothing=0.1, weights=True, device="h200")
+    assert both["name"] == "team_rows"
+    assert name_of(shape, "bf16", weights=True, gradient=True, device="h200") == "split_rows"
+    # Rows of a padded stride: aligned ones are split, others are not; their gradient is dense.
+    assert name_of(shape, "bf16", strides=(32832, 1), gradient=True, device="h200") == "split_rows"
+    odd = _plan.plan((64, 50257), "bf16", strides=(50304, 1), gradient=True, device="h200")
+    assert odd["name"] == "long_rows"
+    assert not odd["writes_gradient"]
+    assert odd["backward"] == "team_rows"
+    # Without a reduction the gradient has a pass of its own.
+    none = _plan.plan(shape, "bf16", reduction="none", gradient=True, device="h200")
+    assert none["name"] == "long_rows"
+    assert not none["writes_gradient"]
+
+
+def test_parameters_follow_the_device() -> None:
+    blocks = {
+        device: _plan.plan((8192, 50257), "bf16", device=device)["parameters"]["blocks"]
+        for device in ("h200", "b200")
+    }
+    assert blocks["h200"] != blocks["b200"]
+
+
+def test_tensors_may_have_data() -> None:
+    """The alignment of the logits counts."""
+    target = torch.zeros(64, dtype=torch.int64)
+    memory = torch.zeros(64 * 32768 + 8, dtype=torch.bfloat16)
+    # Aligned; and a gradient, which is aligned, that does not lie as its logits do.
+    for first, expected in ((0, ("split_rows", True)), (1, ("staged_rows", False))):
+        logits = memory[first : first + 64 * 32768].view(64, 32768)
+        decided = json.loads(
+            torch.ops.lossops.cross_entropy_plan(logits, target, gradient=True, device="h200")
+        )
+        assert (decided["name"], decided["writes_gradient"]) == expected
+
+
+def test_the_page_has_the_table() -> None:
+    page = ROOT / "docs" / "design.md"
+    if not page.is_file():
+        pytest.skip("needs the source tree")
+    assert _plan.table() in page.read_text(), (
+        "docs/design.md: put in what `python -m lossops.info --plan-table` prints"
+    )
+
+
+def test_edges() -> None:
+    edges = _plan.table_data("h200")["edges"]
+    assert {15, 16, 500, 501, 4096, 4097, 147456, 147457} <= set(edges["float32"])
+    assert {1000, 1008, 4096, 4104, 32768, 32776, 294912, 294913} <= set(edges["bfloat16"])
+    for dtype, counts in edges.items():
+        name = "fp32" if dtype == "float32" else "bf16"
+        assert counts == sorted(set(counts))
+        assert name_of((131, counts[-1]), name, device="h200") == "team_rows"
+
+
+def info(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lossops.info", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_info() -> None:
+    done = info("--plan", "8192x50257", "bf16", "--grad", "--device", "h200")
+    assert done.returncode == 0, done.stderr
+    for words in ("staged_rows", "rows/staged_rows.cu", "132 multiprocessors", "not split_rows"):
+        assert words in done.stdout, done.stdout
+    done = info(
+        *("--plan", "8192x50257", "bf16", "--strides", "50304,1", "--device", "a100", "--json")
+    )
+    assert json.loads(done.stdout)["name"] == "team_rows", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("8x5", "fp8"), "dtype must be one of"),
+        (("8by5", "fp32"), "SHAPE is written as"),
+        (("8x5", "fp32", "--device", "x"), "device must be one of h200"),
+        (("8x5", "fp32", "--smoothing", "2"), "label_smoothing must be between 0 and 1"),
+    ],
+)
+def test_info_says_what_is_wrong(arguments: tuple[str, ...], words: str) -> None:
+    done = info("--plan", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
