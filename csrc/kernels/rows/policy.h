@@ -46,4 +46,7 @@ struct NamedDevice {
 };
 extern const std::vector<NamedDevice> kNamedDevices;
 
+// In cross_entropy.cu: builds with CUDA only.
+DeviceLimits limits_of_current_device();
+
 }  // namespace lossops::cuda

@@ -20,10 +20,6 @@ const std::vector<NamedDevice> kNamedDevices = {
     {"rtx5090", {170, 100 << 10, false, true}}, {"t4", {40, 64 << 10, false, false}},
 };
 
-#if defined(LOSSOPS_WITH_CUDA)
-DeviceLimits limits_of_current_device();  // cross_entropy.cu
-#endif
-
 namespace {
 
 DeviceLimits limits_of(const std::string& name) {
