@@ -144,7 +144,7 @@ void test_table() {
 void test_edges() {
   const auto edges = [](DType dtype, const char* name) {
     const auto device =
-        std::find_if(kNamedDevices.begin(), kNamedDevices.end(),
+        std::find_if(std::begin(kNamedDevices), std::end(kNamedDevices),
                      [&](const NamedDevice& d) { return name == std::string(d.name); });
     return policy_edges(dtype, device->limits);
   };
