@@ -482,6 +482,32 @@ LOSSOPS_HOST_DEVICE acc_t log_quotient(acc_t a, acc_t b) {
 
 #endif
 
+// tanh within 2 units in the last place. Where it is small, an odd polynomial (Remez; within
+// 2^-26): from exponentials alone it would be a difference that cancels.
+LOSSOPS_HOST_DEVICE float tanh(float x) {
+  const float magnitude = x < 0.0f ? -x : x;
+  const float square = x * x;
+  float p = 0x1.18b6acp-6f;
+  p = p * square - 0x1.b20e66p-5f;
+  p = p * square + 0x1.10e42cp-3f;
+  p = p * square - 0x1.5554a4p-2f;
+  const float small = (p * square) * magnitude + magnitude;
+#if defined(__CUDA_ARCH__)
+  const float u = exp_of_half(-2.0f * magnitude);
+  const float large = 1.0f - ::__fdividef(2.0f * u, 1.0f + u);
+#else
+  const float u = exp(-2.0f * magnitude);
+  const float large = 1.0f - (2.0f * u) / (1.0f + u);
+#endif
+  const float result = magnitude < 0.5f ? small : large;
+  return x < 0.0f ? -result : result;
+}
+#if defined(__CUDA_ARCH__)
+LOSSOPS_HOST_DEVICE double tanh(double x) { return ::tanh(x); }
+#else
+LOSSOPS_HOST_DEVICE double tanh(double x) { return std::tanh(x); }
+#endif
+
 // sum += x; what rounding took from it (Knuth's exact sum). NaN of infinities.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t lost_by_adding(acc_t& sum, acc_t x) {

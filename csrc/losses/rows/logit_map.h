@@ -14,6 +14,9 @@ struct LogitMapParams {
   double scale = 1;
   double softcap = 0;  // 0: none
   double temperature = 1;
+
+  // Whether z = x.
+  LOSSOPS_HOST_DEVICE bool is_identity() const { return softcap == 0 && scale == temperature; }
 };
 
 // Without a softcap the map is one multiplication, which is exact for the default of 1.
@@ -28,34 +31,34 @@ struct LinearMap {
   LOSSOPS_HOST_DEVICE acc_t derivative(acc_t /*x*/) const { return factor; }
 };
 
-// With u = exp(-2 |y| / softcap): tanh = (1 - u) / (1 + u), and its derivative 4 u / (1 + u)^2 has
-// no difference that cancels.
+// With u = exp(-2 |y| / softcap), the derivative of tanh is 4 u / (1 + u)^2: no difference that
+// cancels, unlike 1 - tanh^2.
 template <typename acc_t>
 struct SoftcapMap {
-  acc_t rate;   // 2 scale / softcap
+  acc_t rate;   // scale / softcap
+  acc_t lost;   // what rounding took from it: alike for all logits, so it would not average out
   acc_t cap;    // softcap / temperature
   acc_t slope;  // 4 scale / temperature
 
   LOSSOPS_HOST_DEVICE explicit SoftcapMap(const LogitMapParams& params)
-      : rate(static_cast<acc_t>(2 * params.scale / params.softcap)),
+      : rate(static_cast<acc_t>(params.scale / params.softcap)),
+        lost(static_cast<acc_t>(params.scale / params.softcap - static_cast<double>(rate))),
         cap(static_cast<acc_t>(params.softcap / params.temperature)),
         slope(static_cast<acc_t>(4 * params.scale / params.temperature)) {}
 
-  LOSSOPS_HOST_DEVICE acc_t map(acc_t x) const {
-    const acc_t exponent = rate * x;
-    const acc_t u = decay(exponent);
-    const acc_t tanh = math::divide_by_one_plus(acc_t(1) - u, u);
-    return exponent < acc_t(0) ? -cap * tanh : cap * tanh;
-  }
+  LOSSOPS_HOST_DEVICE acc_t map(acc_t x) const { return cap * math::tanh(scaled(x)); }
   LOSSOPS_HOST_DEVICE acc_t derivative(acc_t x) const {
-    const acc_t u = decay(rate * x);
+    const acc_t y = rate * x;
+    const acc_t u = math::exp(acc_t(-2) * (y < acc_t(0) ? -y : y));  // NaN of NaN
     return math::divide_by_one_plus(math::divide_by_one_plus(slope * u, u), u);
   }
 
  private:
-  // exp(-|exponent|), NaN of NaN
-  static LOSSOPS_HOST_DEVICE acc_t decay(acc_t exponent) {
-    return math::exp(exponent > acc_t(0) ? -exponent : exponent);
+  // y / softcap. An infinite logit has no remainder, and a large one needs none.
+  LOSSOPS_HOST_DEVICE acc_t scaled(acc_t x) const {
+    const acc_t product = rate * x;
+    const acc_t magnitude = product < acc_t(0) ? -product : product;
+    return product + (magnitude < acc_t(32) ? lost * x : acc_t(0));
   }
 };
 

@@ -31,23 +31,40 @@ struct EntropySoftmax : OnlineSoftmax<acc_t> {
     }
   }
 
-  // Folds in a logit that is not above max; shift is softmax_shift(max).
+  // exp(z - max), and what it adds to distance; shift is softmax_shift(max).
+  struct Term {
+    acc_t exp;
+    acc_t distance;
+  };
+  template <bool kExact = true>
+  static LOSSOPS_HOST_DEVICE Term term(acc_t z, acc_t shift) {
+    const acc_t below_max = shift - z;
+    const acc_t exp = math::exp_in_sum<kExact>(-below_max);
+    return {exp, exp == acc_t(0) ? acc_t(0) : exp * below_max};
+  }
+
+  // Folds in a logit that is not above max.
   template <bool kExact = true>
   LOSSOPS_HOST_DEVICE void add_below_max(acc_t z, acc_t shift) {
-    const acc_t below_max = shift - z;
-    const acc_t term = math::exp_in_sum<kExact>(-below_max);
-    if (term == acc_t(1)) {
-      this->ones += term;
+    const Term added = term<kExact>(z, shift);
+    if (added.exp == acc_t(1)) {
+      this->ones += added.exp;
     } else {
-      this->below += term;
+      this->below += added.exp;
     }
-    distance += term == acc_t(0) ? acc_t(0) : term * below_max;
+    distance += added.distance;
   }
 
   // Folds in a state of the same max.
   LOSSOPS_HOST_DEVICE void add(const EntropySoftmax& other) {
     Base::add(other);
     distance += other.distance;
+  }
+  // Folds in any state.
+  LOSSOPS_HOST_DEVICE void merge(EntropySoftmax other) {
+    raise_max(other.max);
+    other.raise_max(this->max);
+    add(other);
   }
   // See OnlineSoftmax::add().
   LOSSOPS_HOST_DEVICE void add(const EntropySoftmax& other, EntropySoftmax& lost) {
@@ -80,13 +97,23 @@ struct TokenStats {
 template <typename acc_t>
 struct TokenGradient {
   TokenStats<acc_t> stats;
-  acc_t of_softmax;  // grad_lse - sum_k grad_log_prob_k
-  acc_t of_entropy;  // grad_entropy
+  acc_t of_softmax;   // grad_lse - sum_k grad_log_prob_k
+  acc_t of_entropy;   // grad_entropy
+  acc_t inverse_sum;  // 1 / (1 + rest): once a row, not once a class
 
-  // Of a class that is not among the indices.
+  static LOSSOPS_HOST_DEVICE TokenGradient of(const TokenStats<acc_t>& stats, acc_t of_softmax,
+                                              acc_t of_entropy) {
+    return {stats, of_softmax, of_entropy, math::divide_by_one_plus(acc_t(1), stats.rest)};
+  }
+
+  // Of a class that is not among the indices. kEntropy: false where of_entropy is 0.
+  template <bool kEntropy = true>
   LOSSOPS_HOST_DEVICE acc_t of_class(acc_t z) const {
     const acc_t below_max = stats.max - z;
-    const acc_t softmax = math::divide_by_one_plus(math::exp(-below_max), stats.rest);
+    const acc_t softmax = math::exp_in_sum<true>(-below_max) * inverse_sum;
+    if constexpr (!kEntropy) {
+      return softmax * of_softmax;
+    }
     // Where the softmax is 0, an infinite distance counts as 0.
     const acc_t slope =
         softmax == acc_t(0) ? acc_t(0) : of_entropy * (below_max - stats.mean_distance);
