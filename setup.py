@@ -35,11 +35,13 @@ BINDING_SOURCES = [
     "csrc/bindings/elementwise_problem.cpp",
     "csrc/bindings/launch.cpp",
     "csrc/bindings/tensors.cpp",
+    "csrc/bindings/tokens.cpp",
 ]
 # Without CUDA: the CPU backend, and what decides for the CUDA backend.
 CPU_SOURCES = [
     "csrc/cpu/cross_entropy.cpp",
     "csrc/cpu/elementwise.cpp",
+    "csrc/cpu/tokens.cpp",
     "csrc/kernels/rows/policy.cpp",
     "csrc/kernels/rows/policy_report.cpp",
 ]

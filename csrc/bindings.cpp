@@ -13,6 +13,7 @@
 #include "bindings/cross_entropy.h"
 #include "bindings/elementwise.h"
 #include "bindings/launch.h"
+#include "bindings/tokens.h"
 #include "losses/elementwise/registry.h"
 
 namespace lossops::bindings {
@@ -218,6 +219,26 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "str reduction=\"mean\", float label_smoothing=0.0, bool gradient=False, str device=\"\") "
       "-> str");
   m.def("cross_entropy_plan_table(str device=\"\") -> str");
+  // The public operators of token values: lossops/_ops/row_values.py composes them of
+  // token_values_forward.
+  m.def(
+      "selective_log_softmax(Tensor logits, Tensor index, float temperature=1.0, "
+      "Tensor? row_mask=None, *, float logit_scale=1.0, float? softcap=None) -> Tensor");
+  m.def(
+      "entropy_from_logits(Tensor logits, int? chunk_size=None, *, float temperature=1.0, "
+      "float logit_scale=1.0, float? softcap=None) -> Tensor");
+  m.def(
+      "selective_log_softmax_and_entropy(Tensor logits, Tensor index, "
+      "bool entropy_requires_grad=True, float temperature=1.0, Tensor? row_mask=None, *, "
+      "float logit_scale=1.0, float? softcap=None) -> (Tensor log_probs, Tensor entropy)");
+  m.def(
+      "token_values_forward(Tensor logits, Tensor? index, Tensor? row_mask, float temperature, "
+      "float logit_scale, float? softcap, bool has_entropy, bool keeps_stats) "
+      "-> (Tensor log_probs, Tensor entropy, Tensor row_stats)");
+  m.def(
+      "token_values_backward(Tensor? grad_log_probs, Tensor? grad_entropy, Tensor logits, "
+      "Tensor? index, Tensor? row_mask, Tensor row_stats, float temperature, float logit_scale, "
+      "float? softcap, bool has_entropy, bool[] output_mask) -> Tensor[]");
   m.def("build_info() -> str");
   m.def("cuda_problem() -> str");
 }
@@ -235,6 +256,8 @@ void implement_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("cross_entropy_backward_kept", TORCH_BOX(&cross_entropy_backward_kept));
   m.impl("cross_entropy_backward_inplace", TORCH_BOX(&cross_entropy_backward_inplace));
   m.impl("first_invalid_target", TORCH_BOX(&first_invalid_target));
+  m.impl("token_values_forward", TORCH_BOX(&token_values_forward));
+  m.impl("token_values_backward", TORCH_BOX(&token_values_backward));
 }
 
 }  // namespace

@@ -31,9 +31,10 @@ void check_real(const char* op, const char* name, const View& view) {
                 kRealDtypes, ", but is ", name_of(view.dtype));
 }
 
-void check_device(const char* op, const char* name, const View& view, const View& input) {
+void check_device(const char* op, const char* name, const View& view, const View& input,
+                  const char* input_name) {
   LOSSOPS_CHECK(op, same_device(view.tensor, input.tensor), name, " is on ", device_of(view.tensor),
-                " but input is on ", device_of(input.tensor));
+                " but ", input_name, " is on ", device_of(input.tensor));
 }
 
 void check_cuda(const char* op, const char* name, const Tensor& tensor) {
@@ -43,8 +44,8 @@ void check_cuda(const char* op, const char* name, const Tensor& tensor) {
   }
 }
 
-void check_ndim(const char* op, int merged) {
-  LOSSOPS_CHECK(op, merged >= 0, "input and target need more than ", kMaxDims,
+void check_ndim(const char* op, int merged, const char* operands) {
+  LOSSOPS_CHECK(op, merged >= 0, operands, " need more than ", kMaxDims,
                 " dimensions after merging; make them contiguous");
 }
 

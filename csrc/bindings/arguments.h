@@ -23,14 +23,15 @@ void check_floating(const char* op, const char* name, const View& view);
 // Fails for a dtype that is neither floating nor integral.
 void check_real(const char* op, const char* name, const View& view);
 
-void check_device(const char* op, const char* name, const View& view, const View& input);
+void check_device(const char* op, const char* name, const View& view, const View& input,
+                  const char* input_name = "input");
 
 // Fails for a CUDA tensor if CUDA cannot be used, before anything is allocated or launched. torch's
 // own errors do not say what to do.
 void check_cuda(const char* op, const char* name, const Tensor& tensor);
 
 // Fails if the operands, merged, have more dimensions than a kernel's arguments hold.
-void check_ndim(const char* op, int merged);
+void check_ndim(const char* op, int merged, const char* operands = "input and target");
 
 // Checks mean_terms, which forward returned: the denominator and the value of a mean.
 const double* check_mean_terms(const char* op, const OptionalTensor& tensor, const View& input);

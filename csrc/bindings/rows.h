@@ -36,8 +36,9 @@ class RowSpace {
     builder_.add(operand, without_class_dim(strides));
   }
 
-  void finish(const char* op, IterationSpace& rows) {
-    check_ndim(op, builder_.finish(order_, rows));
+  // operands: what an error calls them.
+  void finish(const char* op, IterationSpace& rows, const char* operands = "input and target") {
+    check_ndim(op, builder_.finish(order_, rows), operands);
   }
 
  private:

@@ -11,22 +11,11 @@
 
 #include "cpu/block.h"
 #include "cpu/columns.h"
-#include "cpu/parallel.h"
+#include "cpu/rows.h"
 #include "cross_entropy_row.h"
 
 namespace lossops::cpu {
 namespace {
-
-// Where classes [first, ...) of a row lie.
-BlockOffsets classes_of_row(int64_t row_offset, int64_t class_stride, int64_t first) {
-  BlockOffsets result;
-  result.base = row_offset + first * class_stride;
-  result.stride = class_stride;
-  return result;
-}
-
-// Classes further apart than this are those of an image, whose rows are neighbours.
-constexpr int64_t kNear = 16;
 
 // Rows of up to this many classes are taken many at a time.
 constexpr int64_t kShortRow = 256;
@@ -89,32 +78,6 @@ struct BlockTargets {
     all_valid = valid + ignored == count;
   }
 };
-
-// values[i] = data[offset + i * stride + index[i] * index_stride]
-template <typename acc_t>
-LOSSOPS_HOST_DEVICE void gather(const void* data, DType dtype, int64_t offset, int64_t stride,
-                                const int64_t* index, int64_t index_stride, int count,
-                                acc_t* values) {
-  const auto gather_typed = [&](const auto* from) LOSSOPS_ALWAYS_INLINE {
-    for (int i = 0; i < count; ++i) {
-      values[i] = to_acc<acc_t>(from[offset + i * stride + index[i] * index_stride]);
-    }
-  };
-  switch (dtype) {
-    case DType::kFloat64:
-      return gather_typed(static_cast<const double*>(data));
-    case DType::kFloat32:
-      return gather_typed(static_cast<const float*>(data));
-    case DType::kFloat16:
-      return gather_typed(static_cast<const half_t*>(data));
-    case DType::kBFloat16:
-      return gather_typed(static_cast<const bfloat16_t*>(data));
-    default:
-      for (int i = 0; i < count; ++i) {
-        values[i] = load_as<acc_t>(data, dtype, offset + i * stride + index[i] * index_stride);
-      }
-  }
-}
 
 // The coefficients of a row are uniform ones, q_c = w_c p'_c with p'_c = eps / C for a
 // class index, and one more at the class index.
@@ -349,20 +312,6 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
 }
 
 // ------------------------------------------------------------ forward, row by row
-
-// The largest of values[0..width), a NaN left aside.
-template <typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t block_max(const acc_t* values, int width) {
-  acc_t lanes[kVector];
-  std::fill_n(lanes, kVector, -math::infinity<acc_t>());
-  for (int j = 0; j < width; j += kVector) {
-    for (int lane = 0; lane < kVector; ++lane) {
-      lanes[lane] = values[j + lane] > lanes[lane] ? values[j + lane] : lanes[lane];
-    }
-  }
-  return fold_lanes<kVector>(lanes,
-                             [](acc_t a, acc_t b) LOSSOPS_ALWAYS_INLINE { return a > b ? a : b; });
-}
 
 // Rows that are read in lockstep: from its maximum to the sum of its exponentials, a short
 // row is one chain of dependent instructions. A long row is better off alone, as one
