@@ -10,6 +10,11 @@ if not _extension.reporting():  # python -m lossops.info runs also where the lib
     from .functional import cross_entropy, kl_div, mse_loss
     from .nn import CrossEntropyLoss, KLDivLoss, MSELoss
     from .patching import patch, patch_report, patched, unpatch
+    from .tokens import (
+        entropy_from_logits,
+        selective_log_softmax,
+        selective_log_softmax_and_entropy,
+    )
 
     __all__ = [
         "CrossEntropyLoss",
@@ -17,11 +22,14 @@ if not _extension.reporting():  # python -m lossops.info runs also where the lib
         "MSELoss",
         "check_targets",
         "cross_entropy",
+        "entropy_from_logits",
         "keep_gradients",
         "kl_div",
         "mse_loss",
         "patch",
         "patch_report",
         "patched",
+        "selective_log_softmax",
+        "selective_log_softmax_and_entropy",
         "unpatch",
     ]
