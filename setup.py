@@ -60,6 +60,7 @@ CUDA_SOURCES = [
     "csrc/kernels/rows/side_by_side_rows.cu",
     "csrc/kernels/rows/split_rows.cu",
     "csrc/kernels/rows/staged_rows.cu",
+    "csrc/kernels/rows/token_rows.cu",
 ]
 
 # The architectures of a released wheel, and the only place that names them. Those which the

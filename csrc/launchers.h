@@ -227,7 +227,8 @@ inline CrossEntropyForwardArgs forward_of(const CrossEntropyBackwardArgs& args) 
                                      Context);                                                   \
   int64_t token_forward_scratch(const TokenForwardArgs& args);                                   \
   void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context);             \
-  void launch_token_backward(const TokenBackwardArgs& args, Context);                            \
+  int64_t token_backward_scratch(const TokenBackwardArgs& args);                                 \
+  void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Context);           \
   /* Writes the first row whose class index is out of range, or -1, to *result. */               \
   void launch_first_invalid_target(const CrossEntropyArgs& args, int64_t* result, Context);
 

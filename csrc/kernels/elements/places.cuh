@@ -8,10 +8,6 @@
 
 namespace lossops::cuda {
 
-// Stops the compiler from merging the accesses of two branches: for merged ones it computes 64-bit
-// addresses instead of using constant distances.
-__device__ __forceinline__ void keep_apart() { asm volatile(""); }
-
 // Where the chunk of a tile lies. While a block takes one tile, it works out the chunk of the next.
 class ChunkPlaces {
  public:

@@ -63,6 +63,9 @@ struct SoftcapMap {
 };
 
 // Calls body with the map of a call: run-time values become a type here.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
 template <typename acc_t, typename Body>
 LOSSOPS_HOST_DEVICE void visit_logit_map(const LogitMapParams& params, Body&& body) {
   if (params.softcap > 0) {

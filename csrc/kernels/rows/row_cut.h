@@ -1,0 +1,233 @@
+// How rows of logits are cut for the machine of row_pass.cuh, and who takes what. Host code without
+// CUDA, and the arithmetic that kernels share with it (csrc/tests/test_row_cut.cpp).
+//
+// A row consists of vectors of 16 bytes, counted from its first element wherever that lies. A
+// misaligned vector is read as two aligned ones. The first vector of a row and the last whole one
+// might then reach beyond the row, and so does what is left of a vector behind them. These two or
+// three are *outer* vectors, which are read element by element. All others are *inner* vectors.
+//
+//   row:      | outer | inner | inner | ... | inner | outer | outer, in part |
+//   numbers:   inner     0       1            inner-1 inner+1  inner+2
+//
+// Vectors are numbered with the outer ones last. A *piece* is a range of these numbers that some
+// lanes of a warp reduce to a state. The states of a row are then merged in a fixed order.
+//
+// A row's results depend on how it is cut. So a RowCut follows from the number of classes and the
+// size of a logit alone, and a row has the same bits in any batch, at any address, with any
+// strides.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/primitives/integers.h"
+#include "launchers.h"
+#include "scalar_types.h"
+
+namespace lossops::cuda {
+
+constexpr int kRowThreads = 256;
+constexpr int kRowVectorBytes = 16;
+// Vectors that a thread has in flight at the most. Those of a team are a round.
+constexpr int kRowVectors = 4;
+// Rounds of a piece: 8 KB for a warp. One row of 2 MB is then 256 pieces, and a piece is long
+// enough that what it costs beside its elements is a small part.
+constexpr int kPieceRounds = 4;
+// The vectors of a row are numbered by 32 bits.
+constexpr int64_t kMostVectors = (int64_t{1} << 31) - (int64_t{1} << 20);
+
+// 2^this is the number of elements of a vector. element_bytes: 2, 4 or 8.
+constexpr int vector_shift_of(int64_t element_bytes) {
+  return element_bytes == 2 ? 3 : element_bytes == 4 ? 2 : 1;
+}
+
+struct RowCut {
+  int64_t num_classes = 0;
+  int vectors = 0;  // of a row, the one in part too
+  int inner = 0;
+  int lanes = 32;  // of a warp that share a piece
+  int rounds = 1;  // of a piece
+  int pieces = 1;
+
+  static RowCut of(int64_t num_classes, int64_t element_bytes) {
+    const int shift = vector_shift_of(element_bytes);
+    RowCut cut;
+    cut.num_classes = num_classes;
+    cut.vectors = static_cast<int>(ceil_div(num_classes, int64_t{1} << shift));
+    cut.inner = static_cast<int>(std::max<int64_t>((num_classes >> shift) - 2, 0));
+    const auto vectors_of_round = [&](int lanes) { return lanes * kRowVectors; };
+    cut.lanes = cut.vectors <= vectors_of_round(8)    ? 8
+                : cut.vectors <= vectors_of_round(16) ? 16
+                                                      : 32;
+    const int64_t round = vectors_of_round(cut.lanes);
+    cut.rounds =
+        static_cast<int>(std::clamp<int64_t>(ceil_div(cut.vectors, round), 1, kPieceRounds));
+    cut.pieces = static_cast<int>(std::max<int64_t>(ceil_div(cut.vectors, round * cut.rounds), 1));
+    return cut;
+  }
+
+  // Elements of the vector at a position, as far as the row has them.
+  LOSSOPS_HOST_DEVICE int elements(int position, int size) const {
+    const int64_t left = num_classes - int64_t{position} * size;
+    return left < size ? static_cast<int>(left) : size;
+  }
+
+  LOSSOPS_HOST_DEVICE int piece_vectors() const { return rounds * lanes * kRowVectors; }
+
+  // Where the vector of a number is in its row.
+  LOSSOPS_HOST_DEVICE int position(int number) const {
+    return number < inner ? number + 1 : number == inner ? 0 : number;
+  }
+};
+
+// Rows of which a launch takes as many as 31 bits count. They have one or two dimensions.
+struct RowSlice {
+  int64_t first_row = 0;
+  int64_t sizes[2] = {1, 1};
+  int64_t begin[kMaxDims] = {};  // coordinates of the first row
+
+  int64_t rows() const { return sizes[0] * sizes[1]; }
+
+  // An operand, from the slice's first row on.
+  Operand operator()(const Operand& operand) const {
+    Operand own = operand;
+    int64_t offset = 0;
+    for (int dim = 0; dim < kMaxDims; ++dim) {
+      offset += begin[dim] * operand.strides[dim];
+    }
+    if (own.data != nullptr) {
+      own.data = static_cast<char*>(own.data) + offset * element_size(own.dtype);
+    }
+    return own;
+  }
+};
+
+// Calls body with slices of at most so many rows, which have every row once.
+template <typename Body>
+void for_each_slice(const IterationSpace& rows, int64_t most_rows, const Body& body) {
+  RowSlice slice;
+  const int64_t size0 = rows.ndim > 0 ? rows.sizes[0] : 1;
+  const int64_t size1 = rows.ndim > 1 ? rows.sizes[1] : 1;
+  const int64_t most0 = std::min(size0, most_rows);
+  const int64_t most1 =
+      most0 == size0 ? std::min(size1, std::max<int64_t>(most_rows / size0, 1)) : 1;
+  for (int64_t first = 0; first < rows.numel; first += size0 * size1) {
+    int64_t outer = first / (size0 * size1);
+    for (int dim = 2; dim < rows.ndim; ++dim) {
+      slice.begin[dim] = outer % rows.sizes[dim];
+      outer /= rows.sizes[dim];
+    }
+    for (slice.begin[1] = 0; slice.begin[1] < size1; slice.begin[1] += most1) {
+      for (slice.begin[0] = 0; slice.begin[0] < size0; slice.begin[0] += most0) {
+        slice.first_row = first + slice.begin[1] * size0 + slice.begin[0];
+        slice.sizes[0] = std::min(most0, size0 - slice.begin[0]);
+        slice.sizes[1] = std::min(most1, size1 - slice.begin[1]);
+        body(slice);
+      }
+    }
+  }
+}
+
+// Which row of a slice, and which of its shares, a group of lanes has.
+struct RowGrid {
+  int64_t first_row = 0;
+  uint32_t groups = 0;
+  Divisor shares;  // groups of a row
+  Divisor size0;   // of the slice
+
+  struct Place {
+    int64_t row;  // of all
+    int share;    // of the row
+    uint32_t i0;  // coordinates in the slice
+    uint32_t i1;
+
+    LOSSOPS_HOST_DEVICE int64_t offset(const Operand& operand) const {
+      return i0 * operand.strides[0] + i1 * operand.strides[1];
+    }
+  };
+
+  RowGrid() = default;
+  RowGrid(const RowSlice& slice, int shares_)
+      : first_row(slice.first_row),
+        groups(static_cast<uint32_t>(slice.rows() * shares_)),
+        shares(static_cast<uint32_t>(shares_)),
+        size0(static_cast<uint32_t>(slice.sizes[0])) {}
+
+  // lanes: of a group.
+  int64_t blocks(int lanes) const { return ceil_div(groups, kRowThreads / lanes); }
+
+  // Numbers from `groups` on have the place of the last.
+  LOSSOPS_HOST_DEVICE Place place(uint32_t group) const {
+    const uint32_t own = group < groups ? group : groups - 1;
+    const uint32_t row = shares.quotient(own);
+    const uint32_t i1 = size0.quotient(row);
+    return {first_row + row, static_cast<int>(own - row * shares.value), row - i1 * size0.value,
+            i1};
+  }
+};
+
+// How the gradients of a row are cut into parts, a warp each. A gradient depends on its own logit
+// and on what is known of the row, so any cut will do: here vectors are aligned in the gradient.
+struct RowParts {
+  int64_t num_classes = 0;
+  int vector_shift = 0;
+  int vectors = 0;  // of a part, at the most
+  int parts = 1;    // of a row
+
+  // resident_warps: of the device, at a time.
+  static RowParts of(int64_t rows, int64_t num_classes, int64_t element_bytes,
+                     int64_t resident_warps) {
+    RowParts plan;
+    plan.num_classes = num_classes;
+    plan.vector_shift = vector_shift_of(element_bytes);
+    const int64_t vectors = std::max<int64_t>(num_classes >> plan.vector_shift, 1);
+    // Four parts for each warp that fits at a time, so that the last ones end together, in whole
+    // rounds: one at least, and at most so many that a part's beginning costs little beside it.
+    constexpr int64_t kRound = 32 * kRowVectors;
+    constexpr int64_t kMostRounds = 16;
+    const int64_t wanted = rows * vectors / (4 * kRound * resident_warps);
+    plan.vectors = static_cast<int>(std::clamp<int64_t>(wanted, 1, kMostRounds) * kRound);
+    plan.parts = static_cast<int>(ceil_div(vectors, plan.vectors));
+    return plan;
+  }
+};
+
+// A part: its inner vectors, and its singles, which are written one by one.
+struct RowPart {
+  int64_t first_class = 0;  // of inner vector 0
+  int size = 1;             // elements of a vector
+  int inner = 0;            // inner vectors of the row
+  int begin = 0;            // those of the part
+  int end = 0;
+  int64_t singles = 0;  // of the part
+  int64_t lead = 0;     // so many of them are the row's first classes
+  int64_t behind = 0;   // from the number of another single to its class
+
+  // head: elements before the gradient's first aligned vector; negative: the classes of logits or
+  // gradients are not neighbours, and all are singles.
+  static LOSSOPS_HOST_DEVICE RowPart of(const RowParts& plan, int number, int head) {
+    RowPart part;
+    part.size = 1 << plan.vector_shift;
+    const int64_t first = int64_t{number} * plan.vectors;
+    if (head < 0) {
+      const bool is_last = number + 1 == plan.parts;
+      part.behind = first * part.size;
+      part.singles = is_last ? plan.num_classes - part.behind : int64_t{plan.vectors} * part.size;
+      return part;
+    }
+    const int64_t inner = ((plan.num_classes - head) >> plan.vector_shift) - 2;
+    const int64_t end = first + plan.vectors;
+    part.first_class = head + part.size;
+    part.inner = inner > 0 ? static_cast<int>(inner) : 0;
+    part.begin = static_cast<int>(first < part.inner ? first : part.inner);
+    part.end = static_cast<int>(end < part.inner ? end : part.inner);
+    part.lead = part.first_class;
+    part.behind = int64_t{part.inner} * part.size;
+    part.singles = number == 0 ? plan.num_classes - part.behind : 0;
+    return part;
+  }
+
+  LOSSOPS_HOST_DEVICE int64_t class_of_single(int64_t i) const { return i < lead ? i : behind + i; }
+};
+
+}  // namespace lossops::cuda

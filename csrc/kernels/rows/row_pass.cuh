@@ -1,0 +1,467 @@
+// The two passes over rows of logits that every loss of a row is made of, for any dtype and layout.
+//
+//   row_states_kernel     reduces the pieces of each row to states, which merge_states() merges
+//   row_gradients_kernel  replaces each logit by a gradient, once its row is known
+//
+// A loss is a functor, and the logit map another. row_cut.h says how rows are cut.
+//
+//   struct Row {           // of row_states_kernel
+//     using State = ...;   // has max, raise_max(), add(); State{} is the identity
+//     static void add(State&, TermBatch&, bool may_have_ones);
+//   };
+//   struct Gradient {      // of row_gradients_kernel: what it takes of a row
+//     acc_t operator()(acc_t z) const;  // with respect to the mapped logit
+//   };
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "kernels/grid/launch.cuh"
+#include "kernels/primitives/thread_reduce.cuh"
+#include "kernels/primitives/vectorized.cuh"
+#include "kernels/primitives/warp_reduce.cuh"
+#include "kernels/rows/row_cut.h"
+#include "kernels/rows/row_reader.cuh"
+#include "losses/rows/logit_map.h"
+#include "losses/rows/softmax_state.h"
+
+namespace lossops::cuda {
+
+// Rows of logits, from the first one of a slice on.
+struct RowSource {
+  Operand input;
+  int64_t class_stride = 1;
+  Operand mask;        // 0: the row counts as empty, and its logits are never read; null: all count
+  int mask_bytes = 1;  // of an element
+  uint64_t mask_bits = 0;  // of an element, those that are 0 in a 0
+
+  RowSource(const RowSlice& slice, const Operand& logits, int64_t stride, const Operand& row_mask)
+      : input(slice(logits)), class_stride(stride), mask(slice(row_mask)) {
+    mask_bytes = static_cast<int>(element_size(mask.dtype));
+    const bool has_sign = mask.dtype <= DType::kBFloat16;  // of 0 too
+    mask_bits = ~uint64_t{0} >> (64 - 8 * mask_bytes + (has_sign ? 1 : 0));
+  }
+
+  __device__ __forceinline__ bool counts(const RowGrid::Place& place) const {
+    if (mask.data == nullptr) {
+      return true;
+    }
+    const int64_t offset = place.offset(mask);
+    uint64_t bits = 0;
+    switch (mask_bytes) {
+      case 8:
+        bits = static_cast<const uint64_t*>(mask.data)[offset];
+        break;
+      case 4:
+        bits = static_cast<const uint32_t*>(mask.data)[offset];
+        break;
+      case 2:
+        bits = static_cast<const uint16_t*>(mask.data)[offset];
+        break;
+      default:
+        bits = static_cast<const uint8_t*>(mask.data)[offset];
+    }
+    return (bits & mask_bits) != 0;
+  }
+};
+
+// The number of this thread's group of lanes, of which there are a power of two.
+__device__ __forceinline__ uint32_t group_of_thread(int lanes, uint32_t thread = threadIdx.x) {
+  const int shift = __ffs(lanes) - 1;
+  return blockIdx.x * static_cast<uint32_t>(kRowThreads >> shift) + (thread >> shift);
+}
+
+// Blocks of a multiprocessor: 64 registers a thread, or 80 for fp32, of which 64 spill, and 128 for
+// fp64.
+template <typename scalar_t>
+constexpr int kRowBlocks = sizeof(scalar_t) == 2   ? 4
+                           : sizeof(scalar_t) == 4 ? 3
+                                                   : 2;
+
+// Vectors in flight. A softcap's arithmetic takes longer than its loads, and its code is long; so
+// is that of fp64.
+template <typename scalar_t, typename Map>
+constexpr int kVectorsOf =
+    sizeof(scalar_t) == 8 || std::is_same_v<Map, SoftcapMap<acc_type_t<scalar_t>>> ? 1
+                                                                                   : kRowVectors;
+// The same of a kernel that writes as much as it reads. Four would spill.
+template <typename scalar_t, typename Map>
+constexpr int kGradientVectorsOf = std::min(kVectorsOf<scalar_t, Map>, 2);
+
+// The difference z - max <= 0 of a logit, in units of kUnit, and its exponential. Below kLowest the
+// exponential is 0; a difference of -inf is raised to kLowest, so that products with it are 0 too.
+template <typename scalar_t>
+struct RowTerm {
+  using acc_t = acc_type_t<scalar_t>;
+  static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
+  // Half types have powers of 2, which spares a multiplication for each logit.
+  static constexpr acc_t kUnit = kIsHalf ? acc_t(0x1.62e430p-1) : acc_t(1);  // ln 2
+  static constexpr acc_t kPerUnit = kIsHalf ? acc_t(0x1.715476p+0) : acc_t(1);
+  static constexpr acc_t kLowest = kIsHalf              ? acc_t(-512)
+                                   : sizeof(acc_t) == 4 ? acc_t(-256)
+                                                        : acc_t(-1024);
+
+  // NaN stays NaN.
+  static __device__ __forceinline__ acc_t bounded(acc_t difference) {
+    if constexpr (sizeof(acc_t) == 4) {
+      return math::at_least(difference, kLowest);
+    } else {
+      return difference < kLowest ? kLowest : difference;
+    }
+  }
+  static __device__ __forceinline__ acc_t exp(acc_t difference) {
+    if constexpr (kIsHalf) {
+      return math::exp2(difference);
+    } else if constexpr (sizeof(acc_t) == 4) {
+      return math::exp_in_sum<true>(difference);
+    } else {
+      return ::exp(difference);
+    }
+  }
+};
+
+// Any map, for kernels that fp64 has once: their arithmetic takes longer than a branch.
+template <typename acc_t>
+struct AnyMap {
+  LinearMap<acc_t> linear;
+  SoftcapMap<acc_t> softcap;
+  bool has_softcap;
+
+  explicit AnyMap(const LogitMapParams& params)
+      : linear(params), softcap(params), has_softcap(params.softcap > 0) {}
+
+  __device__ __forceinline__ acc_t map(acc_t x) const {
+    return has_softcap ? softcap.map(x) : linear.map(x);
+  }
+  __device__ __forceinline__ acc_t derivative(acc_t x) const {
+    return has_softcap ? softcap.derivative(x) : linear.derivative(x);
+  }
+};
+
+// A map that is -inf of -inf, or finite: a factor of 0 would make NaN of what stands for no logit.
+template <typename acc_t>
+LinearMap<acc_t> map_of_pass(LinearMap<acc_t> map) {
+  map.factor = map.factor == 0 ? acc_t(0x1p-126) : map.factor;
+  return map;
+}
+template <typename acc_t>
+SoftcapMap<acc_t> map_of_pass(SoftcapMap<acc_t> map) {
+  map.rate = map.rate == 0 ? acc_t(0x1p-126) : map.rate;
+  return map;
+}
+template <typename acc_t>
+AnyMap<acc_t> map_of_pass(AnyMap<acc_t> map) {
+  map.linear = map_of_pass(map.linear);
+  map.softcap = map_of_pass(map.softcap);
+  return map;
+}
+
+// What logits become once the maximum of those seen so far is known.
+template <typename scalar_t, typename Map>
+class SoftmaxTerms {
+ public:
+  using acc_t = acc_type_t<scalar_t>;
+  using Term = RowTerm<scalar_t>;
+  // Else the map of -inf may be finite.
+  static constexpr bool kIsLinear = std::is_same_v<Map, LinearMap<acc_t>>;
+
+  __device__ __forceinline__ explicit SoftmaxTerms(const Map& map)
+      : map_(map), rate_(map_.map(acc_t(1)) * Term::kPerUnit) {}
+
+  // Takes the largest logit, and returns the maximum. What is -inf is subtracted from nothing.
+  __device__ __forceinline__ acc_t set_top(acc_t top) {
+    const acc_t max = map_.map(top);
+    shift_ = softmax_shift(kIsLinear ? top : max);
+    return max;
+  }
+
+  // A linear map is taken of the difference, which is exact for logits that are near each other.
+  __device__ __forceinline__ acc_t difference(acc_t x) const {
+    return Term::bounded(kIsLinear ? (x - shift_) * rate_
+                                   : (map_.map(x) - shift_) * Term::kPerUnit);
+  }
+
+ private:
+  Map map_;
+  acc_t rate_;
+  acc_t shift_ = 0;
+};
+
+// kCount logits as terms of the row's sums. may_have_ones: the maximum may be among them.
+template <typename scalar_t, int kCount>
+struct TermBatch {
+  using acc_t = acc_type_t<scalar_t>;
+  static constexpr int kSize = kCount;
+  static constexpr acc_t kUnit = RowTerm<scalar_t>::kUnit;
+  acc_t powers[kCount];       // exp(z - max)
+  acc_t differences[kCount];  // (z - max) / kUnit
+
+  // Takes the terms that are 1 from the powers, and says how many they are.
+  __device__ __forceinline__ acc_t take_ones() {
+    acc_t ones = 0;
+#pragma unroll
+    for (acc_t& power : powers) {
+      ones += power == acc_t(1) ? acc_t(1) : acc_t(0);
+      power = power == acc_t(1) ? acc_t(0) : power;
+    }
+    return ones;
+  }
+};
+
+// The largest of numbers, none of them NaN, over aligned groups of lanes: in each of them.
+template <typename acc_t, bool kOften = true>
+__device__ __forceinline__ acc_t max_over_lanes(acc_t x, int lanes) {
+  if constexpr (kOften && sizeof(acc_t) == 4) {
+    if (lanes == kWarpSize) {
+      return warp_max(x);
+    }
+  }
+#pragma unroll 1
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    x = math::max_number(x, __shfl_xor_sync(kAllLanes, x, offset));
+  }
+  return x;
+}
+
+// The state of the lane whose number differs in one bit.
+template <typename State>
+__device__ __forceinline__ State exchange(const State& state, int bit) {
+  static_assert(sizeof(State) % 4 == 0, "states are made of 4-byte words");
+  uint32_t words[sizeof(State) / 4];
+  memcpy(words, &state, sizeof(State));
+#pragma unroll
+  for (uint32_t& word : words) {
+    word = __shfl_xor_sync(kAllLanes, word, bit);
+  }
+  State other = state;
+  memcpy(&other, words, sizeof(State));
+  return other;
+}
+
+// Lanes that merge the states of a row: by its pieces alone, as all that decides about bits.
+inline int merging_lanes(int pieces) {
+  int lanes = 1;
+  while (lanes < pieces && lanes < 32) {
+    lanes *= 2;
+  }
+  return lanes;
+}
+
+// The state of a row, in each of the aligned lanes that call it; load(piece): that of a piece.
+template <typename State, typename Load>
+__device__ __forceinline__ State merge_states(int pieces, int lanes, const Load& load) {
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  State total;
+  for (int piece = lane; piece < pieces; piece += lanes) {
+    total.max = math::max_number(load(piece).max, total.max);
+  }
+  total.max = max_over_lanes<decltype(total.max), false>(total.max, lanes);
+#pragma unroll 1
+  for (int piece = lane; piece < pieces; piece += lanes) {
+    State own = load(piece);
+    own.raise_max(total.max);
+    total.add(own);
+  }
+#pragma unroll 1
+  for (int bit = lanes / 2; bit > 0; bit /= 2) {
+    total.add(exchange(total, bit));
+  }
+  return total;
+}
+
+// A thread's share of the sums of a piece.
+template <typename Row, typename scalar_t, typename Map>
+class PieceSum {
+ public:
+  using acc_t = acc_type_t<scalar_t>;
+  using State = typename Row::State;
+  State state;
+
+  __device__ __forceinline__ PieceSum(const Map& map, int lanes) : terms_(map), lanes_(lanes) {
+    // Logits of -inf may all be above that.
+    state.max = terms_.set_top(top_);
+  }
+
+  // What comes next has no larger logit than `own` in this thread. By all lanes: a maximum of all
+  // of them rises seldom.
+  __device__ __forceinline__ void raise(acc_t own) {
+    const acc_t top = max_over_lanes(own, lanes_);
+    if (top > top_) {
+      top_ = top;
+      state.raise_max(terms_.set_top(top));
+    }
+    may_have_ones_ = top == top_;
+  }
+
+  // count: so many of the vector's elements exist; the others are -inf.
+  __device__ __forceinline__ void add(const RowType<scalar_t>& type, const RowVector& vector,
+                                      int count) {
+    constexpr int kCount = kVectorSize<scalar_t>;
+    acc_t x[kCount];
+    vector.unpack(type, x);
+    TermBatch<scalar_t, kCount> batch;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      batch.differences[i] = terms_.difference(x[i]);
+      if constexpr (!SoftmaxTerms<scalar_t, Map>::kIsLinear) {
+        batch.differences[i] = i < count ? batch.differences[i] : RowTerm<scalar_t>::kLowest;
+      }
+      batch.powers[i] = RowTerm<scalar_t>::exp(batch.differences[i]);
+    }
+    Row::add(state, batch, may_have_ones_);
+  }
+
+ private:
+  SoftmaxTerms<scalar_t, Map> terms_;
+  int lanes_;
+  acc_t top_ = -math::infinity<acc_t>();
+  bool may_have_ones_ = false;
+};
+
+// Leaves the states of rows, (rows, pieces). changes_signs: the call's map falls as logits rise,
+// and `map` is that of logits with other signs, since maps are odd. Where a row has no element,
+// -inf stands for one.
+template <typename Row, typename scalar_t, typename Map>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
+    row_states_kernel(const __grid_constant__ RowSource source,
+                      const __grid_constant__ RowGrid grid, const __grid_constant__ RowCut cut,
+                      const RowType<scalar_t> type, const Map map, bool changes_signs,
+                      typename Row::State* states) {
+  using acc_t = acc_type_t<scalar_t>;
+  constexpr int kVectors = kVectorsOf<scalar_t, Map>;
+  constexpr int kSize = kVectorSize<scalar_t>;
+  let_next_kernel_start();
+  const int lanes = cut.lanes;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const RowGrid::Place place = grid.place(group_of_thread(lanes));
+  const scalar_t* const row =
+      static_cast<const scalar_t*>(source.input.data) + place.offset(source.input);
+  const bool counts = source.counts(place);
+  const int inner = counts && source.class_stride == 1 ? cut.inner : 0;
+  const int end = counts ? cut.vectors : 0;
+
+  const acc_t infinity = math::infinity<acc_t>();
+  const scalar_t absent = type.visit([&](auto like) {
+    return bits_as<scalar_t>(from_acc<decltype(like)>(changes_signs ? infinity : -infinity));
+  });
+
+  // Inner vector 0 is the row's second.
+  RowReader<scalar_t, kVectors> reader(row + kSize * source.class_stride, lanes);
+  PieceSum<Row, scalar_t, Map> sum(map, lanes);
+  int v = place.share * cut.piece_vectors() + lane;
+  // As often for each warp, as the compiler sees, for shuffles.
+#pragma unroll 1
+  for (int round = cut.rounds * (kRowVectors / kVectors); round > 0; --round) {
+    reader.load(v, inner);
+    reader.settle();
+    if (v + (kVectors - 1) * lanes >= inner) {
+      // Outer vectors, classes that are not neighbours, and what the row does not have.
+#pragma unroll 1
+      for (int u = 0; u < kVectors; ++u) {
+        const int number = v + u * lanes;
+        if (number >= inner) {
+          const int position = cut.position(number);
+          const int64_t from = int64_t{position - 1} * kSize * source.class_stride;
+          const int count = number < end ? cut.elements(position, kSize) : 0;
+          reader.put(u, gather(reader.first() + from, count, source.class_stride, absent));
+        }
+      }
+    }
+    if (changes_signs) {
+      reader.change_signs();
+    }
+    sum.raise(largest_of(type, reader.vectors));
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      const int number = v + u * lanes;
+      sum.add(type, reader.vectors[u],
+              number < end ? cut.elements(cut.position(number), kSize) : 0);
+    }
+    v += lanes * kVectors;
+  }
+  // All lanes have the same maximum.
+#pragma unroll 1
+  for (int bit = lanes / 2; bit > 0; bit /= 2) {
+    sum.state.add(exchange(sum.state, bit));
+  }
+  // Computed once more, for the registers that it would have kept from the rounds.
+  const auto thread = static_cast<uint32_t>(unfolded(static_cast<int>(threadIdx.x)));
+  const uint32_t own_group = group_of_thread(lanes, thread);
+  if (lane == 0 && own_group < grid.groups) {
+    const RowGrid::Place own = grid.place(own_group);
+    states[own.row * cut.pieces + own.share] = sum.state;
+  }
+}
+
+// Writes the gradients of a plan's parts, a warp each. of_rows: (rows,), one for each row; those of
+// rows that do not count are Gradient{}, which is 0 everywhere.
+template <typename Gradient, typename scalar_t, typename Map>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
+    row_gradients_kernel(const __grid_constant__ RowSource source,
+                         const __grid_constant__ Operand grad_input, int64_t grad_class_stride,
+                         const __grid_constant__ RowGrid grid,
+                         const __grid_constant__ RowParts plan, const RowType<scalar_t> type,
+                         const Map map, const Gradient* of_rows) {
+  using acc_t = acc_type_t<scalar_t>;
+  constexpr int kVectors = kGradientVectorsOf<scalar_t, Map>;
+  constexpr int kSize = kVectorSize<scalar_t>;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const uint32_t group = group_of_thread(kWarpSize);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (group >= grid.groups) {
+    return;
+  }
+  const RowGrid::Place place = grid.place(group);
+  const bool counts = source.counts(place);
+  const scalar_t* const logits =
+      static_cast<const scalar_t*>(source.input.data) + place.offset(source.input);
+  scalar_t* const gradients = static_cast<scalar_t*>(grad_input.data) + place.offset(grad_input);
+  const Gradient gradient = of_rows[place.row];
+  int head = -1;
+  if (source.class_stride == 1 && grad_class_stride == 1) {
+    const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(gradients));
+    head = static_cast<int>((0u - address) % kVectorBytes / sizeof(scalar_t));
+  }
+  const RowPart part = RowPart::of(plan, place.share, head);
+  const auto of_logit = [&](acc_t x) { return gradient(map.map(x)) * map.derivative(x); };
+
+  RowReader<scalar_t, kVectors> reader(logits + part.first_class, kWarpSize);
+  scalar_t* const vectors = gradients + part.first_class;
+  reader.clear();  // of rows that do not count nothing is read
+#pragma unroll 1
+  for (int v = part.begin + lane; v < part.end; v += kWarpSize * kVectors) {
+    if (counts) {
+      reader.load(v, part.end);
+      reader.settle();
+    }
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      acc_t values[kSize];
+      reader.vectors[u].unpack(type, values);
+#pragma unroll
+      for (acc_t& value : values) {
+        value = of_logit(value);
+      }
+      const RowVector packed = RowVector::pack(type, values);
+      if (v + u * kWarpSize < part.end) {
+        reinterpret_cast<RowVector*>(vectors)[v + u * kWarpSize] = packed;
+      }
+    }
+  }
+#pragma unroll 1
+  for (int64_t i = lane; i < part.singles; i += kWarpSize) {
+    const int64_t c = part.class_of_single(i);
+    type.visit([&](auto like) {
+      using own_t = decltype(like);
+      const own_t x = counts ? bits_as<own_t>(logits[c * source.class_stride]) : own_t{};
+      gradients[c * grad_class_stride] =
+          bits_as<scalar_t>(from_acc<own_t>(of_logit(to_acc<acc_t>(x))));
+    });
+  }
+}
+
+}  // namespace lossops::cuda

@@ -1,0 +1,363 @@
+// Log-probabilities of classes and entropies of rows (losses/rows/tokens.h) on the machine of
+// row_pass.cuh: the functors of tokens, and their launches.
+//
+// Forward leaves the states of each row's pieces; a small kernel after it merges them, reads the
+// logits at the class indices and writes the results. Backward is a small kernel for what is known
+// of each row, one that writes all gradients, and a small one that rewrites those at class indices.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <type_traits>
+
+#include "cross_entropy_row.h"
+#include "kernels/grid/device.cuh"
+#include "kernels/grid/launch.cuh"
+#include "kernels/primitives/dispatch.cuh"
+#include "kernels/rows/row_pass.cuh"
+#include "kernels/rows/row_cut.h"
+#include "launchers.h"
+#include "losses/rows/tokens.h"
+#include "strided.h"
+
+namespace lossops::cuda {
+namespace {
+
+template <typename acc_t>
+struct TokenRow {
+  using State = EntropySoftmax<acc_t>;
+
+  template <typename Batch>
+  static __device__ __forceinline__ void add(State& state, Batch& batch, bool may_have_ones) {
+    acc_t distance = 0;
+#pragma unroll
+    for (int i = 0; i < Batch::kSize; ++i) {
+      distance -= batch.powers[i] * batch.differences[i];
+    }
+    if (may_have_ones) {
+      state.ones += batch.take_ones();
+    }
+    state.below += pairwise_sum(batch.powers);
+    state.distance += distance * Batch::kUnit;
+  }
+};
+
+// ------------------------------------------------------------------------ forward
+
+// The dtype of statistics.
+LOSSOPS_HOST_DEVICE DType stats_dtype(const TokenArgs& args) {
+  return args.input.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+// The mapped logit of a class, as its pass has computed it.
+__device__ __forceinline__ double mapped_logit(const TokenArgs& args, const RowSource& source,
+                                               int64_t offset) {
+  double z = 0;
+  const auto map_as = [&](auto like) {
+    using acc_t = decltype(like);
+    const auto x = load_operand<acc_t>(source.input, offset);
+    visit_logit_map<acc_t>(args.map, [&](const auto& map) { z = map.map(x); });
+  };
+  source.input.dtype == DType::kFloat64 ? map_as(double()) : map_as(float());
+  return z;
+}
+
+// Merges the states of each row's pieces, writes its statistics where a backward pass will come,
+// its log-probabilities and its entropy. Log-probabilities of class indices out of range are NaN.
+// lanes: merging_lanes(). What a row takes is computed in fp64: a kernel for all dtypes.
+__global__ void __launch_bounds__(kRowThreads)
+    token_values_kernel(const __grid_constant__ TokenForwardArgs args,
+                        const __grid_constant__ RowSource source,
+                        const __grid_constant__ RowGrid grid, int pieces, int lanes,
+                        const void* states) {
+  const uint32_t group = group_of_thread(lanes);
+  const RowGrid::Place place = grid.place(group);
+  const bool is_double = args.input.dtype == DType::kFloat64;
+  wait_for_previous_kernel();
+  const auto state = merge_states<EntropySoftmax<double>>(pieces, lanes, [&](int piece) {
+    const int64_t i = place.row * pieces + piece;
+    if (is_double) {
+      return static_cast<const EntropySoftmax<double>*>(states)[i];
+    }
+    const auto own = static_cast<const EntropySoftmax<float>*>(states)[i];
+    EntropySoftmax<double> result;
+    result.max = own.max;
+    result.ones = own.ones;
+    result.below = own.below;
+    result.distance = own.distance;
+    return result;
+  });
+  if (group >= grid.groups) {
+    return;
+  }
+  const bool counts = source.counts(place);
+  const TokenStats<double> stats = {state.max, state.rest(), state.mean_distance()};
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+#pragma unroll 1
+  for (int64_t k = lane; k < args.num_indices; k += lanes) {
+    double log_prob = 0;
+    if (counts) {
+      const int64_t c =
+          load_class_index(args.index, place.offset(args.index) + k * args.index_stride);
+      log_prob = math::quiet_nan<double>();
+      if (c >= 0 && c < args.num_classes) {
+        log_prob = stats.log_prob(
+            mapped_logit(args, source, place.offset(source.input) + c * source.class_stride));
+      }
+    }
+    store_operand(args.log_probs, place.offset(args.log_probs) + k * args.log_probs_stride,
+                  log_prob);
+  }
+  if (lane == 0) {
+    if (args.entropy.data != nullptr) {
+      store_operand(args.entropy, place.offset(args.entropy), counts ? stats.entropy() : 0.0);
+    }
+    if (args.row_stats != nullptr) {
+      const DType dtype = stats_dtype(args);
+      store_as(args.row_stats, dtype, place.row, stats.max);
+      store_as(args.row_stats, dtype, args.rows.numel + place.row, stats.rest);
+      store_as(args.row_stats, dtype, 2 * args.rows.numel + place.row, stats.mean_distance);
+    }
+  }
+}
+
+// ----------------------------------------------------------------------- backward
+
+// The class index k of a row, and its gradient; operands are those of a slice.
+__device__ __forceinline__ int64_t load_index(const TokenBackwardArgs& args,
+                                              const RowGrid::Place& place, int64_t k) {
+  return load_class_index(args.index, place.offset(args.index) + k * args.index_stride);
+}
+__device__ __forceinline__ double load_grad(const TokenBackwardArgs& args,
+                                            const RowGrid::Place& place, int64_t k) {
+  return load_operand<double>(args.grad_log_probs,
+                              place.offset(args.grad_log_probs) + k * args.grad_log_probs_stride);
+}
+
+// What the gradient of a row that counts is made of. By all lanes of a warp. What a row
+// takes is computed in fp64, as in token_values_kernel.
+__device__ __forceinline__ TokenGradient<double> load_gradient(const TokenBackwardArgs& args,
+                                                               const RowGrid::Place& place) {
+  TokenGradient<double> gradient = {};
+  const int64_t count = args.grad_log_probs.data != nullptr ? args.num_indices : 0;
+#pragma unroll 1
+  for (int64_t k = threadIdx.x % kWarpSize; k < count; k += kWarpSize) {
+    const int64_t c = load_index(args, place, k);
+
+    gradient.of_softmax -=
+        c >= 0 && c < args.num_classes ? load_grad(args, place, k) : math::quiet_nan<double>();
+  }
+  gradient.of_softmax = warp_sum(gradient.of_softmax);
+  const auto kept = [&](int64_t plane) {
+    return load_as<double>(args.row_stats, stats_dtype(args), plane * args.rows.numel + place.row);
+  };
+  gradient.stats = {kept(0), kept(1), kept(2)};
+  if (args.grad_entropy.data != nullptr) {
+    gradient.of_entropy = load_operand<double>(args.grad_entropy, place.offset(args.grad_entropy));
+  }
+  return gradient;
+}
+
+// TokenGradient::of_class() in few operations.
+constexpr int kGradientNumbers = 4;
+template <typename scalar_t>
+struct TokenLogitGradient {
+  using acc_t = acc_type_t<scalar_t>;
+  using Term = RowTerm<scalar_t>;
+  acc_t max = 0;
+  acc_t mean_distance = 0;
+  acc_t of_softmax = 0;  // over the sum of exponentials
+  acc_t of_entropy = 0;  // likewise
+  static_assert(kGradientNumbers == 4, "the four above");
+
+  __device__ __forceinline__ acc_t operator()(acc_t z) const {
+    const acc_t difference = Term::bounded((z - max) * Term::kPerUnit);
+    const acc_t below_mean = -Term::kUnit * difference - mean_distance;
+    return Term::exp(difference) * (of_softmax + of_entropy * below_mean);
+  }
+};
+
+// Leaves what row_gradients_kernel takes of each row, (rows,) TokenLogitGradient; a warp a row.
+__global__ void __launch_bounds__(kRowThreads)
+    token_gradients_kernel(const __grid_constant__ TokenBackwardArgs args,
+                           const __grid_constant__ RowSource source,
+                           const __grid_constant__ RowGrid grid, void* of_rows) {
+  let_next_kernel_start();
+  const uint32_t group = group_of_thread(kWarpSize);
+  const RowGrid::Place place = grid.place(group);
+  const TokenGradient<double> gradient = load_gradient(args, place);
+  if (threadIdx.x % kWarpSize == 0 && group < grid.groups) {
+    const TokenStats<double>& stats = gradient.stats;
+    const bool counts = source.counts(place);
+    const double inverse = 1 / (1 + stats.rest);
+    const double numbers[kGradientNumbers] = {stats.max, stats.mean_distance,
+                                              gradient.of_softmax * inverse,
+                                              gradient.of_entropy * inverse};
+#pragma unroll
+    for (int i = 0; i < kGradientNumbers; ++i) {
+      store_as(of_rows, stats_dtype(args), place.row * kGradientNumbers + i,
+               counts ? numbers[i] : 0.0);
+    }
+  }
+}
+
+// Rewrites the gradients at class indices, a warp a row. Those of repeated indices add up: the
+// first of them writes the sum. Like token_values_kernel for all dtypes.
+__global__ void __launch_bounds__(kRowThreads)
+    token_classes_kernel(const __grid_constant__ TokenBackwardArgs args,
+                         const __grid_constant__ RowSource source,
+                         const __grid_constant__ RowGrid grid) {
+  const uint32_t group = group_of_thread(kWarpSize);
+  const RowGrid::Place place = grid.place(group);
+  const TokenGradient<double> gradient = load_gradient(args, place);
+  wait_for_previous_kernel();
+  if (group >= grid.groups || !source.counts(place)) {
+    return;
+  }
+#pragma unroll 1
+  for (int64_t k = threadIdx.x % kWarpSize; k < args.num_indices; k += kWarpSize) {
+    const int64_t c = load_index(args, place, k);
+    if (c < 0 || c >= args.num_classes) {
+      continue;
+    }
+    double sum = 0;
+    bool is_first = true;
+#pragma unroll 1
+    for (int64_t other = 0; other < args.num_indices; ++other) {
+      if (load_index(args, place, other) == c) {
+        is_first = is_first && other >= k;
+        sum += load_grad(args, place, other);
+      }
+    }
+    if (is_first) {
+      const int64_t offset = place.offset(source.input) + c * source.class_stride;
+      const auto x = load_operand<double>(source.input, offset);
+      double slope = 0;
+      visit_logit_map<double>(args.map, [&](const auto& map) { slope = map.derivative(x); });
+      const double value = gradient.at_index(mapped_logit(args, source, offset), sum) * slope;
+      store_operand(args.grad_input,
+                    place.offset(args.grad_input) + c * args.grad_input_class_stride, value);
+    }
+  }
+}
+
+// ----------------------------------------------------------------------- launches
+
+// Arguments of a slice of the rows.
+TokenForwardArgs slice_of(const RowSlice& slice, TokenForwardArgs args) {
+  args.index = slice(args.index);
+  args.log_probs = slice(args.log_probs);
+  args.entropy = slice(args.entropy);
+  return args;
+}
+TokenBackwardArgs slice_of(const RowSlice& slice, TokenBackwardArgs args) {
+  args.index = slice(args.index);
+  args.grad_log_probs = slice(args.grad_log_probs);
+  args.grad_entropy = slice(args.grad_entropy);
+  args.grad_input = slice(args.grad_input);
+  return args;
+}
+
+// Calls body(type, map) with the types of logits and of the map.
+template <typename Body>
+void visit_logits(const TokenArgs& args, const LogitMapParams& params, Body&& body) {
+  if (args.num_classes * element_size(args.input.dtype) / kRowVectorBytes > kMostVectors) {
+    throw std::runtime_error("lossops: CUDA kernels do not take rows of so many classes");
+  }
+  const auto visit_map = [&](auto like) {
+    using scalar_t = decltype(like);
+    visit_logit_map<acc_type_t<scalar_t>>(
+        params, [&](const auto& map) { body(RowType<scalar_t>(args.input.dtype), map); });
+  };
+  if (args.input.dtype == DType::kFloat64) {
+    body(RowType<double>(args.input.dtype), AnyMap<double>(params));
+  } else if (args.input.dtype == DType::kFloat32) {
+    visit_map(float{});
+  } else {
+    visit_map(any_half_t{});
+  }
+}
+
+RowCut cut_of(const TokenArgs& args) {
+  return RowCut::of(args.num_classes, element_size(args.input.dtype));
+}
+
+}  // namespace
+
+int64_t token_forward_scratch(const TokenForwardArgs& args) {
+  const int64_t state = args.input.dtype == DType::kFloat64 ? sizeof(EntropySoftmax<double>)
+                                                            : sizeof(EntropySoftmax<float>);
+  return args.rows.numel * cut_of(args).pieces * state / static_cast<int64_t>(sizeof(double));
+}
+
+void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context context) {
+  auto* const stream = static_cast<cudaStream_t>(context);
+  LogitMapParams params = args.map;
+  const bool changes_signs = params.scale < 0;
+  params.scale = changes_signs ? -params.scale : params.scale;
+  visit_logits(args, params, [&](auto type, const auto& call_map) {
+    using scalar_t = typename decltype(type)::scalar_type;
+    using Row = TokenRow<acc_type_t<scalar_t>>;
+    const auto map = map_of_pass(call_map);
+    const RowCut cut = cut_of(args);
+    const int lanes = merging_lanes(cut.pieces);
+    auto* const states = reinterpret_cast<typename Row::State*>(scratch);
+    for_each_slice(args.rows, kMaxDividend / cut.pieces, [&](const RowSlice& slice) {
+      const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
+      const RowGrid grid(slice, cut.pieces);
+      launch_kernel("row_states_kernel",
+                    row_states_kernel<Row, scalar_t, std::decay_t<decltype(map)>>,
+                    {grid.blocks(cut.lanes), kRowThreads}, stream, source, grid, cut, type,
+                    map, changes_signs, states);
+      const RowGrid rows(slice, 1);
+      LaunchShape shape = {rows.blocks(lanes), kRowThreads};
+      shape.overlap = true;
+      launch_kernel("token_values_kernel", token_values_kernel, shape, stream,
+                    slice_of(slice, args), source, rows, cut.pieces, lanes, states);
+    });
+  });
+}
+
+int64_t token_backward_scratch(const TokenBackwardArgs& args) {
+  return args.rows.numel * kGradientNumbers * element_size(stats_dtype(args)) /
+         static_cast<int64_t>(sizeof(double));
+}
+
+void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Context context) {
+  auto* const stream = static_cast<cudaStream_t>(context);
+  if (args.num_classes == 0) {
+    return;
+  }
+  visit_logits(args, args.map, [&](auto type, const auto& map) {
+    using scalar_t = typename decltype(type)::scalar_type;
+    using Map = std::decay_t<decltype(map)>;
+    constexpr int kWarps = kRowThreads / kWarpSize;
+    const int64_t resident_warps = int64_t{kRowBlocks<scalar_t>} * kWarps *
+                                   std::max(current_device_limits().multiprocessors, 1);
+    const RowParts plan =
+        RowParts::of(args.rows.numel, args.num_classes, sizeof(scalar_t), resident_warps);
+    using Gradient = TokenLogitGradient<scalar_t>;
+    auto* const of_rows = reinterpret_cast<Gradient*>(scratch);
+    for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
+      const RowGrid grid(slice, plan.parts);
+      const TokenBackwardArgs own = slice_of(slice, args);
+      const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
+      const RowGrid rows(slice, 1);
+      LaunchShape shape = {rows.blocks(kWarpSize), kRowThreads};
+      launch_kernel("token_gradients_kernel", token_gradients_kernel, shape, stream, own, source,
+                    rows, of_rows);
+      LaunchShape passing = {grid.blocks(kWarpSize), kRowThreads};
+      shape.overlap = passing.overlap = true;
+      launch_kernel("row_gradients_kernel", row_gradients_kernel<Gradient, scalar_t, Map>, passing,
+                    stream, source, own.grad_input, args.grad_input_class_stride, grid, plan, type,
+                    map, of_rows);
+      if (args.grad_log_probs.data != nullptr) {
+        launch_kernel("token_classes_kernel", token_classes_kernel, shape, stream, own, source,
+                      rows);
+      }
+    });
+  });
+}
+
+}  // namespace lossops::cuda
