@@ -225,7 +225,7 @@ std::vector<Tensor> token_values_backward(OptionalTensor grad_log_probs,
                     to_dims(grad_logits.strides()));
   space.finish(kTokens, args.rows, "logits, index and row_mask");
   const OnDevice device(logits);
-  LOSSOPS_LAUNCH(logits, token_backward, args);
+  LOSSOPS_LAUNCH_WITH_SCRATCH(logits, token_backward, args);
   return {grad_logits};
 }
 

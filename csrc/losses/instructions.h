@@ -43,5 +43,4 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 }
 #endif
 
-
 }  // namespace lossops::math

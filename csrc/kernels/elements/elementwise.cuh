@@ -19,7 +19,8 @@ namespace lossops::cuda {
 // How a kernel takes its operands (Taken) says:
 //
 // - Plan, tiles(plan): the operands as the kernel is told of them, and how many tiles they make;
-// - kBlocks: resident blocks a multiprocessor, at the least. As many as leave a thread its registers;
+// - kBlocks: resident blocks a multiprocessor, at the least. As many as leave a thread its
+// registers;
 // - for_each_tile(plan, body): calls body with each tile of a block, and with each element that no
 //   whole tile has. Blocks stride over tiles.
 template <typename scalar_t>

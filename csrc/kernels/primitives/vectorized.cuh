@@ -99,8 +99,8 @@ __device__ __forceinline__ int unfolded(int value) {
   return value;
 }
 
-// In one of two branches. The compiler would take both and choose between their results, or make one
-// access of two, for which it would compute 64-bit addresses instead of constant distances.
+// In one of two branches. The compiler would take both and choose between their results, or make
+// one access of two, for which it would compute 64-bit addresses instead of constant distances.
 __device__ __forceinline__ void keep_apart() { asm volatile(""); }
 
 // How many bytes at once an address allows: 16, 8, 4, or the size of an element.

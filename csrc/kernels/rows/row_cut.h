@@ -228,6 +228,13 @@ struct RowPart {
   }
 
   LOSSOPS_HOST_DEVICE int64_t class_of_single(int64_t i) const { return i < lead ? i : behind + i; }
+
+  LOSSOPS_HOST_DEVICE bool has(int64_t c) const {
+    const int64_t in_vectors = c - first_class - int64_t{begin} * size;
+    const bool is_in_vectors = 0 <= in_vectors && in_vectors < int64_t{end - begin} * size;
+    const bool is_single = c < lead ? c < singles : behind <= c - lead && c - behind < singles;
+    return is_in_vectors || is_single;
+  }
 };
 
 }  // namespace lossops::cuda

@@ -9,8 +9,13 @@
 //     using State = ...;   // has max, raise_max(), add(); State{} is the identity
 //     static void add(State&, TermBatch&, bool may_have_ones);
 //   };
-//   struct Gradient {      // of row_gradients_kernel: what it takes of a row
-//     acc_t operator()(acc_t z) const;  // with respect to the mapped logit
+//   struct Gradients {     // of row_gradients_kernel
+//     bool begin() const;  // whether there is anything to do
+//     auto of(place) const -> Gradient;
+//     void finish(place, part, const Gradient&) const;  // by all lanes of a warp, after the part
+//   };
+//   struct Gradient {      // what it takes of a row
+//     void replace(acc_t (&x)[kCount], map) const;  // logits by their gradients
 //   };
 #pragma once
 
@@ -396,15 +401,16 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   }
 }
 
-// Writes the gradients of a plan's parts, a warp each. of_rows: (rows,), one for each row; those of
-// rows that do not count are Gradient{}, which is 0 everywhere.
-template <typename Gradient, typename scalar_t, typename Map>
+// Writes the gradients of a plan's parts, a warp each. rows: knows each row's Gradient; that of a
+// row which does not count replaces anything by 0.
+template <typename Gradients, typename scalar_t, typename Map>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
-    row_gradients_kernel(const __grid_constant__ RowSource source,
+    row_gradients_kernel(const __grid_constant__ Gradients rows,
+                         const __grid_constant__ RowSource source,
                          const __grid_constant__ Operand grad_input, int64_t grad_class_stride,
                          const __grid_constant__ RowGrid grid,
                          const __grid_constant__ RowParts plan, const RowType<scalar_t> type,
-                         const Map map, const Gradient* of_rows) {
+                         const Map map) {
   using acc_t = acc_type_t<scalar_t>;
   constexpr int kVectors = kGradientVectorsOf<scalar_t, Map>;
   constexpr int kSize = kVectorSize<scalar_t>;
@@ -412,7 +418,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   const uint32_t group = group_of_thread(kWarpSize);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (group >= grid.groups) {
+  if (group >= grid.groups || !rows.begin()) {
     return;
   }
   const RowGrid::Place place = grid.place(group);
@@ -420,15 +426,13 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   const scalar_t* const logits =
       static_cast<const scalar_t*>(source.input.data) + place.offset(source.input);
   scalar_t* const gradients = static_cast<scalar_t*>(grad_input.data) + place.offset(grad_input);
-  const Gradient gradient = of_rows[place.row];
+  const auto gradient = rows.of(place);
   int head = -1;
   if (source.class_stride == 1 && grad_class_stride == 1) {
     const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(gradients));
     head = static_cast<int>((0u - address) % kVectorBytes / sizeof(scalar_t));
   }
   const RowPart part = RowPart::of(plan, place.share, head);
-  const auto of_logit = [&](acc_t x) { return gradient(map.map(x)) * map.derivative(x); };
-
   RowReader<scalar_t, kVectors> reader(logits + part.first_class, kWarpSize);
   scalar_t* const vectors = gradients + part.first_class;
   reader.clear();  // of rows that do not count nothing is read
@@ -442,10 +446,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     for (int u = 0; u < kVectors; ++u) {
       acc_t values[kSize];
       reader.vectors[u].unpack(type, values);
-#pragma unroll
-      for (acc_t& value : values) {
-        value = of_logit(value);
-      }
+      gradient.replace(values, map);
       const RowVector packed = RowVector::pack(type, values);
       if (v + u * kWarpSize < part.end) {
         reinterpret_cast<RowVector*>(vectors)[v + u * kWarpSize] = packed;
@@ -458,10 +459,12 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     type.visit([&](auto like) {
       using own_t = decltype(like);
       const own_t x = counts ? bits_as<own_t>(logits[c * source.class_stride]) : own_t{};
-      gradients[c * grad_class_stride] =
-          bits_as<scalar_t>(from_acc<own_t>(of_logit(to_acc<acc_t>(x))));
+      acc_t values[1] = {to_acc<acc_t>(x)};
+      gradient.replace(values, map);
+      gradients[c * grad_class_stride] = bits_as<scalar_t>(from_acc<own_t>(values[0]));
     });
   }
+  rows.finish(place, part, gradient);
 }
 
 }  // namespace lossops::cuda

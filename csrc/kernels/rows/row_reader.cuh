@@ -65,8 +65,8 @@ struct alignas(kVectorBytes) RowVector {
   uint32_t words[4];
 
   template <typename scalar_t>
-  __device__ __forceinline__ void unpack(const RowType<scalar_t>& type,
-                                         acc_type_t<scalar_t> (&values)[kVectorSize<scalar_t>]) const {
+  __device__ __forceinline__ void unpack(
+      const RowType<scalar_t>& type, acc_type_t<scalar_t> (&values)[kVectorSize<scalar_t>]) const {
     type.visit([&](auto like) {
 #pragma unroll
       for (int i = 0; i < kVectorSize<scalar_t>; ++i) {
@@ -78,9 +78,8 @@ struct alignas(kVectorBytes) RowVector {
   template <typename scalar_t>
   static __device__ __forceinline__ RowVector
   pack(const RowType<scalar_t>& type, const acc_type_t<scalar_t> (&values)[kVectorSize<scalar_t>]) {
-    return type.visit([&](auto like) {
-      return bits_as<RowVector>(lossops::cuda::pack<decltype(like)>(values));
-    });
+    return type.visit(
+        [&](auto like) { return bits_as<RowVector>(lossops::cuda::pack<decltype(like)>(values)); });
   }
 
   template <typename scalar_t>

@@ -15,8 +15,8 @@
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
-#include "kernels/rows/row_pass.cuh"
 #include "kernels/rows/row_cut.h"
+#include "kernels/rows/row_pass.cuh"
 #include "launchers.h"
 #include "losses/rows/tokens.h"
 #include "strided.h"
@@ -139,24 +139,23 @@ __device__ __forceinline__ double load_grad(const TokenBackwardArgs& args,
 // takes is computed in fp64, as in token_values_kernel.
 __device__ __forceinline__ TokenGradient<double> load_gradient(const TokenBackwardArgs& args,
                                                                const RowGrid::Place& place) {
-  TokenGradient<double> gradient = {};
+  double of_softmax = 0;
   const int64_t count = args.grad_log_probs.data != nullptr ? args.num_indices : 0;
 #pragma unroll 1
   for (int64_t k = threadIdx.x % kWarpSize; k < count; k += kWarpSize) {
     const int64_t c = load_index(args, place, k);
-
-    gradient.of_softmax -=
+    of_softmax -=
         c >= 0 && c < args.num_classes ? load_grad(args, place, k) : math::quiet_nan<double>();
   }
-  gradient.of_softmax = warp_sum(gradient.of_softmax);
+  of_softmax = warp_sum(of_softmax);
   const auto kept = [&](int64_t plane) {
     return load_as<double>(args.row_stats, stats_dtype(args), plane * args.rows.numel + place.row);
   };
-  gradient.stats = {kept(0), kept(1), kept(2)};
-  if (args.grad_entropy.data != nullptr) {
-    gradient.of_entropy = load_operand<double>(args.grad_entropy, place.offset(args.grad_entropy));
-  }
-  return gradient;
+  const double of_entropy =
+      args.grad_entropy.data != nullptr
+          ? load_operand<double>(args.grad_entropy, place.offset(args.grad_entropy))
+          : 0.0;
+  return TokenGradient<double>::of({kept(0), kept(1), kept(2)}, of_softmax, of_entropy);
 }
 
 // TokenGradient::of_class() in few operations.
@@ -171,11 +170,34 @@ struct TokenLogitGradient {
   acc_t of_entropy = 0;  // likewise
   static_assert(kGradientNumbers == 4, "the four above");
 
-  __device__ __forceinline__ acc_t operator()(acc_t z) const {
+  template <int kCount, typename Map>
+  __device__ __forceinline__ void replace(acc_t (&x)[kCount], const Map& map) const {
+#pragma unroll
+    for (acc_t& value : x) {
+      value = of_mapped(map.map(value)) * map.derivative(value);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ acc_t of_mapped(acc_t z) const {
     const acc_t difference = Term::bounded((z - max) * Term::kPerUnit);
     const acc_t below_mean = -Term::kUnit * difference - mean_distance;
     return Term::exp(difference) * (of_softmax + of_entropy * below_mean);
   }
+};
+
+// Those that token_gradients_kernel has left, (rows,).
+template <typename scalar_t>
+struct TokenGradients {
+  using Gradient = TokenLogitGradient<scalar_t>;
+  const Gradient* of_rows;
+
+  __device__ __forceinline__ bool begin() const { return true; }
+  __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
+    return of_rows[place.row];
+  }
+  __device__ __forceinline__ void finish(const RowGrid::Place&, const RowPart&,
+                                         const Gradient&) const {}
 };
 
 // Leaves what row_gradients_kernel takes of each row, (rows,) TokenLogitGradient; a warp a row.
@@ -190,10 +212,9 @@ __global__ void __launch_bounds__(kRowThreads)
   if (threadIdx.x % kWarpSize == 0 && group < grid.groups) {
     const TokenStats<double>& stats = gradient.stats;
     const bool counts = source.counts(place);
-    const double inverse = 1 / (1 + stats.rest);
     const double numbers[kGradientNumbers] = {stats.max, stats.mean_distance,
-                                              gradient.of_softmax * inverse,
-                                              gradient.of_entropy * inverse};
+                                              gradient.of_softmax * gradient.inverse_sum,
+                                              gradient.of_entropy * gradient.inverse_sum};
 #pragma unroll
     for (int i = 0; i < kGradientNumbers; ++i) {
       store_as(of_rows, stats_dtype(args), place.row * kGradientNumbers + i,
@@ -308,8 +329,8 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
       const RowGrid grid(slice, cut.pieces);
       launch_kernel("row_states_kernel",
                     row_states_kernel<Row, scalar_t, std::decay_t<decltype(map)>>,
-                    {grid.blocks(cut.lanes), kRowThreads}, stream, source, grid, cut, type,
-                    map, changes_signs, states);
+                    {grid.blocks(cut.lanes), kRowThreads}, stream, source, grid, cut, type, map,
+                    changes_signs, states);
       const RowGrid rows(slice, 1);
       LaunchShape shape = {rows.blocks(lanes), kRowThreads};
       shape.overlap = true;
@@ -349,9 +370,10 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
                     rows, of_rows);
       LaunchShape passing = {grid.blocks(kWarpSize), kRowThreads};
       shape.overlap = passing.overlap = true;
-      launch_kernel("row_gradients_kernel", row_gradients_kernel<Gradient, scalar_t, Map>, passing,
-                    stream, source, own.grad_input, args.grad_input_class_stride, grid, plan, type,
-                    map, of_rows);
+      launch_kernel("row_gradients_kernel",
+                    row_gradients_kernel<TokenGradients<scalar_t>, scalar_t, Map>, passing, stream,
+                    TokenGradients<scalar_t>{of_rows}, source, own.grad_input,
+                    args.grad_input_class_stride, grid, plan, type, map);
       if (args.grad_log_probs.data != nullptr) {
         launch_kernel("token_classes_kernel", token_classes_kernel, shape, stream, own, source,
                       rows);

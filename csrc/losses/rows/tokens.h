@@ -109,25 +109,29 @@ struct TokenGradient {
   // Of a class that is not among the indices. kEntropy: false where of_entropy is 0.
   template <bool kEntropy = true>
   LOSSOPS_HOST_DEVICE acc_t of_class(acc_t z) const {
-    const acc_t below_max = stats.max - z;
-    const acc_t softmax = math::exp_in_sum<true>(-below_max) * inverse_sum;
-    if constexpr (!kEntropy) {
-      return softmax * of_softmax;
-    }
-    // Where the softmax is 0, an infinite distance counts as 0.
-    const acc_t slope =
-        softmax == acc_t(0) ? acc_t(0) : of_entropy * (below_max - stats.mean_distance);
-    return softmax * (of_softmax + slope);
+    return of_exp<kEntropy>(math::exp_in_sum<true>(z - stats.max), z, of_softmax);
   }
 
   // Of a class among the indices; grad: the sum of their grad_log_prob. 1 - softmax is computed
   // from the other classes, and of_softmax + grad is exactly 0 where there is no other index.
   LOSSOPS_HOST_DEVICE acc_t at_index(acc_t z, acc_t grad) const {
     const acc_t e = math::exp(z - stats.max);
-    const acc_t others = math::divide_by_one_plus(acc_t(1) - e + stats.rest, stats.rest);
-    TokenGradient rest_of_it = *this;
-    rest_of_it.of_softmax += grad;
-    return grad * others + rest_of_it.of_class(z);
+    const acc_t others = (acc_t(1) - e + stats.rest) * inverse_sum;
+    return grad * others + of_exp<true>(e, z, of_softmax + grad);
+  }
+
+ private:
+  // e = exp(z - max)
+  template <bool kEntropy>
+  LOSSOPS_HOST_DEVICE acc_t of_exp(acc_t e, acc_t z, acc_t common) const {
+    const acc_t softmax = e * inverse_sum;
+    if constexpr (!kEntropy) {
+      return softmax * common;
+    }
+    // Where the softmax is 0, an infinite distance counts as 0.
+    const acc_t slope =
+        softmax == acc_t(0) ? acc_t(0) : of_entropy * ((stats.max - z) - stats.mean_distance);
+    return softmax * (common + slope);
   }
 };
 

@@ -101,7 +101,9 @@ inline unsigned ballot(unsigned mask, bool vote) {
 
 inline void __syncthreads() { emulation::wait_for_block(); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { emulation::ballot(mask, true); }
-inline unsigned __ballot_sync(unsigned mask, int vote) { return emulation::ballot(mask, vote != 0); }
+inline unsigned __ballot_sync(unsigned mask, int vote) {
+  return emulation::ballot(mask, vote != 0);
+}
 inline int __any_sync(unsigned mask, int vote) { return emulation::ballot(mask, vote != 0) != 0; }
 inline int __all_sync(unsigned mask, int vote) { return emulation::ballot(mask, vote == 0) == 0; }
 

@@ -13,5 +13,4 @@ inline float rcp_approx_ftz(float x) { return flushed(1.0f / flushed(x)); }
 inline float lg2_approx(float x) { return ::log2f(x); }
 inline float lg2_approx_ftz(float x) { return ::log2f(flushed(x)); }
 
-
 }  // namespace lossops::math
