@@ -105,6 +105,9 @@ struct RowSlice {
 // Calls body with slices of at most so many rows, which have every row once.
 template <typename Body>
 void for_each_slice(const IterationSpace& rows, int64_t most_rows, const Body& body) {
+  if (rows.numel == 0) {
+    return;
+  }
   RowSlice slice;
   const int64_t size0 = rows.ndim > 0 ? rows.sizes[0] : 1;
   const int64_t size1 = rows.ndim > 1 ? rows.sizes[1] : 1;

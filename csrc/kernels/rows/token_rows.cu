@@ -92,7 +92,10 @@ __global__ void __launch_bounds__(kRowThreads)
     return;
   }
   const bool counts = source.counts(place);
-  const TokenStats<double> stats = {state.max, state.rest(), state.mean_distance()};
+  TokenStats<double> stats = {};
+  if (counts) {
+    stats = {state.max, state.rest(), state.mean_distance()};
+  }
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
 #pragma unroll 1
   for (int64_t k = lane; k < args.num_indices; k += lanes) {

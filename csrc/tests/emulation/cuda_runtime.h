@@ -146,6 +146,16 @@ inline int __float_as_int(float x) { return emulated_bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
 inline float __int_as_float(int x) { return emulated_bits<float>(x); }
 inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
+inline int __double2loint(double x) {
+  return static_cast<int>(static_cast<uint32_t>(emulated_bits<uint64_t>(x)));
+}
+inline int __double2hiint(double x) {
+  return static_cast<int>(static_cast<uint32_t>(emulated_bits<uint64_t>(x) >> 32));
+}
+inline double __hiloint2double(int high, int low) {
+  return emulated_bits<double>(static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 |
+                               static_cast<uint32_t>(low));
+}
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return ::fmaf(a, b, c); }
