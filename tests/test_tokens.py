@@ -652,8 +652,8 @@ def test_no_synchronisation() -> None:
     both(logits, index, row_mask=mask).backward()
 
 
-# --- TRL's own tests of these functions, with ours in their place ---------------------------------
-# Rewritten from tests/test_utils.py of TRL. Values of half types are float32 here.
+# --- what TRL documents of these functions ---------------------------------------------------------
+# TRL's distributions have no tests. Values of half types are float32 here.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
