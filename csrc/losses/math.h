@@ -172,9 +172,10 @@ __device__ __forceinline__ MultipleOfExp divide_by_one_plus_times_exp(float a, f
 __device__ __forceinline__ float log(float x) { return ::logf(x); }
 __device__ __forceinline__ double log(double x) { return ::log(x); }
 __device__ __forceinline__ float exp(float x) { return ::expf(x); }
-__device__ __forceinline__ double exp(double x) { return ::exp(x); }
+// Calls, for little machine code: fp64 is rare.
+static __device__ __attribute__((noinline)) double exp(double x) { return ::exp(x); }
 __device__ __forceinline__ float log1p(float x) { return ::log1pf(x); }
-__device__ __forceinline__ double log1p(double x) { return ::log1p(x); }
+static __device__ __attribute__((noinline)) double log1p(double x) { return ::log1p(x); }
 
 // The larger of two; of a NaN and a number, the number.
 __device__ __forceinline__ float max_number(float a, float b) { return ::fmaxf(a, b); }
@@ -196,7 +197,7 @@ __device__ __forceinline__ float exp_in_sum(float x) {
 }
 template <bool kExact>
 __device__ __forceinline__ double exp_in_sum(double x) {
-  return ::exp(x);
+  return exp(x);
 }
 
 // exp_in_sum<true>(x), but NaN of an infinity.
@@ -503,7 +504,7 @@ LOSSOPS_HOST_DEVICE float tanh(float x) {
   return x < 0.0f ? -result : result;
 }
 #if defined(__CUDA_ARCH__)
-LOSSOPS_HOST_DEVICE double tanh(double x) { return ::tanh(x); }
+static __device__ __attribute__((noinline)) double tanh(double x) { return ::tanh(x); }
 #else
 LOSSOPS_HOST_DEVICE double tanh(double x) { return std::tanh(x); }
 #endif

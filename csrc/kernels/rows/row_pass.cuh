@@ -123,7 +123,7 @@ struct RowTerm {
     } else if constexpr (sizeof(acc_t) == 4) {
       return math::exp_in_sum<true>(difference);
     } else {
-      return ::exp(difference);
+      return math::exp(difference);
     }
   }
 };
