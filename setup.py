@@ -55,6 +55,7 @@ CUDA_SOURCES = [
     "csrc/kernels/grid/driver.cu",
     "csrc/kernels/grid/grid_reduce.cu",
     "csrc/kernels/rows/cross_entropy.cu",
+    "csrc/kernels/rows/index_gradients.cu",
     "csrc/kernels/rows/long_rows.cu",
     "csrc/kernels/rows/probability_rows.cu",
     "csrc/kernels/rows/side_by_side_rows.cu",

@@ -174,10 +174,13 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
   if (args.kept && launch_again(args, stream)) {
     return;
   }
-  if (rows_are_contiguous(args, kFewClassesBackward) && args.grad_input_class_stride == 1) {
-    launch_team_rows_backward(args, stream);
-  } else {
-    launch_strided_backward(args, stream);
+  switch (choose_backward(args)) {
+    case BackwardFamily::kIndexGradients:
+      return launch_index_gradients(args, stream);
+    case BackwardFamily::kTeamRows:
+      return launch_team_rows_backward(args, stream);
+    default:
+      return launch_strided_backward(args, stream);
   }
 }
 

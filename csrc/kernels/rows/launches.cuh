@@ -25,4 +25,8 @@ LaunchRows launch_long_rows;
 LaunchRows launch_split_rows;
 LaunchRows launch_staged_rows;
 
+// Of a backward pass: fp32 and half types, class indices, contiguous classes of logits and
+// gradients, which do not share memory.
+void launch_index_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
+
 }  // namespace lossops::cuda

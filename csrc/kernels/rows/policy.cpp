@@ -197,8 +197,33 @@ RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& devic
   return plan_of(loss, row_of(loss));
 }
 
-bool team_takes_backward(const CrossEntropyArgs& args, int64_t grad_input_class_stride) {
-  return rows_are_contiguous(args, kFewClassesBackward) && grad_input_class_stride == 1;
+// Shorter rows would leave most of a warp's lanes without work. A choice, not measured.
+constexpr int64_t kLeastGradientBytes = 1024;
+
+BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
+  if (!rows_are_contiguous(args, kFewClassesBackward) || args.grad_input_class_stride != 1) {
+    return BackwardFamily::kStridedRows;
+  }
+  // A team reads rows that are not aligned element by element: step of bf16 8192x50257 .35 of the
+  // floor, 8192x151936 .63 (H200, 2026-11).
+  const bool is_aligned =
+      rows_are_aligned(args, args.input) && rows_are_aligned(args, args.grad_input);
+  const bool is_large = args.num_classes * element_size(args.input.dtype) >= kLeastGradientBytes;
+  const bool can = !args.dense() && !args.acc_double && !args.kept &&
+                   args.grad_target.data == nullptr && args.grad_input.data != args.input.data;
+  return can && is_large && !is_aligned ? BackwardFamily::kIndexGradients
+                                        : BackwardFamily::kTeamRows;
+}
+
+const char* name_of(BackwardFamily family) {
+  switch (family) {
+    case BackwardFamily::kIndexGradients:
+      return "index_gradients";
+    case BackwardFamily::kTeamRows:
+      return "team_rows";
+    default:
+      return "strided_rows";
+  }
 }
 
 }  // namespace lossops::cuda

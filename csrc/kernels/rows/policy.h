@@ -31,8 +31,14 @@ extern const PolicyRow kPolicy[kFamilies];
 
 RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& device);
 
-// Whether a team of threads takes a row of a backward pass of its own, and not one thread.
-bool team_takes_backward(const CrossEntropyArgs& args, int64_t grad_input_class_stride);
+// What takes the rows of a backward pass of its own, which reads what forward left of them.
+enum class BackwardFamily : int8_t {
+  kIndexGradients,  // index_gradients.cu
+  kTeamRows,        // a team of threads a row
+  kStridedRows      // a thread a row
+};
+BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args);
+const char* name_of(BackwardFamily family);
 
 // The numbers of classes at which contiguous rows change kernels, the threads that share a row, or
 // the blocks that do: the last number of one and the first of the next, sorted.

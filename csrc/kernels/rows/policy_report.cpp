@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cross_entropy_row.h"
 #include "kernels/rows/policy.h"
 
 namespace lossops::cuda {
@@ -188,9 +189,8 @@ std::string explain_cross_entropy(const CrossEntropyForwardArgs& args, const std
                                           return other.object();
                                         }));
   json.add("writes_gradient", plan.writes_gradient);
-  json.add("backward", plan.computes_again                                       ? chosen->name
-                       : team_takes_backward(args, args.grad_input_class_stride) ? "team_rows"
-                                                                                 : "strided_rows");
+  json.add("backward",
+           plan.computes_again ? chosen->name : name_of(choose_backward(unit_backward(args))));
   json.add("denominator_blocks", int64_t{plan.writes_gradient ? plan.denominator_blocks : 0});
   json.add_raw("device", json_of(limits));
   return json.object();

@@ -142,7 +142,8 @@ inline To emulated_bits(From from) {
   std::memcpy(&to, &from, sizeof(To));
   return to;
 }
-inline int __float_as_int(float x) { return emulated_bits<int>(x); }
+// A NaN that a GPU computes is this one.
+inline int __float_as_int(float x) { return x != x ? 0x7fffffff : emulated_bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
 inline float __int_as_float(int x) { return emulated_bits<float>(x); }
 inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
