@@ -652,7 +652,7 @@ def test_no_synchronisation() -> None:
     both(logits, index, row_mask=mask).backward()
 
 
-# --- what TRL documents of these functions ---------------------------------------------------------
+# --- what TRL documents of these functions -------------------------------------------------------
 # TRL's distributions have no tests. Values of half types are float32 here.
 
 

@@ -1,5 +1,5 @@
-// Gradients of cross entropy with class indices, on the machine of row_pass.cuh. policy.cpp chooses it
-// for long rows of which logits or gradients are not aligned.
+// Gradients of cross entropy with class indices, on the machine of row_pass.cuh. policy.cpp chooses
+// it for long rows of which logits or gradients are not aligned.
 //
 // A gradient depends on its own logit and on what forward left of the row. So it has the same bits
 // here as in every other kernel.
