@@ -1178,3 +1178,41 @@ def test_tensors_on_two_devices(call: LossFunction) -> None:
     assert_raises(ANY_ERROR, lambda: call(x.cuda(), t), f"target {cpu} but input {cuda}")
     assert_raises(ANY_ERROR, lambda: call(x, t.cuda()), f"target {cuda} but input {cpu}")
     assert_raises(ANY_ERROR, lambda: call(x.cuda(), t.cuda(), w), f"weight {cpu} but input {cuda}")
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("classes", [256, 1024, 2056, 20_016])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_do_not_depend_on_alignment(
+    dtype: torch.dtype, classes: int, reduction: str, device: str
+) -> None:
+    """The same logits and statistics give equal gradients wherever rows and gradients lie."""
+    rows = 5
+    logits = 8 * torch.randn(rows, classes, device=device).to(dtype)
+    logits[3, 7] = -torch.inf
+    target = torch.randint(classes - 8, (rows,), device=device)
+    target[1] = -100
+    weight = torch.rand(classes, device=device).to(dtype) + 0.5
+    options = (-100, reduction, 0.0)
+    loss, *terms = torch.ops.lossops.cross_entropy_forward(logits, target, weight, *options, False)
+    grad_output = torch.rand_like(loss)
+
+    def gradient(logits: Tensor) -> Tensor:
+        mask = [True, False, False]
+        found: Tensor = torch.ops.lossops.cross_entropy_backward(
+            grad_output, logits, target, weight[: logits.size(1)], *terms, *options, mask
+        )[0]
+        return found
+
+    expected = gradient(logits)
+    assert same_bits(expected[1], torch.zeros_like(expected[1]))
+    for pad, offset in ((1, 0), (3, 2), (0, 1), (8, 5), (6, 0), (0, 7)):
+        pitch = classes + pad
+        elsewhere = torch.empty(rows * pitch + offset, dtype=dtype, device=device)
+        elsewhere = elsewhere[offset:].view(rows, pitch)[:, :classes].copy_(logits)
+        assert same_bits(gradient(elsewhere), expected), (pad, offset)
+    # With the same statistics, the gradients of fewer classes are the first of them. They are
+    # contiguous, so an odd number of classes puts rows of gradients anywhere.
+    for fewer in (classes - 1, classes - 5, classes - 6):
+        for some in (logits[:, :fewer], logits[:, :fewer].contiguous()):
+            assert same_bits(gradient(some), expected[:, :fewer]), fewer
