@@ -8,7 +8,8 @@ if not _extension.reporting():  # python -m lossops.info runs also where the lib
 
     from ._ops.settings import check_targets, keep_gradients
     from .functional import cross_entropy, kl_div, mse_loss
-    from .nn import CrossEntropyLoss, KLDivLoss, MSELoss
+    from .heads import linear_cross_entropy
+    from .nn import CrossEntropyLoss, KLDivLoss, LinearCrossEntropyLoss, MSELoss
     from .patching import patch, patch_report, patched, unpatch
     from .tokens import (
         entropy_from_logits,
@@ -19,12 +20,14 @@ if not _extension.reporting():  # python -m lossops.info runs also where the lib
     __all__ = [
         "CrossEntropyLoss",
         "KLDivLoss",
+        "LinearCrossEntropyLoss",
         "MSELoss",
         "check_targets",
         "cross_entropy",
         "entropy_from_logits",
         "keep_gradients",
         "kl_div",
+        "linear_cross_entropy",
         "mse_loss",
         "patch",
         "patch_report",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from . import functional
+from . import functional, heads
 from ._ops import errors
 from .functional import BatchReduction, Reduction
 
-__all__ = ["CrossEntropyLoss", "KLDivLoss", "MSELoss"]
+__all__ = ["CrossEntropyLoss", "KLDivLoss", "LinearCrossEntropyLoss", "MSELoss"]
 
 
 class MSELoss(torch.nn.MSELoss):
@@ -130,4 +133,134 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,  # fault: module-options
             inplace_backward=self.inplace_backward,
+        )
+
+
+class _LinearCrossEntropyLoss(torch.nn.Module):
+    """torch.nn.LinearCrossEntropyLoss for a torch before 2.13: the same arguments and state."""
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: tuple[int, ...] = (),
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        options: Any = None,
+    ) -> None:
+        if weight is not None and weight.shape != (num_classes,):
+            raise RuntimeError(
+                f"LinearCrossEntropyLoss: weight must have shape {(num_classes,)}, but has "
+                f"{tuple(weight.shape)}"
+            )
+        if not 0 <= label_smoothing <= 1:
+            raise RuntimeError(
+                "LinearCrossEntropyLoss: label_smoothing must be between 0 and 1, but is "
+                f"{label_smoothing}"
+            )
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.reduction = reduction
+        self.num_classes = num_classes
+        self.out_features = out_features
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        outputs = math.prod(out_features, start=num_classes)
+        self.linear = torch.nn.Linear(in_features, outputs, bias=bias, device=device, dtype=dtype)
+        self.options = options
+
+
+_TorchLinearCrossEntropyLoss: Any = getattr(
+    torch.nn, "LinearCrossEntropyLoss", _LinearCrossEntropyLoss
+)
+
+
+class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
+    """`lossops.linear_cross_entropy` as a module that owns the weight of its linear layer.
+
+    It takes the place of `torch.nn.LinearCrossEntropyLoss`, which torch has from 2.13 on, and is a
+    subclass of it there. `linear` is the layer; its weight has the shape
+    (num_classes * d1 * ..., in_features).
+
+    Args:
+        in_features: size of the hidden states.
+        num_classes: the number of classes, C.
+        out_features: further dimensions (d1, ..., dK) of the loss.
+        bias: whether the layer has a bias.
+        device, dtype: of the layer's parameters.
+        reduction: "none", "mean" or "sum".
+        weight: factor of each class, of shape (C,); kept as a buffer.
+        ignore_index: class index of rows without a loss; None is -100.
+        label_smoothing: share of the target that is spread over all classes, in [0, 1].
+        options, accum_dtype, max_workspace_bytes: see `lossops.linear_cross_entropy`.
+
+    Raises:
+        RuntimeError: weight is not of shape (C,), or label_smoothing is not in [0, 1].
+
+    Shape:
+        input (H,) or (..., H); target as of `lossops.linear_cross_entropy`; the result is a scalar,
+        or of the target's shape without classes for "none".
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: tuple[int, ...] = (),
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        reduction: Reduction = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        options: Any = None,
+        accum_dtype: torch.dtype = torch.float32,
+        max_workspace_bytes: int | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            num_classes,
+            out_features=out_features,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+            reduction=reduction,
+            weight=weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            options=options,
+        )
+        self.accum_dtype = accum_dtype
+        self.max_workspace_bytes = max_workspace_bytes
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        classes = (self.num_classes, *self.out_features)
+        bias = self.linear.bias
+        return heads.linear_cross_entropy(
+            input,
+            self.linear.weight.reshape(*classes, self.linear.in_features),
+            target,
+            linear_bias=None if bias is None else bias.reshape(classes),
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            options=self.options,
+            accum_dtype=self.accum_dtype,
+            max_workspace_bytes=self.max_workspace_bytes,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.linear.in_features}, num_classes={self.num_classes}, "
+            f"out_features={self.out_features}, bias={self.linear.bias is not None}, "
+            f"reduction={self.reduction}"
         )

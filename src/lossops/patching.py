@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import functional
+from . import functional, heads
 from ._ops import by_torch, fakes
 from ._privates import functorch_is_active, torch_function_mode_is_on
 
@@ -27,11 +27,20 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
     "kl_div": functional.kl_div,
     "mse_loss": functional.mse_loss,
 }
-# The parameters of torch's functions, in order. A function in their place may have others.
-_PARAMETERS = {
-    name: tuple(inspect.signature(function).parameters)
-    for name, function in by_torch.LOSSES.items()
-}
+_TORCHS = dict(by_torch.LOSSES)
+if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
+    _LOSSES["linear_cross_entropy"] = heads.linear_cross_entropy
+    _TORCHS["linear_cross_entropy"] = F.linear_cross_entropy
+
+
+def _positional(function: Callable[..., Tensor]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is not each.KEYWORD_ONLY)
+
+
+# The parameters of torch's functions that may be given by position, in order. A function in their
+# place may have others.
+_PARAMETERS = {name: _positional(function) for name, function in _TORCHS.items()}
 _DEPRECATED = ("size_average", "reduce")
 
 # What the functions of lossops raise for arguments that they do not take. Other exceptions come
@@ -56,9 +65,10 @@ def patch() -> None:
     """Makes torch.nn.functional's losses those of lossops, in the whole process.
 
     `torch.nn.functional.mse_loss`, `kl_div` and `cross_entropy` then call lossops, and with them
-    `torch.nn.MSELoss`, `KLDivLoss` and `CrossEntropyLoss`, also in models that exist already. Calls
-    that lossops does not take go to torch as before, and are counted (`patch_report`). A second
-    call changes nothing. `unpatch` undoes it; `patched` does both.
+    `torch.nn.MSELoss`, `KLDivLoss` and `CrossEntropyLoss`, also in models that exist already. So do
+    `linear_cross_entropy` and `LinearCrossEntropyLoss` where torch has them (2.13). Calls that
+    lossops does not take go to torch as before, and are counted (`patch_report`). A second call
+    changes nothing. `unpatch` undoes it; `patched` does both.
 
     Functions that were imported by name before (`from torch.nn.functional import cross_entropy`)
     stay torch's. TorchScript cannot compile a patched function: script a model before `patch`, or
@@ -209,7 +219,7 @@ def _why_not(name: str, deprecated: list[str], arguments: dict[str, Any]) -> str
                 return f"{key} is on {value.device.type}"
             if value.dtype not in fakes.DTYPES:
                 return f"{key} is {value.dtype}"
-    if name == "cross_entropy":
+    if name in ("cross_entropy", "linear_cross_entropy"):
         logits = arguments.get("input")
         if isinstance(logits, Tensor) and not logits.is_floating_point():
             return f"input is {logits.dtype}"

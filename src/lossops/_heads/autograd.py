@@ -1,0 +1,121 @@
+"""Which way a call takes, and the autograd function of eager code.
+
+The forward pass of a reduced loss computes the gradients while it has the logits, and keeps them
+for the first backward pass. A second one, and that of "none", computes the logits again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _privates
+from .._ops import by_torch, errors, settings
+from .._ops.autograd import _is_one
+from .._ops.cross_entropy import check_differentiable
+from . import operators, passes, reference
+from .passes import Operands, Options
+
+_NAME = "linear_cross_entropy"
+
+
+def needs_gradient(operands: Operands) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+
+
+def kept_gradients(operands: Operands, reduction: str) -> list[bool]:
+    """Of which of the first three operands the forward pass keeps the gradient."""
+    input, linear_weight, linear_bias, target, weight = operands
+    if (
+        not torch.is_grad_enabled()
+        or reduction == "none"
+        or not settings.gradients_are_kept
+        or target.requires_grad
+        or (weight is not None and weight.requires_grad)
+    ):
+        return [False, False, False]
+    return [x is not None and x.requires_grad for x in (input, linear_weight, linear_bias)]
+
+
+def call(operands: Operands, options: Options) -> Tensor:
+    """The loss of canonical operands, outside of compiled code."""
+    if (
+        _privates.functorch_is_active()
+        or _privates.is_tracing()
+        or _privates.has_tangents(*operands)
+    ):
+        return reference.loss(operands, options)
+    needs = needs_gradient(operands)
+    if needs:
+        check_differentiable(operands.target, operands.weight)
+    if _privates.dispatch_modes() > 0:
+        kept = kept_gradients(operands, options.row.reduction)
+        loss: Tensor = operators.forward_op(*operands, *operators.flat(options), kept, needs)[0]
+        return loss
+    if needs:
+        result: Tensor = _apply(*by_torch.alive(operands), options)
+        return result
+    return passes.forward(operands, options, [False] * 3, with_stats=False).loss
+
+
+class _HeadFunction(torch.autograd.Function):
+    """`kept` of a node has the kept gradients, which the first backward pass takes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        weight: Tensor | None,
+        options: Options,
+    ) -> Tensor:
+        operands = Operands(input, linear_weight, linear_bias, target, weight)
+        with torch.enable_grad():
+            kept = kept_gradients(operands, options.row.reduction)
+        # Under saved-tensor hooks, as of activation checkpointing, memory is wanted more than time.
+        if _privates.saved_tensors_have_hooks():
+            kept = [False] * 3
+        found = passes.forward(operands, options, kept, with_stats=True)
+        ctx.kept = found.kept if any(kept) else None  # not the loss, whose graph holds ctx
+        ctx.options, ctx.dtypes = options, passes.dtypes_of(operands)
+        ctx.save_for_backward(*operands, found.row_stats)
+        ctx.set_materialize_grads(False)
+        ctx.versions = [0 if x is None else x._version for x in operands]
+        return found.loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        # The kept gradients are given away once. The caller may change them from then on.
+        kept, ctx.kept = ctx.kept, None
+        if grad is None:
+            return (None,) * 6
+        plain = not (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or _privates.is_batched(grad)
+            or _privates.functorch_is_active()
+            or _privates.has_tangents(grad)
+        )
+        if kept is not None and plain:
+            is_one = grad.is_cpu and _is_one(grad)
+            return *passes.finished(kept, ctx.dtypes, grad, is_one=is_one), None, None, None
+        saved = errors.saved_tensors(_NAME, ctx)
+        operands, row_stats = Operands(*saved[:-1]), saved[-1]
+        needed = list(ctx.needs_input_grad[:-1])
+        if plain:
+            found = passes.backward(operands, ctx.options, needed, grad, row_stats)
+        elif torch.compiler.is_compiling():  # compiled autograd
+            options = operators.flat(ctx.options)
+            each = iter(operators.backward_op(grad, *operands, row_stats, *options, needed))
+            found = [next(each) if needs else None for needs in needed]
+        else:
+            found = reference.gradients(operands, ctx.options, needed, grad)
+        return *found, None
+
+
+_privates.name_nodes(_HeadFunction, f"lossops_{_NAME}")
+_apply = _privates.short_apply(_HeadFunction)

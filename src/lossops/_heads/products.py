@@ -1,0 +1,54 @@
+"""Matrix products into memory that exists already, in the dtype of that memory.
+
+A product of half types may be wanted in float32: as a sum over chunks, or for float16, whose range
+is small. CUDA has kernels for that. Elsewhere parts of the factors are converted first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Bytes of a converted part. It is small beside a chunk of logits, and large enough for a product.
+_PART_BYTES = 16 << 20
+
+# torch.mm and torch.addmm with `out_dtype`, which CUDA alone has.
+_HAS_OUT_DTYPE = all(
+    "dtype_out" in overloads.overloads() for overloads in (torch.ops.aten.mm, torch.ops.aten.addmm)
+)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda and _HAS_OUT_DTYPE:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        _by_parts(a, b, out, add=False)
+
+
+def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out += a @ b."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out)
+    elif a.is_cuda and _HAS_OUT_DTYPE:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        _by_parts(a, b, out, add=True)
+
+
+def _by_parts(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """The product of factors converted to out's dtype: parts of the longer dimension of `a`."""
+    rows, inner = a.shape
+    part = max(1, _PART_BYTES // (max(1, min(rows, inner)) * out.element_size()))
+    if rows >= inner:
+        b = b.to(out.dtype)
+        for start in range(0, rows, part):
+            piece = slice(start, start + part)
+            (add_product if add else multiply)(a[piece].to(out.dtype), b, out[piece])
+        return
+    for start in range(0, inner, part):
+        piece = slice(start, start + part)
+        converted = a[:, piece].to(out.dtype), b[piece].to(out.dtype)
+        (add_product if add or start > 0 else multiply)(*converted, out)

@@ -1,0 +1,112 @@
+"""Heads: a linear layer and a loss of its results as one function, without all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._heads import arguments, autograd, operators, passes
+from ._heads.passes import Options
+from ._ops import settings
+from ._ops.losses import CROSS_ENTROPY
+from .functional import Reduction, _index, _number
+
+__all__ = ["linear_cross_entropy"]
+
+_is_compiling = torch.compiler.is_compiling
+_row_options = CROSS_ENTROPY.options
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+    accum_dtype: torch.dtype = torch.float32,
+    max_workspace_bytes: int | None = None,
+) -> Tensor:
+    """Cross entropy of `linear(input, linear_weight, linear_bias)` and targets.
+
+    As `torch.nn.functional.linear_cross_entropy` of torch 2.13. The logits are computed in chunks
+    of rows, each in the memory of the chunk before. The forward pass of a mean or a sum computes
+    the gradients too, chunk by chunk, and keeps them for the first backward pass.
+
+    Args:
+        input: hidden states of shape (H,) or (..., H).
+        linear_weight: (C, H) for C classes, or (C, d1, ..., dK, H) with an input (N, H).
+        target: class indices of shape (), (...) or (N, d1, ..., dK) and dtype int64, int32 or
+            uint8; or class probabilities of shape (C,), (..., C) or (N, C, d1, ..., dK) in a
+            floating dtype.
+        linear_bias: of shape (C,) or (C, d1, ..., dK).
+        weight: factor of each class, of shape (C,). With class indices, of the logits' dtype.
+        reduction: "none", "mean" or "sum", as of `cross_entropy`.
+        ignore_index: rows with this class index have no loss and no gradient. None is -100. It is
+            for class indices only.
+        label_smoothing: share of the target that is spread evenly over all classes, in [0, 1].
+        options: None or torch's `LinearCrossEntropyOptions`. An explicit `batch_chunk_size` limits
+            the rows of a chunk, and `acc_dtype` stands for accum_dtype. The rest is chosen here.
+        accum_dtype: dtype in which the gradient of linear_weight is added up if there are several
+            chunks, float32 or the dtype of linear_weight. Sums have at least the precision of the
+            products' dtype. float16 gradients of a mean or a sum are always added up in float32.
+        max_workspace_bytes: limit of the memory of a chunk's logits; a chunk has at least one row.
+            None: all rows are one chunk while their logits take no more memory than a float32
+            tensor of linear_weight's shape; beyond that, a chunk takes as much memory as the
+            gradient of linear_weight, or 256 MiB (64 MiB on the CPU) if that is more.
+
+    Returns:
+        The loss: a scalar, or for "none" of the target's shape, without classes. Differentiable
+        with respect to input, linear_weight and linear_bias, and for probabilities to target and
+        weight.
+
+    Raises:
+        IndexError: a class index is out of range, on the CPU (on CUDA see `check_targets`).
+        NotImplementedError: an operand is not floating point, or is a DTensor or a tensor of
+            another subclass that wraps tensors.
+        ValueError: unknown reduction, batch sizes that differ, label_smoothing negative or NaN,
+            accum_dtype neither float32 nor linear_weight's dtype, or other than that of options,
+            or max_workspace_bytes not positive.
+        RuntimeError: shapes, dtypes or devices that do not fit, label_smoothing above 1,
+            ignore_index with probabilities, or weight requires grad with indices.
+        TypeError: an argument is of another type.
+    """
+    given = passes.Operands(input, linear_weight, linear_bias, target, weight)
+    arguments.check_plain(given)
+    if not _is_compiling():  # what it traces has these types, or a symbol of them
+        label_smoothing = _number(label_smoothing)
+        ignore_index = None if ignore_index is None else _index(ignore_index)
+    accum_dtype, workspace, chunk_rows = arguments.sizes(options, accum_dtype, max_workspace_bytes)
+    operands, shape, ignored = arguments.shaped(
+        input, linear_weight, target, linear_bias, weight, ignore_index
+    )
+    compute_dtype, accum_dtype, is_autocast = arguments.dtypes(operands, accum_dtype)
+    # What cross entropy's operators take. operators.ROW_OPTIONS has their types.
+    row: dict[str, Any] = {
+        "ignore_index": ignored,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "float32_result": is_autocast,
+    }
+    sizes = (compute_dtype, accum_dtype, workspace, chunk_rows)
+    if _is_compiling():
+        kept = autograd.kept_gradients(operands, reduction)
+        with_stats = autograd.needs_gradient(operands)
+        loss: Tensor = operators.forward_op(*operands, *row.values(), *sizes, kept, with_stats)[0]
+        return loss.reshape(shape) if reduction == "none" else loss
+    try:
+        made = Options(_row_options(**row), *sizes)
+        is_checked = settings.targets_are_checked and not target.is_floating_point()
+        if is_checked and target.is_cuda and not torch.cuda.is_current_stream_capturing():
+            passes.raise_first_invalid(operands.target, linear_weight.shape[0], ignored)
+        loss = autograd.call(operands, made)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        bare = Options(CROSS_ENTROPY.loss.ops.Options(**row), *sizes)
+        raise arguments.as_torch_raises(error, operands, compute_dtype, bare) from None
+    return loss.reshape(shape) if reduction == "none" else loss
