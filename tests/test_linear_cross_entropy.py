@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -707,6 +709,42 @@ def test_module_without_torchs() -> None:
             base(5, 7, **wrong)
         with pytest.raises(RuntimeError):
             lossops.LinearCrossEntropyLoss(5, 7, **wrong)
+
+
+OLDER = """
+import torch
+import torch.nn.functional as F
+
+for holder, name in (
+    (F, "linear_cross_entropy"),
+    (torch.nn, "LinearCrossEntropyLoss"),
+    (torch.nn, "LinearCrossEntropyOptions"),
+):
+    if hasattr(holder, name):
+        delattr(holder, name)
+
+import lossops
+
+module = lossops.LinearCrossEntropyLoss(5, 7, bias=True, label_smoothing=0.1)
+x, target = torch.randn(6, 5, requires_grad=True), torch.arange(6)
+with lossops.patched():
+    loss = module(x, target)
+assert "linear_cross_entropy" not in lossops.patch_report()
+expected = F.cross_entropy(module.linear(x), target, label_smoothing=0.1)
+torch.testing.assert_close(loss, expected)
+leaves = [x, *module.parameters()]
+torch.testing.assert_close(
+    torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves)
+)
+"""
+
+
+def test_before_torch_2_13() -> None:
+    """Where torch has neither the function nor the module nor the options."""
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @needs_torchs

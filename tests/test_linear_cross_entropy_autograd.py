@@ -165,9 +165,7 @@ def test_changed_operands(device: str) -> None:
         torch.autograd.grad(loss, leaves)
 
 
-def test_kept_gradients_die_with_the_loss(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_gradients_die_with_the_loss(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cycle of references, which would hold them until Python looks for cycles."""
     forward, kept = passes.forward, []
 
