@@ -423,6 +423,34 @@ def test_backward_without_kept_gradients(device: str) -> None:
         assert counter.largest <= 128 * 96
 
 
+@pytest.mark.parametrize("classes", [29, (5, 3)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_chunks_of_forward_and_backward_may_differ(
+    reduction: str,
+    classes: int | tuple[int, ...],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The default workspace is larger where the weight's gradient is wanted: in backward alone."""
+    call = make(53, 6, classes, device=device, reduction=reduction, label_smoothing=0.1)
+    taken: list[int] = []
+    rows_of_chunk = chunks.rows_of_chunk
+
+    def watched(**options: Any) -> int:
+        taken.append(rows_of_chunk(**options))
+        return taken[-1]
+
+    monkeypatch.setattr(chunks, "rows_of_chunk", watched)
+    monkeypatch.setattr(chunks, "_LEAST_WORKSPACE", {device: workspace_of(4, call)})
+    lossops.keep_gradients(False)
+    try:
+        found = call.run(lossops.linear_cross_entropy)
+    finally:
+        lossops.keep_gradients(True)
+    assert len(taken) == 2 and taken[0] == 4 and taken[1] > 4
+    assert_close(found, call.double().run(composed))
+
+
 # ---------------------------------------------------------------- float16 under a gradient scaler
 
 

@@ -93,7 +93,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
     return (
         loss,
-        row_stats.new_empty((row_stats.numel(),)) if with_stats else input.new_empty(0),
+        row_stats if with_stats else input.new_empty(0),
         *(gradient(*each) for each in zip((input, linear_weight, linear_bias), kept, strict=True)),
         input.new_empty((), dtype=torch.float64) if scaled and any(kept) else input.new_empty(0),
     )

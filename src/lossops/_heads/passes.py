@@ -69,7 +69,7 @@ class Found(NamedTuple):
     """What the forward pass returns."""
 
     loss: Tensor
-    row_stats: Tensor | None  # of all chunks, one after the other
+    row_stats: Tensor | None  # of all rows, as the row operators return them
     kept: Kept
 
 
@@ -319,7 +319,7 @@ def _forward(
         loss, row_stats = problem.row_loss(logits, rows, with_stats=with_stats)
         losses.append(loss)
         if with_stats:
-            stats.append(row_stats.reshape(-1))
+            stats.append(row_stats)
         if sums is not None:
             problem.overwrite(logits, rows, row_stats, grad)
             sums.add(rows, logits)
@@ -330,7 +330,7 @@ def _forward(
         result = losses[0] if is_single else torch.cat(losses)
     all_stats = None
     if with_stats:
-        all_stats = stats[0] if is_single else torch.cat(stats)
+        all_stats = stats[0] if is_single else torch.cat(stats, dim=1)
     gradients = (None, None, None) if sums is None else sums.gradients()
     return Found(result, all_stats, Kept(gradients, factor))
 
@@ -375,15 +375,13 @@ def _backward_pass(
         grad_logits, factor = problem.scaled(grad)
     grad_target = torch.empty_like(problem.target) if needed[3] else None
     grad_weight = None
-    num_stats = 0  # numbers for each row of input
-    if row_stats is not None and problem.num_rows > 0:
-        num_stats = row_stats.numel() // problem.num_rows
     losses_of_row = math.prod(problem.classes[1:])
     for rows in problem.chunks():
         logits = problem.logits(rows)
-        if row_stats is not None and num_stats > 0:
-            stats = row_stats[rows.start * num_stats : rows.stop * num_stats]
-            stats = stats.view(num_stats // losses_of_row, -1)
+        if row_stats is not None:
+            # The chunks may differ from those of the forward pass.
+            stats = row_stats[:, rows.start * losses_of_row : rows.stop * losses_of_row]
+            stats = stats.contiguous()
         else:
             stats = problem.row_loss(logits, rows, with_stats=True)[1]
         part = slice(None) if problem.is_reduced else rows
