@@ -51,7 +51,7 @@ call_with_avx512(const Body& body) {
 
 // Processors without AVX2 are older than 2013, or small: less code for them keeps the wheel small.
 template <typename Body>
-__attribute__((optimize("O2"), noinline)) void call_with_baseline(const Body& body) {
+__attribute__((optimize("Os"), noinline)) void call_with_baseline(const Body& body) {
   body();
 }
 
