@@ -233,12 +233,13 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "float logit_scale=1.0, float? softcap=None) -> (Tensor log_probs, Tensor entropy)");
   m.def(
       "token_values_forward(Tensor logits, Tensor? index, Tensor? row_mask, float temperature, "
-      "float logit_scale, float? softcap, bool has_entropy, bool keeps_stats) "
-      "-> (Tensor log_probs, Tensor entropy, Tensor row_stats)");
+      "float logit_scale, float? softcap, bool has_entropy, bool has_lse, bool keeps_stats) "
+      "-> (Tensor log_probs, Tensor entropy, Tensor lse, Tensor row_stats)");
   m.def(
-      "token_values_backward(Tensor? grad_log_probs, Tensor? grad_entropy, Tensor logits, "
-      "Tensor? index, Tensor? row_mask, Tensor row_stats, float temperature, float logit_scale, "
-      "float? softcap, bool has_entropy, bool[] output_mask) -> Tensor[]");
+      "token_values_backward(Tensor? grad_log_probs, Tensor? grad_entropy, Tensor? grad_lse, "
+      "Tensor logits, Tensor? index, Tensor? row_mask, Tensor row_stats, float temperature, float "
+      "logit_scale, "
+      "float? softcap, bool has_entropy, bool has_lse, bool[] output_mask) -> Tensor[]");
   m.def("build_info() -> str");
   m.def("cuda_problem() -> str");
 }

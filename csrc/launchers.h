@@ -139,7 +139,8 @@ struct CrossEntropyBackwardArgs : CrossEntropyArgs {
 
 // --------------------------------------------------------------------- tokens
 
-// Log-probabilities of num_indices classes a row, and its entropy; see losses/rows/tokens.h.
+// Log-probabilities of num_indices classes a row, its entropy and the log of its sum of
+// exponentials, lse; see losses/rows/tokens.h.
 struct TokenArgs {
   IterationSpace rows;  // the shape of the logits without classes
   int64_t num_classes = 0;
@@ -160,6 +161,7 @@ struct TokenForwardArgs : TokenArgs {
   Operand log_probs;  // (rows, num_indices); strides over rows
   int64_t log_probs_stride = 1;
   Operand entropy;  // null: not wanted
+  Operand lse;      // likewise
   // Out, (3, rows) of acc_t: max, rest, D; null: no backward pass will come.
   void* row_stats = nullptr;
   // Out, CPU only: the first row with an index out of range, or -1.
@@ -170,6 +172,7 @@ struct TokenBackwardArgs : TokenArgs {
   Operand grad_log_probs;  // null: none
   int64_t grad_log_probs_stride = 1;
   Operand grad_entropy;  // null: none
+  Operand grad_lse;      // null: none
   const void* row_stats = nullptr;
   Operand grad_input;
   int64_t grad_input_class_stride = 1;

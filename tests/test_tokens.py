@@ -591,10 +591,11 @@ def test_opcheck(k: int | None, device: str) -> None:
     ):
         torch.library.opcheck(op.default, args)
     at = index if k else index.unsqueeze(-1)
-    forward = (logits, at, mask, 0.5, 1.0, None, True, True)
+    forward = (logits, at, mask, 0.5, 1.0, None, True, True, True)
     torch.library.opcheck(ops.token_values_forward.default, forward)
-    log_probs, entropy, stats = (x.detach() for x in ops.token_values_forward(*forward))
-    backward = (log_probs, entropy, logits.detach(), at, mask, stats, 0.5, 1.0, None, True, [True])
+    *values, stats = (x.detach() for x in ops.token_values_forward(*forward))
+    options = (0.5, 1.0, None, True, True, [True])
+    backward = (*values, logits.detach(), at, mask, stats, *options)
     torch.library.opcheck(ops.token_values_backward.default, backward)
 
 
@@ -604,16 +605,16 @@ def test_strides_of_fakes(device: str) -> None:
     logits, index = draw(5, 6, 40, device=device, k=2)
     for name, layout in layouts_of(logits).items():
         x = layout(logits)
-        arguments = (x, index, None, 1.0, 1.0, None, True, True)
+        arguments = (x, index, None, 1.0, 1.0, None, True, True, True)
         real = torch.ops.lossops.token_values_forward(*arguments)
         grads = torch.ops.lossops.token_values_backward(
-            *real[:2], x, index, None, real[2], 1.0, 1.0, None, True, [True]
+            *real[:3], x, index, None, real[3], 1.0, 1.0, None, True, True, [True]
         )
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             y, at = mode.from_tensor(x), mode.from_tensor(index)
             fake = torch.ops.lossops.token_values_forward(y, at, *arguments[2:])
             fake_grads = torch.ops.lossops.token_values_backward(
-                *fake[:2], y, at, None, fake[2], 1.0, 1.0, None, True, [True]
+                *fake[:3], y, at, None, fake[3], 1.0, 1.0, None, True, True, [True]
             )
         for a, b in zip((*real, *grads), (*fake, *fake_grads), strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype), name
@@ -624,7 +625,7 @@ def test_no_gradient_keeps_nothing(device: str, monkeypatch: pytest.MonkeyPatch)
     kept = []
     values = token_ops.TOKEN_VALUES
     below = values._values_below
-    monkeypatch.setattr(values, "_values_below", lambda *a: kept.append(below(*a)[2]) or below(*a))
+    monkeypatch.setattr(values, "_values_below", lambda *a: kept.append(below(*a)[3]) or below(*a))
     lossops.selective_log_softmax(logits, index)
     assert kept[0].numel() == 0
     lossops.selective_log_softmax(logits.requires_grad_(), index)

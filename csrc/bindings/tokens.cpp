@@ -19,11 +19,12 @@ struct TokenProblem {
   std::optional<View> index;  // (..., K)
   std::optional<View> row_mask;
   Dims rows;  // shape of logits without classes
+  bool has_lse;
 
   TokenProblem(const Tensor& logits_, const OptionalTensor& index_, const OptionalTensor& mask_,
                double temperature, double logit_scale, std::optional<double> softcap,
-               bool has_entropy, TokenArgs& args)
-      : logits(logits_) {
+               bool has_entropy, bool has_lse_, TokenArgs& args)
+      : logits(logits_), has_lse(has_lse_) {
     check_floating(kTokens, "logits", logits);
     check_cuda(kTokens, "logits", logits_);
     LOSSOPS_CHECK(kTokens, logits.sizes.size >= 1,
@@ -55,6 +56,7 @@ struct TokenProblem {
   Dims entropy_shape(const TokenArgs& args) const {
     return args.has_entropy ? rows : with_last(rows, 0);
   }
+  Dims lse_shape() const { return has_lse ? rows : with_last(rows, 0); }
   Dims stats_shape(bool is_kept = true) const {
     Dims shape;
     shape.push_back(is_kept ? 3 : 0);
@@ -142,17 +144,17 @@ struct TokenProblem {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> token_values_forward(Tensor logits, OptionalTensor index,
-                                                        OptionalTensor row_mask, double temperature,
-                                                        double logit_scale,
-                                                        std::optional<double> softcap,
-                                                        bool has_entropy, bool keeps_stats) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> token_values_forward(
+    Tensor logits, OptionalTensor index, OptionalTensor row_mask, double temperature,
+    double logit_scale, std::optional<double> softcap, bool has_entropy, bool has_lse,
+    bool keeps_stats) {
   TokenForwardArgs args;
   const TokenProblem problem(logits, index, row_mask, temperature, logit_scale, softcap,
-                             has_entropy, args);
+                             has_entropy, has_lse, args);
   const ScalarType dtype = problem.acc_dtype();
   Tensor log_probs = empty_dense(problem.log_probs_shape(args), dtype, logits);
   Tensor entropy = empty_dense(problem.entropy_shape(args), dtype, logits);
+  Tensor lse = empty_dense(problem.lse_shape(), dtype, logits);
   Tensor row_stats = empty_dense(problem.stats_shape(keeps_stats), dtype, logits);
 
   RowSpace space(problem.rows);
@@ -163,6 +165,10 @@ std::tuple<Tensor, Tensor, Tensor> token_values_forward(Tensor logits, OptionalT
     set_result(args.entropy, entropy);
     space.add_values(args.entropy, to_dims(entropy.strides()));
   }
+  if (has_lse) {
+    set_result(args.lse, lse);
+    space.add_values(args.lse, to_dims(lse.strides()));
+  }
   space.finish(kTokens, args.rows, "logits, index and row_mask");
   args.row_stats = keeps_stats ? row_stats.mutable_data_ptr() : nullptr;
   int64_t first_invalid_row = -1;
@@ -172,18 +178,19 @@ std::tuple<Tensor, Tensor, Tensor> token_values_forward(Tensor logits, OptionalT
   if (first_invalid_row >= 0) {
     fail_invalid_index(problem, args, first_invalid_row);
   }
-  return {log_probs, entropy, row_stats};
+  return {log_probs, entropy, lse, row_stats};
 }
 
 std::vector<Tensor> token_values_backward(OptionalTensor grad_log_probs,
-                                          OptionalTensor grad_entropy, Tensor logits,
-                                          OptionalTensor index, OptionalTensor row_mask,
-                                          Tensor row_stats, double temperature, double logit_scale,
+                                          OptionalTensor grad_entropy, OptionalTensor grad_lse,
+                                          Tensor logits, OptionalTensor index,
+                                          OptionalTensor row_mask, Tensor row_stats,
+                                          double temperature, double logit_scale,
                                           std::optional<double> softcap, bool has_entropy,
-                                          std::vector<bool> output_mask) {
+                                          bool has_lse, std::vector<bool> output_mask) {
   TokenBackwardArgs args;
   const TokenProblem problem(logits, index, row_mask, temperature, logit_scale, softcap,
-                             has_entropy, args);
+                             has_entropy, has_lse, args);
   LOSSOPS_CHECK(kTokens, output_mask.size() == 1, "output_mask must have 1 entry, but has ",
                 output_mask.size());
   const View stats(row_stats);
@@ -202,9 +209,9 @@ std::vector<Tensor> token_values_backward(OptionalTensor grad_log_probs,
   RowSpace space(problem.rows);
   problem.add_inputs(space, args);
   const auto check_gradient = [&](const char* name, const View& grad, const Dims& shape) {
-    check_floating(kTokens, name, grad);
-    LOSSOPS_CHECK(kTokens, grad.sizes == shape, name, " must have the shape of its value, ", shape,
-                  ", but has ", grad.sizes);
+    LOSSOPS_CHECK(kTokens, grad.sizes == shape && grad.dtype == problem.acc_dtype(), name,
+                  " must have the shape and the dtype of its value, ", shape, " ",
+                  name_of(problem.acc_dtype()), ", but has ", grad.sizes, " ", name_of(grad.dtype));
     check_device(kTokens, name, grad, problem.logits, "logits");
   };
   if (grad_log_probs && args.num_indices > 0) {
@@ -218,6 +225,12 @@ std::vector<Tensor> token_values_backward(OptionalTensor grad_log_probs,
     check_gradient("grad_entropy", grad, problem.rows);
     set_data(kTokens, args.grad_entropy, grad);
     space.add_values(args.grad_entropy, grad.strides);
+  }
+  if (grad_lse && has_lse) {
+    const View grad(*grad_lse);
+    check_gradient("grad_lse", grad, problem.rows);
+    set_data(kTokens, args.grad_lse, grad);
+    space.add_values(args.grad_lse, grad.strides);
   }
   const Tensor grad_logits = empty_like(problem.logits);
   set_result(args.grad_input, grad_logits);

@@ -9,20 +9,20 @@
 
 namespace lossops::bindings {
 
-// log_probs; entropy, of the rows' shape, or with a further dimension of 0 where it is not wanted;
-// row_stats, which has no elements unless keeps_stats is set.
-std::tuple<Tensor, Tensor, Tensor> token_values_forward(Tensor logits, OptionalTensor index,
-                                                        OptionalTensor row_mask, double temperature,
-                                                        double logit_scale,
-                                                        std::optional<double> softcap,
-                                                        bool has_entropy, bool keeps_stats);
+// log_probs; entropy and lse, of the rows' shape, or with a further dimension of 0 where they are
+// not wanted; row_stats, which has no elements unless keeps_stats is set.
+std::tuple<Tensor, Tensor, Tensor, Tensor> token_values_forward(
+    Tensor logits, OptionalTensor index, OptionalTensor row_mask, double temperature,
+    double logit_scale, std::optional<double> softcap, bool has_entropy, bool has_lse,
+    bool keeps_stats);
 
 // The gradient of logits.
 std::vector<Tensor> token_values_backward(OptionalTensor grad_log_probs,
-                                          OptionalTensor grad_entropy, Tensor logits,
-                                          OptionalTensor index, OptionalTensor row_mask,
-                                          Tensor row_stats, double temperature, double logit_scale,
+                                          OptionalTensor grad_entropy, OptionalTensor grad_lse,
+                                          Tensor logits, OptionalTensor index,
+                                          OptionalTensor row_mask, Tensor row_stats,
+                                          double temperature, double logit_scale,
                                           std::optional<double> softcap, bool has_entropy,
-                                          std::vector<bool> output_mask);
+                                          bool has_lse, std::vector<bool> output_mask);
 
 }  // namespace lossops::bindings

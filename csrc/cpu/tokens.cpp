@@ -1,4 +1,5 @@
-// Token losses on the CPU: log-probabilities of K classes a row, and the entropy of its softmax.
+// Token losses on the CPU: log-probabilities of K classes a row, the entropy of its softmax, and
+// its lse.
 //
 // Forward first reduces each piece of each row to a state. Then it merges the states of a row and
 // reads its values off. The order of a row's sums follows from the number of its classes alone: a
@@ -131,6 +132,15 @@ struct RowBlock {
     });
   }
 
+  __attribute__((noinline)) void lses(int width, acc_t* values) const {
+    with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+      for (int j = 0; j < width; ++j) {
+        const acc_t lse = stats(j).lse();
+        values[j] = is_counted[j] != acc_t(0) ? lse : acc_t(0);
+      }
+    });
+  }
+
   // Of one class of each row, whose mapped logits are z.
   __attribute__((noinline)) void log_probs(int width, const acc_t* z, acc_t* values) const {
     with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
@@ -142,11 +152,12 @@ struct RowBlock {
   }
 };
 
-using ForwardWalker = BlockWalker<5>;  // input, index, row_mask, log_probs, entropy
+using ForwardWalker = BlockWalker<6>;  // input, index, row_mask, log_probs, entropy, lse
 
 ForwardWalker forward_walker(const TokenForwardArgs& args, int64_t first) {
   return ForwardWalker(
-      args.rows, {&args.input, &args.index, &args.row_mask, &args.log_probs, &args.entropy}, first);
+      args.rows,
+      {&args.input, &args.index, &args.row_mask, &args.log_probs, &args.entropy, &args.lse}, first);
 }
 
 // Writes what forward returns of rows [first, first + count). Returns the first row with an index
@@ -169,6 +180,10 @@ int64_t write_values(const TokenForwardArgs& args, const ForwardWalker& walker, 
   if (args.entropy.data != nullptr) {
     rows.entropies(padded(count), values);
     store_block(args.entropy, walker[4], count, values);
+  }
+  if (args.lse.data != nullptr) {
+    rows.lses(padded(count), values);
+    store_block(args.lse, walker[5], count, values);
   }
   int64_t first_invalid = args.rows.numel;
   for (int64_t k = 0; k < args.num_indices; ++k) {
@@ -440,12 +455,11 @@ int64_t finish_long_rows(const TokenForwardArgs& args, int64_t first, int count,
 // ------------------------------------------------------ backward, what the walks share
 
 // A class that log-probabilities of a row were wanted of, and the sum of their gradients.
-template <typename acc_t>
 struct IndexedClass {
   int64_t index;
   int row;    // of the block
   int64_t k;  // among the indices of the row
-  acc_t grad;
+  double grad;
 };
 
 // What the gradients of a block of rows need beside their logits.
@@ -453,15 +467,17 @@ template <typename acc_t>
 struct RowGradients : RowBlock<acc_t> {
   acc_t inverse_sum[kBlock];
   acc_t of_softmax[kBlock];
+  double exact_of_softmax[kBlock];  // before it was rounded
   acc_t of_entropy[kBlock];
-  std::vector<IndexedClass<acc_t>> indexed;  // by class
+  std::vector<IndexedClass> indexed;  // by class
 
-  using Walker = BlockWalker<6>;  // input, index, row_mask, both gradients of values, grad_input
+  // input, index, row_mask, the gradients of log_probs, entropy and lse, grad_input
+  using Walker = BlockWalker<7>;
 
   static Walker walker(const TokenBackwardArgs& args, int64_t first) {
     return Walker(args.rows,
                   {&args.input, &args.index, &args.row_mask, &args.grad_log_probs,
-                   &args.grad_entropy, &args.grad_input},
+                   &args.grad_entropy, &args.grad_lse, &args.grad_input},
                   first);
   }
 
@@ -477,6 +493,10 @@ struct RowGradients : RowBlock<acc_t> {
     if (args.grad_entropy.data != nullptr) {
       load_block(args.grad_entropy, walker[4], count, of_entropy, acc_t(0));
     }
+    std::fill_n(of_softmax, padded(count), acc_t(0));
+    if (args.grad_lse.data != nullptr) {
+      load_block(args.grad_lse, walker[5], count, of_softmax, acc_t(0));
+    }
     load_indexed(args, walker, count);
     for (int j = 0; j < padded(count); ++j) {
       inverse_sum[j] =
@@ -490,7 +510,7 @@ struct RowGradients : RowBlock<acc_t> {
 
  private:
   void load_indexed(const TokenBackwardArgs& args, const Walker& walker, int count) {
-    double sums[kBlock] = {};
+    std::copy_n(of_softmax, padded(count), exact_of_softmax);
     indexed.clear();
     for (int64_t k = 0; args.grad_log_probs.data != nullptr && k < args.num_indices; ++k) {
       int64_t index[kBlock];
@@ -500,13 +520,14 @@ struct RowGradients : RowBlock<acc_t> {
                  grad);
       for (int j = 0; j < count; ++j) {
         if (this->is_counted[j] != acc_t(0) && index[j] >= 0 && index[j] < args.num_classes) {
-          sums[j] += static_cast<double>(grad[j]);
-          indexed.push_back({index[j], j, k, grad[j]});
+          const auto own = static_cast<double>(grad[j]);
+          exact_of_softmax[j] -= own;
+          indexed.push_back({index[j], j, k, own});
         }
       }
     }
     for (int j = 0; j < padded(count); ++j) {
-      of_softmax[j] = static_cast<acc_t>(-sums[j]);
+      of_softmax[j] = static_cast<acc_t>(exact_of_softmax[j]);
     }
     merge_indexed(args);
   }
@@ -521,13 +542,13 @@ struct RowGradients : RowBlock<acc_t> {
     });
     size_t merged = 0;
     for (size_t i = 0; i < indexed.size(); ++merged) {
-      IndexedClass<acc_t> one = indexed[i];
+      IndexedClass one = indexed[i];
       double sum = 0;
       for (; i < indexed.size() && indexed[i].index == one.index && indexed[i].row == one.row;
            ++i) {
-        sum += static_cast<double>(indexed[i].grad);
+        sum += indexed[i].grad;
       }
-      one.grad = static_cast<acc_t>(sum);
+      one.grad = sum;
       indexed[merged] = one;
     }
     indexed.resize(merged);
@@ -545,13 +566,14 @@ struct IndexedVector {
   acc_t of_entropy[kVector];
   acc_t z[kVector];
   acc_t grad[kVector];
+  acc_t common[kVector];
 
   __attribute__((noinline)) void evaluate(acc_t* results) const {
     with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
       for (int i = 0; i < kVector; ++i) {
         const TokenGradient<acc_t> gradient{
             {max[i], rest[i], mean_distance[i]}, of_softmax[i], of_entropy[i], inverse_sum[i]};
-        results[i] = gradient.at_index(z[i], grad[i]);
+        results[i] = gradient.at_index(z[i], grad[i], common[i]);
       }
     });
   }
@@ -567,7 +589,7 @@ void gradients_at_indices(const RowGradients<acc_t>& rows, size_t& next, int64_t
   while (is_left()) {
     IndexedVector<acc_t> vector = {};
     acc_t results[kVector];
-    const IndexedClass<acc_t>* const batch = rows.indexed.data() + next;
+    const IndexedClass* const batch = rows.indexed.data() + next;
     int count = 0;
     for (; count < kVector && is_left(); ++count, ++next) {
       const int row = batch[count].row;
@@ -578,7 +600,8 @@ void gradients_at_indices(const RowGradients<acc_t>& rows, size_t& next, int64_t
       vector.of_softmax[count] = rows.of_softmax[row];
       vector.of_entropy[count] = rows.of_entropy[row];
       vector.z[count] = z.first[(batch[count].index - first_class) * z.stride + row];
-      vector.grad[count] = batch[count].grad;
+      vector.grad[count] = static_cast<acc_t>(batch[count].grad);
+      vector.common[count] = static_cast<acc_t>(rows.exact_of_softmax[row] + batch[count].grad);
     }
     vector.evaluate(results);
     for (int i = 0; i < count; ++i) {
@@ -620,7 +643,7 @@ void backward_rows(const TokenBackwardArgs& args, int64_t first_row, int64_t end
     }
     for (int64_t c = begin; c < end; c += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, end - c));
-      const BlockOffsets grad_at = classes_of_row(walker[5][0], args.grad_input_class_stride, c);
+      const BlockOffsets grad_at = classes_of_row(walker[6][0], args.grad_input_class_stride, c);
       if (!rows.all_count) {
         std::fill_n(grad, count, acc_t(0));
         store_block(args.grad_input, grad_at, count, grad);
@@ -705,7 +728,7 @@ void backward_columns(const TokenBackwardArgs& args, int64_t begin, int64_t end)
           grad[i * width + j] = acc_t(0);
         }
       }
-      store_columns(args.grad_input, {walker[5], args.grad_input_class_stride, c, classes, count},
+      store_columns(args.grad_input, {walker[6], args.grad_input_class_stride, c, classes, count},
                     grad, buffers.staging);
     }
   }

@@ -11,12 +11,12 @@ The keywords `logit_scale`, `softcap` and `temperature` map the logits first, in
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._ops import logit_map
 from ._ops import tokens as ops
 
 __all__ = ["entropy_from_logits", "selective_log_softmax", "selective_log_softmax_and_entropy"]
@@ -65,7 +65,7 @@ def selective_log_softmax(
         return found
     name = "selective_log_softmax"
     _check_tensors(name, logits=logits, index=index, row_mask=row_mask)
-    temperature, logit_scale, softcap = _checked_map(name, temperature, logit_scale, softcap)
+    temperature, logit_scale, softcap = logit_map.checked(name, temperature, logit_scale, softcap)
     return ops.selective_log_softmax(
         logits, index, temperature, row_mask, logit_scale=logit_scale, softcap=softcap
     )
@@ -103,7 +103,7 @@ def entropy_from_logits(
         return found
     name = "entropy_from_logits"
     _check_tensors(name, logits=logits)
-    temperature, logit_scale, softcap = _checked_map(name, temperature, logit_scale, softcap)
+    temperature, logit_scale, softcap = logit_map.checked(name, temperature, logit_scale, softcap)
     return ops.entropy_from_logits(
         logits, temperature=temperature, logit_scale=logit_scale, softcap=softcap
     )
@@ -148,7 +148,7 @@ def selective_log_softmax_and_entropy(
         return found
     name = "selective_log_softmax_and_entropy"
     _check_tensors(name, logits=logits, index=index, row_mask=row_mask)
-    temperature, logit_scale, softcap = _checked_map(name, temperature, logit_scale, softcap)
+    temperature, logit_scale, softcap = logit_map.checked(name, temperature, logit_scale, softcap)
     return ops.selective_log_softmax_and_entropy(
         logits,
         index,
@@ -178,28 +178,3 @@ def _check_tensors(name: str, **tensors: Any) -> None:
         raise NotImplementedError(
             f"{name}: logits must be floating point, but are {logits.dtype}".replace("torch.", "")
         )
-
-
-def _checked_map(
-    name: str, temperature: Any, logit_scale: Any, softcap: Any
-) -> tuple[float, float, float | None]:
-    temperature = _number(name, "temperature", temperature)
-    logit_scale = _number(name, "logit_scale", logit_scale)
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"{name}: temperature must be positive and finite, but is {temperature}")
-    if not math.isfinite(logit_scale):
-        raise ValueError(f"{name}: logit_scale must be finite, but is {logit_scale}")
-    if softcap is not None:
-        softcap = _number(name, "softcap", softcap)
-        if not (softcap > 0 and math.isfinite(softcap)):
-            raise ValueError(f"{name}: softcap must be positive and finite, but is {softcap}")
-    return temperature, logit_scale, softcap
-
-
-def _number(name: str, key: str, value: Any) -> float:
-    try:
-        if hasattr(value, "__float__") and not isinstance(value, Tensor):  # a Tensor may be on CUDA
-            return float(value)
-    except Exception:
-        pass
-    raise TypeError(f"{name}: {key} must be a number, but is {value!r}")

@@ -50,6 +50,17 @@ LOSSOPS_HOST_DEVICE DType stats_dtype(const TokenArgs& args) {
   return args.input.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
 
+// Values of rows and their gradients have the dtype of statistics. A switch over all dtypes would
+// be a KB of code at each of their loads and stores.
+__device__ __forceinline__ double load_value(const TokenArgs& args, const Operand& operand,
+                                             int64_t offset) {
+  return load_as<double>(operand.data, stats_dtype(args), offset);
+}
+__device__ __forceinline__ void store_value(const TokenArgs& args, const Operand& operand,
+                                            int64_t offset, double value) {
+  store_as(operand.data, stats_dtype(args), offset, value);
+}
+
 // The mapped logit of a class, as its pass has computed it.
 __device__ __forceinline__ double mapped_logit(const TokenArgs& args, const RowSource& source,
                                                int64_t offset) {
@@ -64,7 +75,7 @@ __device__ __forceinline__ double mapped_logit(const TokenArgs& args, const RowS
 }
 
 // Merges the states of each row's pieces, writes its statistics where a backward pass will come,
-// its log-probabilities and its entropy. Log-probabilities of class indices out of range are NaN.
+// its log-probabilities, entropy and lse. Log-probabilities of class indices out of range are NaN.
 // lanes: merging_lanes(). What a row takes is computed in fp64: a kernel for all dtypes.
 __global__ void __launch_bounds__(kRowThreads)
     token_values_kernel(const __grid_constant__ TokenForwardArgs args,
@@ -109,12 +120,15 @@ __global__ void __launch_bounds__(kRowThreads)
             mapped_logit(args, source, place.offset(source.input) + c * source.class_stride));
       }
     }
-    store_operand(args.log_probs, place.offset(args.log_probs) + k * args.log_probs_stride,
-                  log_prob);
+    store_value(args, args.log_probs, place.offset(args.log_probs) + k * args.log_probs_stride,
+                log_prob);
   }
   if (lane == 0) {
     if (args.entropy.data != nullptr) {
-      store_operand(args.entropy, place.offset(args.entropy), counts ? stats.entropy() : 0.0);
+      store_value(args, args.entropy, place.offset(args.entropy), counts ? stats.entropy() : 0.0);
+    }
+    if (args.lse.data != nullptr) {
+      store_value(args, args.lse, place.offset(args.lse), counts ? stats.lse() : 0.0);
     }
     if (args.row_stats != nullptr) {
       const DType dtype = stats_dtype(args);
@@ -134,8 +148,14 @@ __device__ __forceinline__ int64_t load_index(const TokenBackwardArgs& args,
 }
 __device__ __forceinline__ double load_grad(const TokenBackwardArgs& args,
                                             const RowGrid::Place& place, int64_t k) {
-  return load_operand<double>(args.grad_log_probs,
-                              place.offset(args.grad_log_probs) + k * args.grad_log_probs_stride);
+  return load_value(args, args.grad_log_probs,
+                    place.offset(args.grad_log_probs) + k * args.grad_log_probs_stride);
+}
+
+// The gradient of a row's entropy or lse.
+__device__ __forceinline__ double load_row_grad(const TokenBackwardArgs& args,
+                                                const RowGrid::Place& place, const Operand& grad) {
+  return grad.data != nullptr ? load_value(args, grad, place.offset(grad)) : 0.0;
 }
 
 // What the gradient of a row that counts is made of. By all lanes of a warp. What a row
@@ -150,15 +170,12 @@ __device__ __forceinline__ TokenGradient<double> load_gradient(const TokenBackwa
     of_softmax -=
         c >= 0 && c < args.num_classes ? load_grad(args, place, k) : math::quiet_nan<double>();
   }
-  of_softmax = warp_sum(of_softmax);
+  of_softmax = warp_sum(of_softmax) + load_row_grad(args, place, args.grad_lse);
   const auto kept = [&](int64_t plane) {
     return load_as<double>(args.row_stats, stats_dtype(args), plane * args.rows.numel + place.row);
   };
-  const double of_entropy =
-      args.grad_entropy.data != nullptr
-          ? load_operand<double>(args.grad_entropy, place.offset(args.grad_entropy))
-          : 0.0;
-  return TokenGradient<double>::of({kept(0), kept(1), kept(2)}, of_softmax, of_entropy);
+  return TokenGradient<double>::of({kept(0), kept(1), kept(2)}, of_softmax,
+                                   load_row_grad(args, place, args.grad_entropy));
 }
 
 // TokenGradient::of_class() in few operations.
@@ -259,7 +276,9 @@ __global__ void __launch_bounds__(kRowThreads)
       const auto x = load_operand<double>(source.input, offset);
       double slope = 0;
       visit_logit_map<double>(args.map, [&](const auto& map) { slope = map.derivative(x); });
-      const double value = gradient.at_index(mapped_logit(args, source, offset), sum) * slope;
+      const double value =
+          gradient.at_index(mapped_logit(args, source, offset), sum, gradient.of_softmax + sum) *
+          slope;
       store_operand(args.grad_input,
                     place.offset(args.grad_input) + c * args.grad_input_class_stride, value);
     }
@@ -273,12 +292,14 @@ TokenForwardArgs slice_of(const RowSlice& slice, TokenForwardArgs args) {
   args.index = slice(args.index);
   args.log_probs = slice(args.log_probs);
   args.entropy = slice(args.entropy);
+  args.lse = slice(args.lse);
   return args;
 }
 TokenBackwardArgs slice_of(const RowSlice& slice, TokenBackwardArgs args) {
   args.index = slice(args.index);
   args.grad_log_probs = slice(args.grad_log_probs);
   args.grad_entropy = slice(args.grad_entropy);
+  args.grad_lse = slice(args.grad_lse);
   args.grad_input = slice(args.grad_input);
   return args;
 }

@@ -86,7 +86,9 @@ struct TokenStats {
   acc_t mean_distance;  // D; 0 where no entropy is wanted
 
   LOSSOPS_HOST_DEVICE acc_t log_prob(acc_t z) const { return (z - max) - math::log1p(rest); }
-  // A row of -inf only, or of NaN, has no softmax, and its values are NaN.
+  // -inf of a row of -inf only.
+  LOSSOPS_HOST_DEVICE acc_t lse() const { return max + math::log1p(rest); }
+  // A row of -inf only, or of NaN, has no softmax, and its entropy is NaN.
   LOSSOPS_HOST_DEVICE acc_t entropy() const {
     const acc_t empty_row = rest > acc_t(-1) ? acc_t(0) : math::quiet_nan<acc_t>();
     return math::log1p(rest) + mean_distance + empty_row;
@@ -112,12 +114,12 @@ struct TokenGradient {
     return of_exp<kEntropy>(math::exp_in_sum<true>(z - stats.max), z, of_softmax);
   }
 
-  // Of a class among the indices; grad: the sum of their grad_log_prob. 1 - softmax is computed
-  // from the other classes, and of_softmax + grad is exactly 0 where there is no other index.
-  LOSSOPS_HOST_DEVICE acc_t at_index(acc_t z, acc_t grad) const {
+  // Of a class among the indices; grad: the sum of their grad_log_prob; common: of_softmax + grad,
+  // added up in fp64, as they nearly cancel. 1 - softmax is computed from the other classes.
+  LOSSOPS_HOST_DEVICE acc_t at_index(acc_t z, acc_t grad, acc_t common) const {
     const acc_t e = math::exp(z - stats.max);
     const acc_t others = (acc_t(1) - e + stats.rest) * inverse_sum;
-    return grad * others + of_exp<true>(e, z, of_softmax + grad);
+    return grad * others + of_exp<true>(e, z, common);
   }
 
  private:

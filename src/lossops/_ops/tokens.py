@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens: their formulas by torch, and the public operators.
+"""Log-probabilities, entropies and lse of tokens: their formulas by torch, and the public operators.
 
 The public operators are compositions of `token_values_forward`, whose index is always (..., K). So
 each transform of torch sees that operator, or this module's formula.
@@ -14,6 +14,7 @@ from torch import Tensor
 from . import errors
 from .description import library
 from .fakes import DTYPES, FLOATING, check_devices, check_dtype
+from .logit_map import mapped
 from .row_values import RowValues
 
 _NAME = "token_values"
@@ -28,18 +29,15 @@ def _reference(
     logit_scale: float,
     softcap: float | None,
     has_entropy: bool,
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies in float32 or float64."""
+    has_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies and lse in float32 or float64."""
     z = logits if logits.dtype == torch.float64 else logits.float()
     is_masked = None if row_mask is None else row_mask == 0
     if is_masked is not None:
         z = torch.where(is_masked.unsqueeze(-1), 0.0, z)
-    if logit_scale != 1:
-        z = logit_scale * z
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    if temperature != 1:
-        z = z / temperature
+    z = mapped(z, temperature, logit_scale, softcap)
+    lse = z.logsumexp(-1)  # -inf of a row of -inf only
     log_softmax = z.log_softmax(-1)
     # A logit of -inf adds 0.
     finite = log_softmax.masked_fill(z == -torch.inf, 0.0)
@@ -50,8 +48,10 @@ def _reference(
         log_probs = _gather(log_softmax, index.long(), is_masked)
     if is_masked is not None:
         entropy = entropy.masked_fill(is_masked, 0.0)
+        lse = lse.masked_fill(is_masked, 0.0)
         log_probs = log_probs.masked_fill(is_masked.unsqueeze(-1), 0.0)
-    return log_probs, entropy if has_entropy else log_softmax[..., :0]
+    nothing = log_softmax[..., :0]
+    return log_probs, entropy if has_entropy else nothing, lse if has_lse else nothing
 
 
 def _gather(log_softmax: Tensor, index: Tensor, is_masked: Tensor | None) -> Tensor:
@@ -75,7 +75,8 @@ def _fake(
     logit_scale: float,
     softcap: float | None,
     has_entropy: bool,
-) -> tuple[Tensor, Tensor]:
+    has_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     check_devices(_NAME, logits, index=index, row_mask=row_mask)
     check_dtype(_NAME, "logits", logits, FLOATING)
     check_dtype(_NAME, "index", index, _INDICES)
@@ -93,7 +94,11 @@ def _fake(
         )
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     log_probs = logits.new_empty((*rows, 0) if index is None else index.shape, dtype=dtype)
-    return log_probs, logits.new_empty(rows if has_entropy else (*rows, 0), dtype=dtype)
+    entropy, lse = (
+        logits.new_empty(rows if wanted else (*rows, 0), dtype=dtype)
+        for wanted in (has_entropy, has_lse)
+    )
+    return log_probs, entropy, lse
 
 
 TOKEN_VALUES = RowValues(
@@ -127,24 +132,26 @@ def _values(
             )
         mask, row_mask = row_mask == 0, (row_mask != 0).any(-1)
     try:
-        log_probs, entropy = TOKEN_VALUES(
+        log_probs, entropy, _ = TOKEN_VALUES(
             logits,
             index.unsqueeze(-1) if index is not None and is_one else index,
             row_mask,
             *options,
+            False,  # no lse
         )
     except (IndexError, RuntimeError) as error:
-        raise _renamed(name, error) from None
+        raise renamed(name, error) from None
     if mask is not None:
         log_probs = log_probs.masked_fill(mask, 0.0)
     return log_probs.squeeze(-1) if is_one else log_probs, entropy
 
 
-def _renamed(name: str, error: Exception) -> Exception:
-    """The error of the kernel as one of the public operator."""
+def renamed(name: str, error: Exception, index: str = "index") -> Exception:
+    """The error of the kernel as one of a public function, which calls its indices `index`."""
     message = str(error)
     if type(error) in (IndexError, RuntimeError) and message.startswith(f"{_NAME}: "):
-        return type(error)(name + message.removeprefix(_NAME))
+        message = message.removeprefix(_NAME).replace(": index ", f": {index} ", 1)
+        return type(error)(name + message)
     return errors.as_memory_error(error)
 
 

@@ -1,0 +1,50 @@
+"""The logit map: how `logit_scale`, `softcap` and `temperature` change logits before their softmax.
+
+`z = logit_scale * x`, then `z = softcap * tanh(z / softcap)`, then `z = z / temperature`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def mapped(x: Tensor, temperature: float, logit_scale: float, softcap: float | None) -> Tensor:
+    """The mapped logits by torch, in the dtype of x. x itself if the map changes nothing."""
+    if logit_scale != 1:
+        x = logit_scale * x
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    if temperature != 1:
+        x = x / temperature
+    return x
+
+
+def checked(
+    name: str, temperature: Any, logit_scale: Any, softcap: Any
+) -> tuple[float, float, float | None]:
+    """temperature, logit_scale and softcap as floats. Raises TypeError and ValueError."""
+    temperature = number(name, "temperature", temperature)
+    logit_scale = number(name, "logit_scale", logit_scale)
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"{name}: temperature must be positive and finite, but is {temperature}")
+    if not math.isfinite(logit_scale):
+        raise ValueError(f"{name}: logit_scale must be finite, but is {logit_scale}")
+    if softcap is not None:
+        softcap = number(name, "softcap", softcap)
+        if not (softcap > 0 and math.isfinite(softcap)):
+            raise ValueError(f"{name}: softcap must be positive and finite, but is {softcap}")
+    return temperature, logit_scale, softcap
+
+
+def number(name: str, key: str, value: Any) -> float:
+    """The value as a float. Raises TypeError for what is no number, and for tensors."""
+    try:
+        if hasattr(value, "__float__") and not isinstance(value, Tensor):  # a Tensor may be on CUDA
+            return float(value)
+    except Exception:
+        pass
+    raise TypeError(f"{name}: {key} must be a number, but is {value!r}")
