@@ -7,7 +7,7 @@ if not _extension.reporting():  # python -m lossops.info runs also where the lib
     _extension.load()
 
     from ._ops.settings import check_targets, keep_gradients
-    from .functional import cross_entropy, kl_div, mse_loss
+    from .functional import CrossEntropyOutput, cross_entropy, kl_div, mse_loss
     from .heads import linear_cross_entropy
     from .nn import CrossEntropyLoss, KLDivLoss, LinearCrossEntropyLoss, MSELoss
     from .patching import patch, patch_report, patched, unpatch
@@ -19,6 +19,7 @@ if not _extension.reporting():  # python -m lossops.info runs also where the lib
 
     __all__ = [
         "CrossEntropyLoss",
+        "CrossEntropyOutput",
         "KLDivLoss",
         "LinearCrossEntropyLoss",
         "MSELoss",

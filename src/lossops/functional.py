@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import operator
 import warnings
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
-from ._ops import autocast, by_torch, errors, settings
+from ._ops import autocast, by_torch, cross_entropy_by_rows, errors, settings
+from ._ops.cross_entropy_by_rows import CrossEntropyOutput, Keywords
 from ._ops.losses import CROSS_ENTROPY, KL_DIV, MSE_LOSS, cross_entropy_overwriting
 from ._ops.settings import check_targets
 
-__all__ = ["check_targets", "cross_entropy", "kl_div", "mse_loss"]
+__all__ = ["CrossEntropyOutput", "check_targets", "cross_entropy", "kl_div", "mse_loss"]
 
 Reduction: TypeAlias = Literal["none", "mean", "sum"]
 BatchReduction: TypeAlias = Literal["none", "mean", "sum", "batchmean"]
@@ -36,6 +37,9 @@ _mse_loss, _mse_options, _mse_of_reduction = MSE_LOSS.call, MSE_LOSS.options, MS
 _kl_div, _kl_options, _kl_of_reduction = KL_DIV.call, KL_DIV.options, KL_DIV.of_reduction
 _cross_entropy, _cross_entropy_options = CROSS_ENTROPY.call, CROSS_ENTROPY.options
 _cross_entropy_of_reduction = CROSS_ENTROPY.of_reduction
+
+# Defaults that are asked for by their identity, which is quick and right for whatever is given.
+_ONE, _ZERO = 1.0, 0.0
 
 
 def mse_loss(
@@ -167,6 +171,58 @@ def kl_div(
         ) from None
 
 
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = ...,
+    size_average: None = ...,
+    ignore_index: int = ...,
+    reduce: None = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    *,
+    inplace_backward: bool = ...,
+    logit_scale: float = ...,
+    softcap: float | None = ...,
+    temperature: float = ...,
+    lse_square_scale: float = ...,
+    token_weight: Tensor | None = ...,
+    num_items_in_batch: float | Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    return_entropy: Literal[False] = ...,
+    return_z_loss: Literal[False] = ...,
+    return_token_accuracy: Literal[False] = ...,
+    return_predicted_tokens: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = ...,
+    size_average: None = ...,
+    ignore_index: int = ...,
+    reduce: None = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    *,
+    inplace_backward: bool = ...,
+    logit_scale: float = ...,
+    softcap: float | None = ...,
+    temperature: float = ...,
+    lse_square_scale: float = ...,
+    token_weight: Tensor | None = ...,
+    num_items_in_batch: float | Tensor | None = ...,
+    return_lse: bool = ...,
+    return_entropy: bool = ...,
+    return_z_loss: bool = ...,
+    return_token_accuracy: bool = ...,
+    return_predicted_tokens: bool = ...,
+) -> Tensor | CrossEntropyOutput: ...
+
+
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -178,7 +234,18 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     *,
     inplace_backward: bool = False,
-) -> Tensor:
+    logit_scale: float = _ONE,
+    softcap: float | None = None,
+    temperature: float = _ONE,
+    lse_square_scale: float = _ZERO,
+    token_weight: Tensor | None = None,
+    num_items_in_batch: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
     """Cross entropy between logits and targets, as `torch.nn.functional.cross_entropy`.
 
     A row's loss is `-sum_c q_c log_softmax(input)_c`. q is the target's distribution, smoothed and
@@ -202,20 +269,56 @@ def cross_entropy(
             several parts of one tensor (chunk, split; compute each part's logits by themselves).
             input must not be a leaf, nor a view of one, nor share memory with another argument. If
             input needs no gradient, and in compiled code, inplace_backward changes nothing.
+            It does not go together with the keywords below.
+        logit_scale, softcap, temperature: map the logits first: `z = logit_scale * x`, then
+            `z = softcap * tanh(z / softcap)`, then `z = z / temperature`. temperature and softcap
+            are positive and finite, logit_scale is finite.
+        lse_square_scale: adds the z-loss, `lse_square_scale * logsumexp(z) ** 2`, to the loss of
+            each row that is not ignored (as Liger-Kernel's `lse_square_scale`; PaLM,
+            arXiv:2204.02311). Class weights do not scale it. Its mean divides by the number of rows
+            that are not ignored.
+        token_weight: factor of each row's loss and z-loss, of the target's shape (for
+            probabilities: input's without classes). Means divide by the sum of token_weight, for
+            the loss times `weight[target]`, over the rows that are not ignored.
+        num_items_in_batch: for "mean" and "sum", divides the sum of the losses (as transformers has
+            it for gradient accumulation). A number, or a tensor with one element on any device,
+            which is not waited for.
+        return_lse, return_entropy: also return the logsumexp of each row's mapped logits, and the
+            entropy of their softmax in nats. Both are differentiable, and 0 in ignored rows; of
+            the target's shape, float64 for float64 logits, else float32.
+        return_z_loss: also return the z-loss that is in the loss, reduced as it is, without a
+            gradient.
+        return_token_accuracy: also return the share of the rows that are not ignored whose
+            prediction is the target; for "none" 1 or 0 for each row, 0 where ignored. float32.
+        return_predicted_tokens: also return the class with the largest mapped logit, the lowest of
+            equal ones, of the target's shape, int64; -1 where ignored.
 
     Returns:
         The loss: a scalar, or of the target's shape without classes for "none".
-        Differentiable with respect to input, and for probabilities to target and weight.
+        Differentiable with respect to input, and for probabilities to target and weight. If a
+        `return_*` is set, a named tuple `CrossEntropyOutput(loss, z_loss, token_accuracy,
+        predicted_tokens, lse, entropy)`, None for what was not asked for.
+
+        With class indices and no label smoothing, the keywords from logit_scale on read the logits
+        once, and the backward pass reads them once more; predictions take a pass of their own.
+        Beside label smoothing or probabilities they are composed: the mapped logits are a tensor of
+        their own, and lse and entropy take a pass each.
 
     Raises:
         IndexError: a class index is out of range, on the CPU (on CUDA see `check_targets`).
         NotImplementedError: input is not floating point.
         ValueError: unknown reduction, label_smoothing negative or NaN, batch sizes that differ, or
-            an input that inplace_backward cannot overwrite.
+            an input that inplace_backward cannot overwrite; inplace_backward beside the keywords
+            below it; temperature, softcap, logit_scale or lse_square_scale is not as above;
+            num_items_in_batch for "none", or of several elements; accuracy or predictions for
+            probabilities.
         RuntimeError: other shapes or dtypes that do not fit, label_smoothing above 1,
-            ignore_index >= 0 with probabilities, or weight requires grad with indices.
-        TypeError: input, target or weight is no tensor, ignore_index no integer, label_smoothing no
-            number, inplace_backward no bool, or size_average or reduce is not None.
+            ignore_index >= 0 with probabilities, or weight requires grad with indices;
+            token_weight or num_items_in_batch requires grad; token_weight of another shape or
+            device.
+        TypeError: input, target, weight or token_weight is no tensor, ignore_index no integer,
+            label_smoothing or a further keyword no number, inplace_backward or a return_* no bool,
+            or size_average or reduce is not None.
     """
     if size_average is not None or reduce is not None:
         raise errors.deprecated_argument("cross_entropy", size_average, reduce)
@@ -224,6 +327,44 @@ def cross_entropy(
     if type(inplace_backward) is not bool:
         raise TypeError(
             f"cross_entropy: inplace_backward must be a bool, but is {inplace_backward!r}"
+        )
+    keywords: Keywords | None = None
+    if not (
+        logit_scale is _ONE
+        and softcap is None
+        and temperature is _ONE
+        and lse_square_scale is _ZERO
+        and token_weight is None
+        and num_items_in_batch is None
+        and return_lse is False
+        and return_entropy is False
+        and return_z_loss is False
+        and return_token_accuracy is False
+        and return_predicted_tokens is False
+    ):
+        keywords = cross_entropy_by_rows.checked(
+            Keywords(
+                logit_scale,
+                softcap,
+                temperature,
+                lse_square_scale,
+                token_weight,
+                num_items_in_batch,
+                return_lse,
+                return_entropy,
+                return_z_loss,
+                return_token_accuracy,
+                return_predicted_tokens,
+            )
+        )
+    if keywords is not None:
+        if inplace_backward:
+            raise ValueError(
+                "cross_entropy: inplace_backward does not go together with the keywords from "
+                "logit_scale on"
+            )
+        return _cross_entropy_by_rows(
+            input, target, weight, ignore_index, reduction, label_smoothing, keywords
         )
     if _is_compiling():
         loss: Tensor = torch.ops.lossops.cross_entropy(
@@ -264,6 +405,49 @@ def cross_entropy(
                 "reduction": reduction,
                 "label_smoothing": label_smoothing,
             },
+            check_options=errors.check_numbers,
+            hint=errors.classes_last_hint,
+        ) from None
+
+
+def _cross_entropy_by_rows(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: Reduction,
+    label_smoothing: float,
+    keywords: Keywords,
+) -> Tensor | CrossEntropyOutput:
+    if _is_compiling():
+        return cross_entropy_by_rows.call(
+            input,
+            target,
+            weight,
+            keywords,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            float32_result=_autocast_is_on(input),
+        )
+    options = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": _number(label_smoothing),
+    }
+    try:
+        if settings.targets_are_checked and target.is_cuda and not target.is_floating_point():
+            _raise_first_invalid(input, target, ignore_index)
+        is_autocast = _autocast_may_be_on() and _autocast_is_on(input)
+        return cross_entropy_by_rows.call(
+            input, target, weight, keywords, **options, float32_result=is_autocast
+        )
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise errors.as_torch_raises(
+            CROSS_ENTROPY.loss,
+            error,
+            {"input": input, "target": target, "weight": weight},
+            options,
             check_options=errors.check_numbers,
             hint=errors.classes_last_hint,
         ) from None

@@ -95,13 +95,21 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         label_smoothing: share of the target that is spread over all classes, in [0, 1].
         inplace_backward: the backward pass writes the gradient over the logits; see
             `lossops.cross_entropy` for what that asks of them.
+        logit_scale, softcap, temperature, lse_square_scale, return_lse, return_entropy,
+            return_z_loss, return_token_accuracy, return_predicted_tokens: as for
+            `lossops.cross_entropy`.
+        token_weight, num_items_in_batch: as for `lossops.cross_entropy`. They mostly belong to one
+            batch, so a call takes them by name too, in place of these; token_weight is kept as a
+            buffer.
 
     Shape:
         input (C,), (N, C) or (N, C, d1, ...); target without the class dimension, or of input's
-        shape; the result is a scalar, or of the shape without classes for "none".
+        shape; the result is a scalar, or of the shape without classes for "none". If a `return_*`
+        is set, a `CrossEntropyOutput`.
     """
 
     reduction: Reduction
+    token_weight: Tensor | None
 
     def __init__(
         self,
@@ -113,6 +121,17 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         label_smoothing: float = 0.0,
         *,
         inplace_backward: bool = False,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+        lse_square_scale: float = 0.0,
+        token_weight: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+        return_lse: bool = False,
+        return_entropy: bool = False,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
     ) -> None:
         if size_average is not None or reduce is not None:
             raise errors.deprecated_argument("CrossEntropyLoss", size_average, reduce)
@@ -123,8 +142,30 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             label_smoothing=label_smoothing,
         )
         self.inplace_backward = inplace_backward
+        self.logit_scale = logit_scale
+        self.softcap = softcap
+        self.temperature = temperature
+        self.lse_square_scale = lse_square_scale
+        self.register_buffer("token_weight", token_weight)
+        self.num_items_in_batch = num_items_in_batch
+        self.return_lse = return_lse
+        self.return_entropy = return_entropy
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+    ) -> Any:
+        if token_weight is None:
+            token_weight = self.token_weight
+        if num_items_in_batch is None:
+            num_items_in_batch = self.num_items_in_batch
         return functional.cross_entropy(
             input,
             target,
@@ -133,6 +174,17 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,  # fault: module-options
             inplace_backward=self.inplace_backward,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            temperature=self.temperature,
+            lse_square_scale=self.lse_square_scale,
+            token_weight=token_weight,
+            num_items_in_batch=num_items_in_batch,
+            return_lse=self.return_lse,
+            return_entropy=self.return_entropy,
+            return_z_loss=self.return_z_loss,
+            return_token_accuracy=self.return_token_accuracy,
+            return_predicted_tokens=self.return_predicted_tokens,
         )
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from .description import Operators, widened
 from .fakes import DTYPES, FLOATING, check_devices, check_dtype
 
-_CLASS_INDICES = (torch.int64, torch.int32, torch.uint8)
+CLASS_INDICES = (torch.int64, torch.int32, torch.uint8)
 # csrc/ packs this many doubles, mean_terms, before row_stats.
 _MEAN_TERMS = 2
 
 
-def _rows_of(input: Tensor) -> list[int]:
+def rows_of(input: Tensor) -> list[int]:
     """The shape without the class dimension."""
     class_dim = 0 if input.dim() == 1 else 1
     return [size for dim, size in enumerate(input.shape) if dim != class_dim]
@@ -39,7 +39,7 @@ def _row_stats_of(arguments: Any) -> tuple[tuple[int, int], torch.dtype]:
     operands = [input, target, weight] if is_probability else [input, weight]
     acc_double = any(x is not None and x.dtype == torch.float64 for x in operands)
     num_rows = 1
-    for size in _rows_of(input):
+    for size in rows_of(input):
         num_rows = num_rows * size
     shape = (3 if is_probability or arguments.label_smoothing > 0 else 2, num_rows)
     return shape, torch.float64 if acc_double else torch.float32  # fault: fake-row-stats
@@ -52,7 +52,7 @@ def fake_forward(name: str, arguments: Any) -> tuple[Tensor, ...]:
     dtype = input.dtype
     if not _is_probability(input, target):
         what = "int64, int32 or uint8 for class indices"
-        check_dtype(name, "target", target, _CLASS_INDICES, what)
+        check_dtype(name, "target", target, CLASS_INDICES, what)
         check_dtype(name, "weight", weight, FLOATING)
     else:
         check_dtype(name, "target", target, FLOATING)
@@ -60,7 +60,7 @@ def fake_forward(name: str, arguments: Any) -> tuple[Tensor, ...]:
         dtype = torch.promote_types(dtype, target.dtype)
         if weight is not None:
             dtype = torch.promote_types(dtype, weight.dtype)
-    shape = _rows_of(input) if arguments.reduction == "none" else ()
+    shape = rows_of(input) if arguments.reduction == "none" else ()
     loss = input.new_empty(shape, dtype=widened(dtype, arguments.float32_result))
     stats_shape, stats_dtype = _row_stats_of(arguments)
     row_stats = input.new_empty(stats_shape, dtype=stats_dtype)

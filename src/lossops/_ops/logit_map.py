@@ -28,20 +28,28 @@ def checked(
 ) -> tuple[float, float, float | None]:
     """temperature, logit_scale and softcap as floats. Raises TypeError and ValueError."""
     temperature = number(name, "temperature", temperature)
-    logit_scale = number(name, "logit_scale", logit_scale)
-    if not (temperature > 0 and math.isfinite(temperature)):
+    logit_scale = finite(name, "logit_scale", logit_scale)
+    if not 0 < temperature < math.inf:
         raise ValueError(f"{name}: temperature must be positive and finite, but is {temperature}")
-    if not math.isfinite(logit_scale):
-        raise ValueError(f"{name}: logit_scale must be finite, but is {logit_scale}")
     if softcap is not None:
         softcap = number(name, "softcap", softcap)
-        if not (softcap > 0 and math.isfinite(softcap)):
+        if not 0 < softcap < math.inf:
             raise ValueError(f"{name}: softcap must be positive and finite, but is {softcap}")
     return temperature, logit_scale, softcap
 
 
+def finite(name: str, key: str, value: Any) -> float:
+    """`number`, and a ValueError for infinities and NaN."""
+    value = number(name, key, value)
+    if not -math.inf < value < math.inf:  # as compiled code can ask it of a symbolic float
+        raise ValueError(f"{name}: {key} must be finite, but is {value}")
+    return float(value)
+
+
 def number(name: str, key: str, value: Any) -> float:
     """The value as a float. Raises TypeError for what is no number, and for tensors."""
+    if isinstance(value, (int, float)):
+        return float(value)
     try:
         if hasattr(value, "__float__") and not isinstance(value, Tensor):  # a Tensor may be on CUDA
             return float(value)

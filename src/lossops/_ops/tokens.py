@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and lse of tokens: their formulas by torch, and the public operators.
+"""Log-probabilities, entropies and lse of tokens: formulas by torch, and the public operators.
 
 The public operators are compositions of `token_values_forward`, whose index is always (..., K). So
 each transform of torch sees that operator, or this module's formula.

@@ -1,0 +1,368 @@
+"""cross_entropy put together from values of rows: logit maps, z-losses, weights of tokens.
+
+`call` takes the keywords that the kernels of cross entropy do not have. With class indices, one
+pass over the logits gives the log-probability of each row's class, its lse and its entropy
+(`tokens.py`), and one backward pass computes the gradient of all three. The rest is a few
+operations on vectors of rows, with sums in float64.
+
+Label smoothing and probabilities are not fused: the mapped logits are a tensor of float32 or
+float64, which cross entropy's own kernels read, and lse and entropy take a pass of their own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import logit_map
+from .cross_entropy import CLASS_INDICES, check_differentiable, rows_of
+from .description import widened
+from .tokens import TOKEN_VALUES, renamed
+
+__all__ = ["CrossEntropyOutput", "Keywords", "call", "checked"]
+
+_NAME = "cross_entropy"
+# Elements of mapped logits that are in memory at a time where predictions are looked for.
+_MAPPED_AT_ONCE = 1 << 24
+# torch splits a sum of this many elements among the threads of the CPU.
+_SPLIT_AMONG_THREADS = 1 << 15
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What `cross_entropy` returns if one of its `return_*` is set. None: not asked for."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class Keywords(NamedTuple):
+    """The keywords of `cross_entropy` that this module is for, checked."""
+
+    logit_scale: float
+    softcap: float | None
+    temperature: float
+    lse_square_scale: float
+    token_weight: Tensor | None
+    num_items_in_batch: float | Tensor | None
+    return_lse: bool
+    return_entropy: bool
+    return_z_loss: bool
+    return_token_accuracy: bool
+    return_predicted_tokens: bool
+
+    def map(self) -> tuple[float, float, float | None]:
+        return self.temperature, self.logit_scale, self.softcap
+
+    def returns_more(self) -> bool:
+        return any(self[6:])
+
+
+_DEFAULTS = (1.0, None, 1.0, 0.0, None, None, False, False, False, False, False)
+
+
+def checked(given: Keywords) -> Keywords | None:
+    """The keywords with numbers as floats. None: all of them are the defaults."""
+    temperature, logit_scale, softcap = logit_map.checked(_NAME, *given.map())
+    scale = logit_map.finite(_NAME, "lse_square_scale", given.lse_square_scale)
+    for key, value in zip(Keywords._fields[6:], given[6:], strict=True):
+        if type(value) is not bool:
+            raise TypeError(f"{_NAME}: {key} must be a bool, but is {value!r}")
+    token_weight, num_items = given.token_weight, given.num_items_in_batch
+    if token_weight is not None:
+        if not isinstance(token_weight, Tensor):
+            kind = type(token_weight).__name__
+            raise TypeError(f"{_NAME}: token_weight must be a Tensor, but is {kind}")
+        if token_weight.requires_grad:
+            raise RuntimeError(f"{_NAME}: token_weight requires grad, but is not differentiable")
+        if token_weight.is_complex():
+            raise RuntimeError(f"{_NAME}: token_weight must be real, but is {token_weight.dtype}")
+    if isinstance(num_items, Tensor):
+        if num_items.requires_grad:
+            raise RuntimeError(
+                f"{_NAME}: num_items_in_batch requires grad, but is not differentiable"
+            )
+        if num_items.numel() != 1 or num_items.is_complex():
+            raise ValueError(
+                f"{_NAME}: num_items_in_batch must be one real number, but is a tensor of shape "
+                f"{tuple(num_items.shape)} and {num_items.dtype}"
+            )
+    elif num_items is not None:
+        num_items = logit_map.number(_NAME, "num_items_in_batch", num_items)
+    found = given._replace(
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        lse_square_scale=scale,
+        num_items_in_batch=num_items,
+    )
+    is_default = token_weight is None and num_items is None and found == _DEFAULTS
+    return None if is_default else found
+
+
+class _Rows(NamedTuple):
+    """What is known of each row, in the shape of logits without classes."""
+
+    loss: Tensor  # without the z-loss; 0 where ignored
+    share: Tensor  # what the row adds to the divisor of a mean; 0 where ignored
+    kept: Tensor  # bool: not ignored
+    lse: Tensor
+    entropy: Tensor
+
+
+def call(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    keywords: Keywords,
+    *,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    float32_result: bool,
+) -> Tensor | CrossEntropyOutput:
+    """`cross_entropy` with keywords that `checked` has returned."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(
+            f"{_NAME}: reduction must be one of 'none', 'mean', 'sum', but is {reduction!r}"
+        )
+    if keywords.num_items_in_batch is not None and reduction == "none":
+        raise ValueError(f"{_NAME}: num_items_in_batch needs reduction 'mean' or 'sum'")
+    by_kernels = (ignore_index, label_smoothing)
+    is_probability = target.is_floating_point()
+    if is_probability:
+        if keywords.return_token_accuracy or keywords.return_predicted_tokens:
+            raise ValueError(
+                f"{_NAME}: return_token_accuracy and return_predicted_tokens are for class "
+                "indices, but target holds probabilities"
+            )
+        rows = _of_probabilities(input, target, weight, keywords, by_kernels)
+    else:
+        check_differentiable(target, weight)
+        if not _fit(input, target, weight):
+            _loss_by_kernels(input, target, weight, by_kernels)  # says what is wrong
+            raise RuntimeError(f"{_NAME}: input, target and weight do not go together")
+        target = target.reshape(rows_of(input))  # from (1,) for logits of shape (C,)
+        rows = _of_indices(input, target, weight, keywords, by_kernels)
+
+    dtype = input.dtype
+    for other in (target, weight) if is_probability else ():
+        dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
+    dtype = widened(dtype, float32_result)
+
+    reduced = _Reduction(rows, keywords, reduction)
+    loss = reduced(rows.loss, rows.share)
+    z_loss = None
+    if keywords.lse_square_scale != 0 or keywords.return_z_loss:
+        z_loss = reduced(keywords.lse_square_scale * rows.lse.square(), rows.kept)
+        if keywords.lse_square_scale != 0:
+            loss = loss + z_loss
+    loss = loss.to(dtype)
+    if not keywords.returns_more():
+        return loss
+
+    accuracy = predicted = None
+    if keywords.return_token_accuracy or keywords.return_predicted_tokens:
+        predicted = _predictions(_classes_last(input), keywords).masked_fill(~rows.kept, -1)
+    if predicted is not None and keywords.return_token_accuracy:
+        is_right = ((predicted == target) & rows.kept).float()
+        is_none = reduction == "none"
+        accuracy = is_right if is_none else (is_right.sum() / rows.kept.sum())
+    return CrossEntropyOutput(
+        loss,
+        z_loss.detach().to(dtype) if z_loss is not None and keywords.return_z_loss else None,
+        accuracy,
+        predicted if keywords.return_predicted_tokens else None,
+        rows.lse if keywords.return_lse else None,
+        rows.entropy if keywords.return_entropy else None,
+    )
+
+
+# ---------------------------------------------------------------- values of rows
+
+
+def _fit(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+    """Whether input, class indices and weight go together."""
+    if input.dim() == 0 or not input.is_floating_point() or target.dtype not in CLASS_INDICES:
+        return False
+    shape, rows = tuple(target.shape), tuple(rows_of(input))
+    if shape != rows and (shape, rows) != ((1,), ()):
+        return False
+    if weight is not None and (
+        weight.shape != (_num_classes(input),)
+        or weight.dtype != input.dtype
+        or weight.device != input.device
+    ):
+        return False
+    return target.device == input.device
+
+
+def _num_classes(input: Tensor) -> int:
+    return input.size(0 if input.dim() == 1 else 1)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """Logits of float32 or float64. The gradients of several values add up before they round."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _classes_last(input: Tensor) -> Tensor:
+    return input if input.dim() == 1 else input.movedim(1, -1)
+
+
+def _of_indices(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    keywords: Keywords,
+    by_kernels: tuple[int, float],
+) -> _Rows:
+    ignore_index, label_smoothing = by_kernels
+    limits = torch.iinfo(target.dtype)
+    if limits.min <= ignore_index <= limits.max:
+        kept = target != ignore_index
+    else:
+        kept = torch.ones_like(target, dtype=torch.bool)
+    if label_smoothing == 0:
+        log_probs, entropy, lse = _token_values(
+            _classes_last(input), target.unsqueeze(-1), kept, keywords
+        )
+        loss = 0.0 - log_probs.squeeze(-1)  # not -0 in ignored rows
+    else:
+        wide = z = _wide(input)
+        if keywords.map() != (1.0, 1.0, None):
+            # The map's own gradient would make a NaN of an ignored row's 0.
+            z = torch.where(kept.unsqueeze(0 if input.dim() == 1 else 1), wide, 0.0)
+            z = logit_map.mapped(z, *keywords.map())
+        wide_weight = None if weight is None else weight.to(z.dtype)
+        loss = _loss_by_kernels(z, target, wide_weight, by_kernels)
+        _, entropy, lse = _token_values(_classes_last(wide), None, kept, keywords)
+    share = kept
+    if weight is not None and weight.numel() > 0:
+        # A class index out of range has a loss of NaN already.
+        at = target.long().clamp(0, weight.numel() - 1)
+        share = weight.detach()[at].to(loss.dtype).masked_fill(~kept, 0.0)
+        if label_smoothing == 0:
+            loss = loss * share
+    return _Rows(loss, share, kept, lse, entropy)
+
+
+def _of_probabilities(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    keywords: Keywords,
+    by_kernels: tuple[int, float],
+) -> _Rows:
+    wide = _wide(input)
+    loss = _loss_by_kernels(logit_map.mapped(wide, *keywords.map()), target, weight, by_kernels)
+    _, entropy, lse = _token_values(_classes_last(wide), None, None, keywords)
+    kept = torch.ones_like(loss, dtype=torch.bool)
+    return _Rows(loss, kept, kept, lse, entropy)
+
+
+def _loss_by_kernels(
+    z: Tensor, target: Tensor, weight: Tensor | None, by_kernels: tuple[int, float]
+) -> Tensor:
+    """The loss of each row, of mapped logits."""
+    ignore_index, label_smoothing = by_kernels
+    loss: Tensor = torch.ops.lossops.cross_entropy(
+        z,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    return loss
+
+
+def _token_values(
+    logits: Tensor, index: Tensor | None, kept: Tensor | None, keywords: Keywords
+) -> tuple[Tensor, ...]:
+    """Log-probabilities, entropies and lse; those that nobody asks for have no elements."""
+    has_lse = keywords.return_lse or keywords.return_z_loss or keywords.lse_square_scale != 0
+    options = (*keywords.map(), keywords.return_entropy, has_lse)
+    if torch.compiler.is_compiling():
+        keeps_stats = torch.is_grad_enabled() and logits.requires_grad
+        values: tuple[Tensor, ...] = torch.ops.lossops.token_values_forward(
+            logits, index, kept, *options, keeps_stats
+        )
+        return values[:3]
+    try:
+        return TOKEN_VALUES(logits, index, kept, *options)
+    except (IndexError, RuntimeError) as error:
+        raise renamed(_NAME, error, index="target") from None
+
+
+def _predictions(logits: Tensor, keywords: Keywords) -> Tensor:
+    """The lowest of the classes with the largest mapped logit."""
+    logits = logits.detach()
+    if logits.size(-1) == 0 or logits.numel() == 0:
+        return logits.new_full(logits.shape[:-1], -1, dtype=torch.int64)
+
+    def of(x: Tensor) -> Tensor:
+        if keywords.map() != (1.0, 1.0, None):
+            x = logit_map.mapped(_wide(x), *keywords.map())
+        return x.argmax(-1)
+
+    if logits.dim() == 1 or torch.compiler.is_compiling():  # Inductor keeps no mapped logits
+        return of(logits)
+    at_once = max(_MAPPED_AT_ONCE * logits.size(0) // logits.numel(), 1)
+    return torch.cat([of(part) for part in logits.split(at_once)])
+
+
+# ---------------------------------------------------------------- reductions
+
+
+class _Reduction:
+    """The reduction of values of rows: token weights, divisors, sums in float64."""
+
+    def __init__(self, rows: _Rows, keywords: Keywords, reduction: str) -> None:
+        self.reduction = reduction
+        self.token_weight = None
+        if keywords.token_weight is not None:
+            weight = keywords.token_weight
+            if weight.numel() == 1 and rows.kept.dim() == 0:
+                weight = weight.reshape(())
+            if weight.shape != rows.kept.shape or weight.device != rows.kept.device:
+                raise RuntimeError(
+                    f"{_NAME}: token_weight must have the shape of the rows, "
+                    f"{tuple(rows.kept.shape)}, on {rows.kept.device}, but has "
+                    f"{tuple(weight.shape)} on {weight.device}"
+                )
+            # Weights of ignored rows do not count, whatever they are.
+            self.token_weight = weight.to(rows.loss.dtype).masked_fill(~rows.kept, 0.0)
+        num_items = keywords.num_items_in_batch
+        if isinstance(num_items, Tensor):
+            num_items = num_items.reshape(())
+            if num_items.device.type != "cpu":  # a number on the CPU goes with any device
+                num_items = num_items.to(rows.loss.device, non_blocking=True)
+        self.num_items = num_items
+
+    def __call__(self, values: Tensor, shares: Tensor) -> Tensor:
+        """shares: what each row adds to the divisor of a mean, before its token weight."""
+        if self.token_weight is not None:
+            values, shares = values * self.token_weight, shares * self.token_weight
+        if self.reduction == "none":
+            return values
+        if self.num_items is not None:
+            return _sum(values) / self.num_items
+        return _sum(values) if self.reduction == "sum" else _sum(values) / _sum(shares)
+
+
+def _sum(values: Tensor) -> Tensor:
+    """The sum in float64. On the CPU it has the same bits for any number of threads."""
+    if values.device.type == "cpu" and not torch.compiler.is_compiling():
+        while values.numel() >= _SPLIT_AMONG_THREADS:
+            # A thread gets whole groups.
+            group = 1024
+            values = values.flatten().double()
+            values = torch.nn.functional.pad(values, (0, -values.numel() % group))
+            values = values.view(-1, group).sum(-1)
+    return values.sum(dtype=torch.float64)
