@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from checks import assert_raises
 from numerics import DTYPES, HALF_TYPES, layouts_of, same_bits
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import lossops
 from lossops._ops.tokens import TOKEN_VALUES
@@ -893,3 +895,48 @@ def test_same_bits_on_every_run(dtype: torch.dtype, device: str) -> None:
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(same_bits(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_recorded_graphs(device: str) -> None:
+    """torch.jit.trace, make_fx, export and functionalize hold values of rows, not their formula."""
+    x, target, _ = draw(6, 9, device=device)
+    x.requires_grad_()
+
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        return lossops.cross_entropy(x, target, softcap=3.0, lse_square_scale=0.1)
+
+    expected = loss(x, target)
+    (gradient,) = torch.autograd.grad(expected, x)
+    traced = torch.jit.trace(loss, (x, target))
+    for found in (traced(x, target), make_fx(loss)(x, target)(x, target)):
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(traced(x, target), x)[0], gradient)
+    torch.testing.assert_close(torch.func.functionalize(loss)(x, target), expected)
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return loss(x, target)
+
+    exported = torch.export.export(Module(), (x.detach(), target))
+    assert any("token_values_forward" in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(x.detach(), target), expected.detach())
+
+
+def test_checkpointed(device: str) -> None:
+    x, target, _ = draw(6, 9, device=device)
+    x.requires_grad_()
+
+    def loss(x: Tensor) -> Tensor:
+        return lossops.cross_entropy(x * 1, target, softcap=3.0)
+
+    (expected,) = torch.autograd.grad(loss(x), x)
+    (found,) = torch.autograd.grad(checkpoint(loss, x, use_reentrant=False), x)
+    assert same_bits(found, expected)
+    batched = torch.autograd.grad(
+        lossops.cross_entropy(x, target, softcap=3.0, reduction="none"),
+        x,
+        torch.eye(6, device=device),
+        is_grads_batched=True,
+    )[0]
+    torch.testing.assert_close(batched.sum(0) / (target != -100).sum(), expected)

@@ -96,8 +96,9 @@ class RowValues:
         else:
             needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in logits)
             if is_tracing() or dispatch_modes() > 0:
-                # The graph will hold the operator, which has a formula.
-                results = self.forward_op(*arguments, needs_grad)
+                # The graph will hold the operator, which has a formula. What torch.jit.trace makes
+                # serves calls with and without gradients.
+                results = self.forward_op(*arguments, needs_grad or is_tracing())
             elif needs_grad:
                 arguments = (*by_torch.alive(tensors), *arguments[self.num_tensors :])
                 results = self._function.apply(*arguments)
