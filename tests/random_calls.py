@@ -47,6 +47,21 @@ NONSENSE: tuple[Any, ...] = (
 )
 
 
+# Keywords of cross_entropy alone.
+FURTHER: dict[str, tuple[Any, ...]] = {
+    "logit_scale": (1.0, -2.0, 0.0, float("inf")),
+    "softcap": (None, 3.0, 0.0, float("nan")),
+    "temperature": (1.0, 0.5, 0.5, -1.0),
+    "lse_square_scale": (0.0, 0.1, 0.1, float("nan")),
+    "num_items_in_batch": (None, 3, 0, torch.tensor(2), torch.ones(2)),
+    "return_lse": (True, False),
+    "return_entropy": (True, False),
+    "return_z_loss": (True, False),
+    "return_token_accuracy": (True, False),
+    "return_predicted_tokens": (True, False),
+}
+
+
 @functools.cache
 def names_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
@@ -134,6 +149,11 @@ def arguments(
         fits = name in names_of(function)
         if draw.random() < (0.25 if fits else 0.01):
             named[name] = or_nonsense(draw.choice(values), 0.1)
+    if draw.random() < (0.3 if classes else 0.01):
+        for name in draw.sample(sorted(FURTHER), draw.choice((1, 1, 2, 3))):
+            named[name] = or_nonsense(draw.choice(FURTHER[name]), 0.1)
+        if draw.random() < 0.2:
+            named["token_weight"] = or_nonsense(tensor_of(draw, device, related(draw, shape, True)))
     if draw.random() < 0.02:
         positional.pop()
     if draw.random() < 0.02:
@@ -179,6 +199,7 @@ def one_call(seed: int, device: str) -> tuple[str, str | None, str]:
         value = called(*positional, **named)
     except Exception as error:  # any error is looked at
         return "error", finding(function, error), f"{loss}: {type(error).__name__}: {error}"
+    value = value.loss if isinstance(value, lossops.CrossEntropyOutput) else value
     try:
         if value.requires_grad and value.device.type != "meta":
             value.backward(torch.ones_like(value))

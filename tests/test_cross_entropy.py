@@ -62,8 +62,9 @@ def test_signature() -> None:
     parameters = inspect.signature(lossops.cross_entropy).parameters
     theirs = inspect.signature(F.cross_entropy).parameters
     own = len(theirs)
-    assert list(parameters)[: own + 1] == [*theirs, "inplace_backward"]  # torch's order, by position
-    for parameter in list(parameters.values())[own:]:  # test_cross_entropy_keywords.py names them
+    # In torch's order, by position too; test_cross_entropy_keywords.py names the others.
+    assert list(parameters)[: own + 1] == [*theirs, "inplace_backward"]
+    for parameter in list(parameters.values())[own:]:
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
     assert parameters["inplace_backward"].default is False
     for name, parameter in theirs.items():

@@ -691,6 +691,12 @@ def test_errors_are_those_without_keywords(smoothing: float, device: str) -> Non
         (None, target),
         (x.unsqueeze(0), x.unsqueeze(0).argmax(-1)),
         (x.to_sparse(), target),
+        (x.to(torch.float8_e4m3fn), target),
+        (x.to(torch.float8_e4m3fn), x.softmax(1)),
+        (x.long(), x.softmax(1)),
+        (x, x.softmax(1)[:, :5]),
+        (x, x.softmax(1).to(torch.float8_e4m3fn)),
+        (x, x.softmax(1), weight[:5]),
     ]
     if device == "cpu":
         calls.append((x, target.clone().fill_(6)))
@@ -703,7 +709,7 @@ def test_errors_are_those_without_keywords(smoothing: float, device: str) -> Non
             caught.append(error)
         assert caught[0].type is caught[1].type, (caught[0].value, caught[1].value)
         words = str(caught[0].value).split("(")[0]
-        assert str(caught[1].value).startswith(words), caught[1].value
+        assert str(caught[1].value).startswith(words), (caught[0].value, caught[1].value)
     probability = x.softmax(1)
     for options in ({"ignore_index": 2}, {"label_smoothing": 1.5}, {"label_smoothing": -0.5}):
         caught = []

@@ -554,6 +554,27 @@ FAULTS = [
         "test_cross_entropy.py",
     ),
     Fault(
+        "cross_entropy: mean of the z-loss divided by class weights",
+        "z-loss-share",
+        "rows.kept",
+        "rows.share",
+        "test_cross_entropy_keywords.py::test_z_loss_is_ligers",
+    ),
+    Fault(
+        "cross_entropy: mean of weighted tokens divided by their number",
+        "token-weight-share",
+        "shares * self.token_weight",
+        "shares",
+        "test_cross_entropy_keywords.py::test_token_weights_by_hand",
+    ),
+    Fault(
+        "cross_entropy: class weights forgotten beside further keywords",
+        "by-rows-weight",
+        "loss * share",
+        "loss",
+        "test_cross_entropy_keywords.py::test_z_loss_is_ligers",
+    ),
+    Fault(
         "mse: no warning of shapes that broadcast",
         "broadcast-warning",
         "not same_shape",

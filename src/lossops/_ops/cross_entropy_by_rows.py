@@ -19,6 +19,7 @@ from torch import Tensor
 from . import logit_map
 from .cross_entropy import CLASS_INDICES, check_differentiable, rows_of
 from .description import widened
+from .fakes import FLOATING
 from .tokens import TOKEN_VALUES, renamed
 
 __all__ = ["CrossEntropyOutput", "Keywords", "call", "checked"]
@@ -141,12 +142,14 @@ def call(
                 f"{_NAME}: return_token_accuracy and return_predicted_tokens are for class "
                 "indices, but target holds probabilities"
             )
-        rows = _of_probabilities(input, target, weight, keywords, by_kernels)
     else:
         check_differentiable(target, weight)
-        if not _fit(input, target, weight):
-            _loss_by_kernels(input, target, weight, by_kernels)  # says what is wrong
-            raise RuntimeError(f"{_NAME}: input, target and weight do not go together")
+    if input.dtype not in FLOATING or not (is_probability or _fit(input, target, weight)):
+        _loss_by_kernels(input, target, weight, by_kernels)  # says what is wrong
+        raise RuntimeError(f"{_NAME}: input, target and weight do not go together")
+    if is_probability:
+        rows = _of_probabilities(input, target, weight, keywords, by_kernels)
+    else:
         target = target.reshape(rows_of(input))  # from (1,) for logits of shape (C,)
         rows = _of_indices(input, target, weight, keywords, by_kernels)
 
@@ -159,6 +162,7 @@ def call(
     loss = reduced(rows.loss, rows.share)
     z_loss = None
     if keywords.lse_square_scale != 0 or keywords.return_z_loss:
+        # fault: z-loss-share
         z_loss = reduced(keywords.lse_square_scale * rows.lse.square(), rows.kept)
         if keywords.lse_square_scale != 0:
             loss = loss + z_loss
@@ -188,7 +192,7 @@ def call(
 
 def _fit(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
     """Whether input, class indices and weight go together."""
-    if input.dim() == 0 or not input.is_floating_point() or target.dtype not in CLASS_INDICES:
+    if input.dim() == 0 or target.dtype not in CLASS_INDICES:
         return False
     shape, rows = tuple(target.shape), tuple(rows_of(input))
     if shape != rows and (shape, rows) != ((1,), ()):
@@ -248,7 +252,7 @@ def _of_indices(
         at = target.long().clamp(0, weight.numel() - 1)
         share = weight.detach()[at].to(loss.dtype).masked_fill(~kept, 0.0)
         if label_smoothing == 0:
-            loss = loss * share
+            loss = loss * share  # fault: by-rows-weight
     return _Rows(loss, share, kept, lse, entropy)
 
 
@@ -348,6 +352,7 @@ class _Reduction:
     def __call__(self, values: Tensor, shares: Tensor) -> Tensor:
         """shares: what each row adds to the divisor of a mean, before its token weight."""
         if self.token_weight is not None:
+            # fault: token-weight-share
             values, shares = values * self.token_weight, shares * self.token_weight
         if self.reduction == "none":
             return values

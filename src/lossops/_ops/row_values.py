@@ -72,7 +72,7 @@ class RowValues:
         assert tuple(_privates.schema_of(self.backward_op)[0]) == (
             *grads, *tensors, "row_stats", *options, "output_mask"
         )  # fmt: skip
-        self.num_values = len(values)
+        self.num_values, self.num_options = len(values), len(options)
         self._register(fake)
         self._values_below = _privates.below_autograd(self.forward_op)
         self._gradients_below = _privates.below_autograd(self.backward_op)
@@ -113,8 +113,7 @@ class RowValues:
         ctx.mark_non_differentiable(results[-1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[: self.num_tensors], results[-1])
-        num_options = len(self.forward_op._schema.arguments) - self.num_tensors - 1
-        ctx.options = tuple(inputs[self.num_tensors : self.num_tensors + num_options])
+        ctx.options = tuple(inputs[self.num_tensors : self.num_tensors + self.num_options])
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of all arguments of *_forward."""
