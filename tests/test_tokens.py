@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -651,6 +652,70 @@ def test_no_synchronisation() -> None:
     both(logits, index, row_mask=mask).backward()
     torch.cuda.set_sync_debug_mode("error")
     both(logits, index, row_mask=mask).backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1e-39},
+        {"softcap": 1e-39},
+        {"logit_scale": 1e30, "temperature": 1e-30},
+        {"softcap": 1e30, "temperature": 1e-30},
+        {"softcap": 1e-30, "logit_scale": 1e30},
+    ],
+    ids=str,
+)
+def test_masked_rows_of_extreme_maps(options: dict[str, float], device: str) -> None:
+    """Constants of a map that float32 does not hold leave a masked row's gradient 0."""
+    logits = torch.randn(2, 5, device=device, requires_grad=True)
+    index = torch.tensor([0, 1], device=device)
+    mask = torch.tensor([0, 1], device=device)
+    values = lossops.selective_log_softmax(logits, index, row_mask=mask, **options)
+    (gradient,) = torch.autograd.grad(values[0], logits)
+    assert torch.equal(gradient[0], torch.zeros_like(gradient[0]))
+
+
+def test_tiny_softcap(device: str) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]], device=device)
+    index = torch.tensor([0], device=device)
+    value = lossops.selective_log_softmax(logits, index, softcap=1e-39)
+    torch.testing.assert_close(value, torch.full_like(value, -math.log(3)))
+
+
+def test_logit_scale_of_zero(device: str) -> None:
+    """All mapped logits are 0, however large the logits are; of infinities they are NaN."""
+    least = torch.finfo(torch.float32).min
+    logits = torch.tensor([[1.0, 2.0, least], [0, -math.inf, 1]], device=device)
+    logits.requires_grad_()
+    index = torch.tensor([0, 0], device=device)
+    log_probs, entropy = lossops.selective_log_softmax_and_entropy(logits, index, logit_scale=0.0)
+    assert log_probs[0].item() == pytest.approx(-math.log(3))
+    assert entropy[0].item() == pytest.approx(math.log(3))
+    assert log_probs[1].isnan()
+    (gradient,) = torch.autograd.grad(log_probs[0], logits)
+    assert torch.equal(gradient[0], torch.zeros(3, device=device))
+
+
+def test_masked_values_need_no_class(device: str) -> None:
+    logits = torch.randn(1, 4, device=device, requires_grad=True)
+    index = torch.tensor([[1, -100]], device=device)
+    mask = torch.tensor([[1, 0]], device=device)
+    values = lossops.selective_log_softmax(logits, index, row_mask=mask)
+    (expected,) = torch.autograd.grad(logits.log_softmax(-1)[0, 1], logits)
+    (gradient,) = torch.autograd.grad(values.sum(), logits)
+    torch.testing.assert_close(
+        values, torch.stack([logits.log_softmax(-1)[:, 1], 0 * logits[:, 0]], 1)
+    )
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_operators_name_what_is_missing() -> None:
+    logits = torch.randn(2, 3)
+    for name in ("selective_log_softmax", "selective_log_softmax_and_entropy"):
+        with pytest.raises((TypeError, RuntimeError), match="index"):
+            getattr(torch.ops.lossops, name)(logits, None)
+    with pytest.raises(RuntimeError, match="logits must have at least 1 dimension"):
+        lossops.entropy_from_logits(torch.tensor(1.0, device="meta"))
 
 
 # --- what TRL documents of these functions -------------------------------------------------------

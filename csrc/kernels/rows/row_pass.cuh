@@ -146,15 +146,20 @@ struct AnyMap {
   }
 };
 
-// A map that is -inf of -inf, or finite: a factor of 0 would make NaN of what stands for no logit.
+// The least number above 0: -inf stands for what a row does not have, and must stay -inf. The
+// largest logit times this is 5e-7 of fp32, 9e-16 of fp64.
+template <typename acc_t>
+constexpr acc_t kLeastFactor = acc_t(sizeof(acc_t) == 4 ? 0x1p-149 : 0x1p-1074);
+
+// A map whose factor is not 0.
 template <typename acc_t>
 LinearMap<acc_t> map_of_pass(LinearMap<acc_t> map) {
-  map.factor = map.factor == 0 ? acc_t(0x1p-126) : map.factor;
+  map.factor = map.factor == 0 ? kLeastFactor<acc_t> : map.factor;
   return map;
 }
 template <typename acc_t>
 SoftcapMap<acc_t> map_of_pass(SoftcapMap<acc_t> map) {
-  map.rate = map.rate == 0 ? acc_t(0x1p-126) : map.rate;
+  map.rate = map.rate == 0 ? kLeastFactor<acc_t> : map.rate;
   return map;
 }
 template <typename acc_t>
@@ -426,22 +431,30 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   const scalar_t* const logits =
       static_cast<const scalar_t*>(source.input.data) + place.offset(source.input);
   scalar_t* const gradients = static_cast<scalar_t*>(grad_input.data) + place.offset(grad_input);
-  const auto gradient = rows.of(place);
   int head = -1;
   if (source.class_stride == 1 && grad_class_stride == 1) {
     const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(gradients));
     head = static_cast<int>((0u - address) % kVectorBytes / sizeof(scalar_t));
   }
   const RowPart part = RowPart::of(plan, place.share, head);
-  RowReader<scalar_t, kVectors> reader(logits + part.first_class, kWarpSize);
   scalar_t* const vectors = gradients + part.first_class;
-  reader.clear();  // of rows that do not count nothing is read
+  if (!counts) {
+    for (int v = part.begin + lane; v < part.end; v += kWarpSize) {
+      reinterpret_cast<RowVector*>(vectors)[v] = {};
+    }
+    for (int64_t i = lane; i < part.singles; i += kWarpSize) {
+      gradients[part.class_of_single(i) * grad_class_stride] = {};
+    }
+    return;
+  }
+
+  const auto gradient = rows.of(place);
+  RowReader<scalar_t, kVectors> reader(logits + part.first_class, kWarpSize);
+  reader.clear();  // beyond the part's end nothing is read
 #pragma unroll 1
   for (int v = part.begin + lane; v < part.end; v += kWarpSize * kVectors) {
-    if (counts) {
-      reader.load(v, part.end);
-      reader.settle();
-    }
+    reader.load(v, part.end);
+    reader.settle();
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
       acc_t values[kSize];
@@ -458,8 +471,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     const int64_t c = part.class_of_single(i);
     type.visit([&](auto like) {
       using own_t = decltype(like);
-      const own_t x = counts ? bits_as<own_t>(logits[c * source.class_stride]) : own_t{};
-      acc_t values[1] = {to_acc<acc_t>(x)};
+      acc_t values[1] = {to_acc<acc_t>(bits_as<own_t>(logits[c * source.class_stride]))};
       gradient.replace(values, map);
       gradients[c * grad_class_stride] = bits_as<scalar_t>(from_acc<own_t>(values[0]));
     });

@@ -19,13 +19,21 @@ struct LogitMapParams {
   LOSSOPS_HOST_DEVICE bool is_identity() const { return softcap == 0 && scale == temperature; }
 };
 
+// A constant of a map, which double holds and acc_t may not: an infinity times 0 would be NaN.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t map_constant(double value) {
+  const double largest = sizeof(acc_t) == 4 ? 0x1.fffffep+127 : 0x1.fffffffffffffp+1023;
+  const double bounded = value > largest ? largest : value < -largest ? -largest : value;
+  return static_cast<acc_t>(bounded);
+}
+
 // Without a softcap the map is one multiplication, which is exact for the default of 1.
 template <typename acc_t>
 struct LinearMap {
   acc_t factor;
 
   LOSSOPS_HOST_DEVICE explicit LinearMap(const LogitMapParams& params)
-      : factor(static_cast<acc_t>(params.scale / params.temperature)) {}
+      : factor(map_constant<acc_t>(params.scale / params.temperature)) {}
 
   LOSSOPS_HOST_DEVICE acc_t map(acc_t x) const { return factor * x; }
   LOSSOPS_HOST_DEVICE acc_t derivative(acc_t /*x*/) const { return factor; }
@@ -41,10 +49,10 @@ struct SoftcapMap {
   acc_t slope;  // 4 scale / temperature
 
   LOSSOPS_HOST_DEVICE explicit SoftcapMap(const LogitMapParams& params)
-      : rate(static_cast<acc_t>(params.scale / params.softcap)),
-        lost(static_cast<acc_t>(params.scale / params.softcap - static_cast<double>(rate))),
-        cap(static_cast<acc_t>(params.softcap / params.temperature)),
-        slope(static_cast<acc_t>(4 * params.scale / params.temperature)) {}
+      : rate(map_constant<acc_t>(params.scale / params.softcap)),
+        lost(map_constant<acc_t>(params.scale / params.softcap - static_cast<double>(rate))),
+        cap(map_constant<acc_t>(params.softcap / params.temperature)),
+        slope(map_constant<acc_t>(4 * params.scale / params.temperature)) {}
 
   LOSSOPS_HOST_DEVICE acc_t map(acc_t x) const { return cap * math::tanh(scaled(x)); }
   LOSSOPS_HOST_DEVICE acc_t derivative(acc_t x) const {

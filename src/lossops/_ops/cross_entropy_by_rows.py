@@ -291,7 +291,8 @@ def _token_values(
 ) -> tuple[Tensor, ...]:
     """Log-probabilities, entropies and lse; those that nobody asks for have no elements."""
     has_lse = keywords.return_lse or keywords.return_z_loss or keywords.lse_square_scale != 0
-    options = (*keywords.map(), keywords.return_entropy, has_lse)
+    logits, *map_options = logit_map.without_zero(logits, *keywords.map())
+    options = (*map_options, keywords.return_entropy, has_lse)
     if torch.compiler.is_compiling():
         keeps_stats = torch.is_grad_enabled() and logits.requires_grad
         values: tuple[Tensor, ...] = torch.ops.lossops.token_values_forward(

@@ -23,6 +23,15 @@ def mapped(x: Tensor, temperature: float, logit_scale: float, softcap: float | N
     return x
 
 
+def without_zero(
+    logits: Tensor, temperature: float, logit_scale: float, softcap: float | None
+) -> tuple[Tensor, float, float, float | None]:
+    """Logits and options whose logit_scale is not 0, which no kernel takes."""
+    if logit_scale == 0:
+        return logits * 0, temperature, 1.0, softcap
+    return logits, temperature, logit_scale, softcap
+
+
 def checked(
     name: str, temperature: Any, logit_scale: Any, softcap: Any
 ) -> tuple[float, float, float | None]:

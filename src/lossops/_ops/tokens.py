@@ -14,7 +14,7 @@ from torch import Tensor
 from . import errors
 from .description import library
 from .fakes import DTYPES, FLOATING, check_devices, check_dtype
-from .logit_map import mapped
+from .logit_map import mapped, without_zero
 from .row_values import RowValues
 
 _NAME = "token_values"
@@ -81,6 +81,10 @@ def _fake(
     check_dtype(_NAME, "logits", logits, FLOATING)
     check_dtype(_NAME, "index", index, _INDICES)
     check_dtype(_NAME, "row_mask", row_mask, DTYPES)
+    if logits.dim() == 0:
+        raise RuntimeError(
+            f"{_NAME}: logits must have at least 1 dimension, (..., classes), but is 0-d"
+        )
     rows = logits.shape[:-1]
     if index is not None and index.shape[:-1] != rows:
         raise RuntimeError(
@@ -118,7 +122,10 @@ def _values(
     logits: Tensor,
     index: Tensor | None,
     row_mask: Tensor | None,
-    *options: Any,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    has_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     """log_probs of index's shape, and entropies; `name` is what errors call the operator."""
     is_one = index is not None and index.dim() == logits.dim() - 1
@@ -131,12 +138,15 @@ def _values(
                 f"{tuple(index.shape)}, but has {tuple(row_mask.shape)}"
             )
         mask, row_mask = row_mask == 0, (row_mask != 0).any(-1)
+        index = index.masked_fill(mask, 0)  # what is masked need not be a class
     try:
+        logits, *options = without_zero(logits, temperature, logit_scale, softcap)
         log_probs, entropy, _ = TOKEN_VALUES(
             logits,
             index.unsqueeze(-1) if index is not None and is_one else index,
             row_mask,
             *options,
+            has_entropy,
             False,  # no lse
         )
     except (IndexError, RuntimeError) as error:
@@ -155,6 +165,11 @@ def renamed(name: str, error: Exception, index: str = "index") -> Exception:
     return errors.as_memory_error(error)
 
 
+def _check_index(name: str, index: Tensor | None) -> None:
+    if index is None:  # a Tensor of a schema may be None
+        raise TypeError(f"{name}: index must be a Tensor, but is None")
+
+
 def selective_log_softmax(
     logits: Tensor,
     index: Tensor,
@@ -165,6 +180,7 @@ def selective_log_softmax(
     softcap: float | None = None,
 ) -> Tensor:
     name = "selective_log_softmax"
+    _check_index(name, index)
     return _values(name, logits, index, row_mask, temperature, logit_scale, softcap, False)[0]
 
 
@@ -191,6 +207,7 @@ def selective_log_softmax_and_entropy(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     name = "selective_log_softmax_and_entropy"
+    _check_index(name, index)
     log_probs, entropy = _values(
         name, logits, index, row_mask, temperature, logit_scale, softcap, True
     )
