@@ -6,8 +6,6 @@ each transform of torch sees that operator, or this module's formula.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
