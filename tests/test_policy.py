@@ -95,11 +95,12 @@ def test_other_options() -> None:
     odd = _plan.plan((64, 50257), "bf16", strides=(50304, 1), gradient=True, device="h200")
     assert odd["name"] == "long_rows"
     assert not odd["writes_gradient"]
-    assert odd["backward"] == "team_rows"
+    assert odd["backward"] == "index_gradients"
     # Without a reduction the gradient has a pass of its own.
     none = _plan.plan(shape, "bf16", reduction="none", gradient=True, device="h200")
     assert none["name"] == "long_rows"
     assert not none["writes_gradient"]
+    assert none["backward"] == "team_rows"
 
 
 def test_parameters_follow_the_device() -> None:
