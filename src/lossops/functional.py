@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._ops import autocast, by_torch, cross_entropy_by_rows, errors, settings
+from ._ops.cross_entropy import raise_first_invalid
 from ._ops.cross_entropy_by_rows import CrossEntropyOutput, Keywords
 from ._ops.losses import CROSS_ENTROPY, KL_DIV, MSE_LOSS, cross_entropy_overwriting
 from ._ops.settings import check_targets
@@ -475,10 +476,4 @@ def _raise_first_invalid(input: Tensor, target: Tensor, ignore_index: int) -> No
     if input.dim() == 0 or torch.cuda.is_current_stream_capturing():
         return
     num_classes = input.size(0 if input.dim() == 1 else 1)
-    row = int(torch.ops.lossops.first_invalid_target(target, num_classes, ignore_index).item())
-    if row >= 0:
-        value = int(target.flatten()[row].item())
-        raise IndexError(
-            f"cross_entropy: target {value} at row {row} (target of shape {tuple(target.shape)}) "
-            f"is out of range for {num_classes} classes"
-        )
+    raise_first_invalid("cross_entropy", target, num_classes, ignore_index)

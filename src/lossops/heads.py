@@ -10,6 +10,7 @@ from torch import Tensor
 from ._heads import arguments, autograd, operators, passes
 from ._heads.passes import Options
 from ._ops import settings
+from ._ops.cross_entropy import raise_first_invalid
 from ._ops.losses import CROSS_ENTROPY
 from .functional import Reduction, _index, _number
 
@@ -104,7 +105,9 @@ def linear_cross_entropy(
         made = Options(_row_options(**row), *sizes)
         is_checked = settings.targets_are_checked and not target.is_floating_point()
         if is_checked and target.is_cuda and not torch.cuda.is_current_stream_capturing():
-            passes.raise_first_invalid(operands.target, linear_weight.shape[0], ignored)
+            raise_first_invalid(
+                "linear_cross_entropy", operands.target, linear_weight.shape[0], ignored
+            )
         loss = autograd.call(operands, made)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         bare = Options(CROSS_ENTROPY.loss.ops.Options(**row), *sizes)

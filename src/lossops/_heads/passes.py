@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import _privates
+from .._ops.cross_entropy import raise_first_invalid
 from .._ops.losses import CROSS_ENTROPY
 from . import chunks, products
 
+_NAME = "linear_cross_entropy"
 _ops = CROSS_ENTROPY.loss.ops
 _forward_rows = _privates.below_autograd(_ops.forward)
 _backward_rows = _privates.below_autograd(_ops.backward)
@@ -136,7 +138,7 @@ class _Problem:
                 return loss, row_stats
             return _ops.value(*arguments), None
         except IndexError:  # on the CPU; it names the row of the chunk
-            raise_first_invalid(self.target, self.classes[0], self.row.ignore_index)
+            raise_first_invalid(_NAME, self.target, self.classes[0], self.row.ignore_index)
             raise
 
     def overwrite(self, logits: Tensor, rows: slice, row_stats: Tensor, grad: Tensor) -> None:
@@ -246,16 +248,6 @@ class _Sums:
             weight = None if weight is None else weight.unflatten(0, classes)
             bias = None if bias is None else bias.view(classes)
         return self.input, weight, bias
-
-
-def raise_first_invalid(target: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raises IndexError if a class index is out of range. It waits for the device."""
-    row = int(torch.ops.lossops.first_invalid_target(target, num_classes, ignore_index).item())
-    if row >= 0:
-        raise IndexError(
-            f"linear_cross_entropy: target {int(target.flatten()[row].item())} at row {row} "
-            f"(target of shape {tuple(target.shape)}) is out of range for {num_classes} classes"
-        )
 
 
 def result_dtype(operands: Operands, options: Options) -> torch.dtype:

@@ -110,6 +110,17 @@ def check_differentiable(target: Tensor, weight: Tensor | None) -> None:
         )
 
 
+def raise_first_invalid(name: str, target: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raises IndexError if a class index is out of range. It waits for the device."""
+    row = int(torch.ops.lossops.first_invalid_target(target, num_classes, ignore_index).item())
+    if row >= 0:
+        value = int(target.flatten()[row].item())
+        raise IndexError(
+            f"{name}: target {value} at row {row} (target of shape {tuple(target.shape)}) "
+            f"is out of range for {num_classes} classes"
+        )
+
+
 @torch.library.register_fake("lossops::first_invalid_target")
 def _fake_first_invalid_target(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
     return target.new_empty((), dtype=torch.int64)
