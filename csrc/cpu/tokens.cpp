@@ -212,7 +212,7 @@ int64_t write_values(const TokenForwardArgs& args, const ForwardWalker& walker, 
 
 // -------------------------------------------------------- forward, row by row
 
-// Of a piece of a row; sums in fp64.
+// The state of a piece of a row. Its sums are in fp64.
 using State = EntropySoftmax<double>;
 
 // Sums of exponentials and distances in kVector lanes. Four terms at a time are added in acc_t, by
@@ -612,7 +612,7 @@ void gradients_at_indices(const RowGradients<acc_t>& rows, size_t& next, int64_t
 
 // --------------------------------------------------------------- backward, both walks
 
-// Of a row, without its indices.
+// Writes the gradients of a block of classes of a row, as if none of them were an index.
 template <bool kEntropy, typename acc_t>
 __attribute__((noinline)) void gradient_block(const TokenGradient<acc_t>& row, const acc_t* z,
                                               int width, acc_t* grad) {

@@ -13,7 +13,8 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kMaxClasses = 15;
 constexpr int kAnyClasses = 0;  // a kernel's that takes them all
-// Of a multiprocessor: with 64 registers, or 72, where 64 spill.
+// Resident blocks a multiprocessor, at the least. 8 blocks leave a thread 64 registers, 7 leave 72,
+// which kernels take that spill with 64.
 constexpr int min_blocks(int classes, bool gradient) {
   return (classes > 12 || classes == kAnyClasses) && gradient ? 7 : 8;
 }

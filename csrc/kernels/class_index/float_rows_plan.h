@@ -15,8 +15,9 @@ constexpr int kThreadLogits = kVectors * kSize;
 constexpr int64_t kMaxClasses = 4096;
 constexpr int kMaxThreads = kMaxClasses / kThreadLogits;
 constexpr int kRowWarps = kMaxThreads / kWarpSize;
-// Of a multiprocessor, with 72 registers. Measured on an H200: with 8 the steps of 262144x1000,
-// which then spill, take 9 % longer; forward of 32768x1001 is the same.
+// Resident blocks a multiprocessor, at the least. 7 blocks leave a thread 72 registers. Measured on
+// an H200: with 8 the steps of 262144x1000, which then spill, take 9 % longer; forward of
+// 32768x1001 is the same.
 constexpr int kMinBlocks = 7;
 // Rows of a block at most: a thread of a warp prepares and finishes each.
 constexpr int kMaxRows = kWarpSize;
@@ -29,11 +30,11 @@ constexpr int64_t kMaxTeamRows = 8;
 constexpr int64_t kForwardBytes = 64 << 10;
 constexpr int64_t kGradientBytes = 16 << 10;
 constexpr int64_t kGradientRows = 2;
-// Of rows that leave a sixth of the threads' room empty: with a gradient so many, without one as
-// many of each team as else of a block. Measured on an H200, steps with 4, 8, 16, 32 rows a block:
-// 262144x505 439, 383, 358, 348 us, 262144x600 419, 377, 348, 351, 262144x768 436, 414, 424;
-// 131072x1500 with 2 and 4 rows of a team 439 and 426. Forward of 262144x768 with 20 rows a block
-// takes 4 % longer than with 8 of a team.
+// Bytes of a block's rows that leave a sixth of the threads' room empty, in a pass with a gradient.
+// In one without, such rows have kForwardBytes for each team, not for the block. Measured on an
+// H200, steps with 4, 8, 16, 32 rows a block: 262144x505 439, 383, 358, 348 us, 262144x600 419,
+// 377, 348, 351, 262144x768 436, 414, 424; 131072x1500 with 2 and 4 rows of a team 439 and 426.
+// Forward of 262144x768 with 20 rows a block takes 4 % longer than with 8 of a team.
 constexpr int64_t kLooseBytes = 40 << 10;
 // With a gradient, each multiprocessor has as many blocks as it holds at a time, so many times
 // over, before blocks have more rows: few that are left for a last turn take as long as all.

@@ -14,7 +14,8 @@ constexpr int kThreadLogits = 32;
 // warps for it, a kernel much like this one 0.74, staged 0.82.
 constexpr int64_t kMaxClasses = 4096;
 constexpr int kMaxThreads = kMaxClasses / kThreadLogits;
-// Of a multiprocessor: with 64 registers, or 72, where 64 spill.
+// Resident blocks a multiprocessor, at the least. 8 blocks leave a thread 64 registers, 7 leave 72,
+// which kernels take that spill with 64.
 constexpr int min_blocks(bool gradient) { return gradient ? 7 : 8; }
 // Rows that a block takes one after the other, at most: a thread of a warp prepares and finishes
 // each.
