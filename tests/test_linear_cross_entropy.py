@@ -136,7 +136,7 @@ def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], what: str =
             continue
         largest = expected.nan_to_num().abs().amax()
         error = (value.double() - expected).nan_to_num().abs().amax()
-        tolerance = 8 * torch.finfo(value.dtype).eps * largest + 1e-7 * (value.dtype in HALF_TYPES)
+        tolerance = 16 * torch.finfo(value.dtype).eps * largest + 1e-7 * (value.dtype in HALF_TYPES)
         assert error <= tolerance, f"{what} {name}: off by {error:.2g}, allowed {tolerance:.2g}"
 
 
@@ -232,9 +232,10 @@ def test_no_worse_than_torch(kind: str, dtype: torch.dtype, device: str) -> None
     theirs = call.run(composed)
     for rows in (1, 32, None):
         # A logit of a product in another order may round to its other neighbour. The norm then
-        # differs by a few per cent either way. A float32 product of one row is the library's
-        # product of a matrix and a vector, which adds up in longer chains.
-        slack = 1.1 if dtype in HALF_TYPES else 2.0 if rows == 1 else 1.2
+        # differs by a few per cent either way. The library picks a float32 product by the number of
+        # rows: that of one row, and on CUDA that of a few, adds up in longer chains.
+        in_chains = rows == 1 or (rows is not None and device == "cuda")
+        slack = 1.1 if dtype in HALF_TYPES else 2.0 if in_chains else 1.2
         limit = None if rows is None else workspace_of(rows, call)
         ours = call.run(lossops.linear_cross_entropy, max_workspace_bytes=limit)
         for name in ("input", "linear_weight", "linear_bias"):

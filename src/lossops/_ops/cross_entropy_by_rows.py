@@ -102,7 +102,7 @@ def checked(given: Keywords) -> Keywords | None:
         lse_square_scale=scale,
         num_items_in_batch=num_items,
     )
-    is_default = token_weight is None and num_items is None and found == _DEFAULTS
+    is_default = token_weight is None and num_items is None and tuple(found) == _DEFAULTS
     return None if is_default else found
 
 

@@ -97,6 +97,8 @@ def run(options: argparse.Namespace, device: str) -> int:
     bandwidth = {kind: max(of.values()) for kind, of in rates.items()}
     print(f"memory: reads {bandwidth['read']:.0f} GB/s, copies {bandwidth['copy']:.0f} GB/s\n")
     found = measure.run(options.calls, options.peers, meter, bandwidth)
+    if len(found) < len(options.calls):
+        print(f"interrupted after {len(found)} calls")
     if options.spec:
         print("\n\n".join(tables.detail(one) for one in found))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import random
@@ -161,16 +162,17 @@ def _difference(theirs: Tensor, ours: Tensor) -> float:
 def run(
     todo: Sequence[Draw], whos: Sequence[str], meter: Meter, bandwidth: dict[str, float]
 ) -> list[Measured]:
-    """Measures calls one after the other."""
+    """Measures calls one after the other; an interrupt (Ctrl-C) ends it with what there is."""
     meter.warm_ups, meter.fewest, meter.seconds = (1, 7, 0.02) if meter.cuda else (1, 5, 0.2)
     meter.most = 0.15 if meter.cuda else 1.0
     progress = Progress(len(todo))
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's: of shapes that broadcast, of reduction="mean"
-        for draw in todo:
-            progress.advance(str(draw))
-            found.append(measure(draw, whos, meter, bandwidth))
-            meter.clean()
+        with contextlib.suppress(KeyboardInterrupt):
+            for draw in todo:
+                progress.advance(str(draw))
+                found.append(measure(draw, whos, meter, bandwidth))
+                meter.clean()
     progress.close()
     return found
