@@ -167,6 +167,8 @@ class SumTile {
   __device__ __forceinline__ bool move_on() {
     first_ = next_;
     next_ += int64_t{kSteps} * plan_.lanes;
+    const int64_t most = int64_t{kSteps} * kTileThreads;
+    left_ = static_cast<int>(end_ - first_ < most ? end_ - first_ : most);
     // Lane 0 of the first sum is there in every block.
     return first_ - lane_ < last_of_split();
   }
@@ -177,7 +179,7 @@ class SumTile {
   __device__ __forceinline__ const PlanOperand& operand(Which which) const {
     return plan_.operands[which];
   }
-  __device__ __forceinline__ bool has(int step) const { return number(step) < end_; }
+  __device__ __forceinline__ bool has(int step) const { return step * plan_.lanes < left_; }
 
   // Adds up what the lanes have of each sum. buffer: (kTileThreads,). partials: (splits, sums).
   __device__ __forceinline__ void finish(double sum, double* buffer, double* partials) const {
@@ -214,14 +216,24 @@ class SumTile {
     const int walked = plan_.num_walked;
     char* const data = operand.data + own_[which];
     int64_t offsets[kSteps];
+    if (extents.chunk_ndim == 1) {  // sums along one dimension, as most are
+      char* const first = unfolded(data + times(static_cast<uint32_t>(first_), operand.gaps[0]));
+      __builtin_assume(__isGlobal(first));
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if (has(step)) {
+          body(step, first + times(static_cast<uint32_t>(step * plan_.lanes), operand.gaps[0]));
+        }
+      }
+      return;
+    }
     if (extents.chunk_ndim == walked) {
       uint32_t rest[kSteps];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const auto own = static_cast<uint32_t>(number(step));
         rest[step] = extents.divisors[0].quotient(own);
-        offsets[step] =
-            times(own, operand.gaps[0]) + (walked > 1 ? times(rest[step], operand.gaps[1]) : 0);
+        offsets[step] = times(own, operand.gaps[0]) + times(rest[step], operand.gaps[1]);
       }
       add_further_gaps(extents, operand.gaps, rest, offsets);
     } else {  // it is large, and this is slow
@@ -255,6 +267,7 @@ class SumTile {
   int64_t own_[kGradOutput + 1];  // offsets of the sum's first element, by operand
   int64_t next_;                  // the thread's first element in the next tile
   int64_t first_ = 0;
+  int left_ = 0;  // from there to the end of the thread's elements; of more than a tile, a tile
 };
 
 }  // namespace lossops::cuda
