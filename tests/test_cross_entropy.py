@@ -890,6 +890,26 @@ def test_no_rows(dtype: torch.dtype, probabilities: bool, device: str) -> None:
                     assert result.gradients["input"].shape == shape
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@per_dtype
+def test_gradient_of_padded_rows(dtype: torch.dtype, reduction: str, device: str) -> None:
+    """Its rows keep their place in vectors of 16 bytes, so that a kernel can read rows once."""
+    buffer = torch.randn(6, 2064, device=device).to(dtype)
+    t = torch.arange(6, device=device)
+    for classes in (1042, 1600, 2057, 2064):
+        x = buffer[:, :classes].detach().requires_grad_()
+        torch.compiler.reset()
+        compiled = torch.compile(lossops.cross_entropy, fullgraph=True, backend="aot_eager")
+        expected = run(x.detach().contiguous(), t, reduction=reduction)
+        for call in (lossops.cross_entropy, compiled):
+            loss = call(x, t, reduction=reduction)
+            (gradient,) = torch.autograd.grad(loss.sum(), x)
+            vector = 16 // x.element_size()
+            padding = (2064 - classes) % vector
+            assert gradient.stride() == (classes + padding, 1)
+            assert same_bits(gradient, expected.gradients["input"])
+
+
 ROWS = (
     (-INF, 1.0, 2.0),
     (1.0, -INF, 2.0),

@@ -90,7 +90,7 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
   }
   if (extra == Extra::kGradient) {
     LOSSOPS_CHECK(kCrossEntropy, reduce, "there is no gradient in forward without a reduction");
-    result.grad_input = empty_like(problem.input);
+    result.grad_input = empty_gradient(problem.input);
     set_result(args.grad_input, *result.grad_input);
     space.add_classes(args.grad_input, args.grad_input_class_stride,
                       to_dims(result.grad_input->strides()));
@@ -224,7 +224,7 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
   };
   if (output_mask[0]) {
     if (overwritten == nullptr) {
-      results.push_back(empty_like(problem.input));
+      results.push_back(empty_gradient(problem.input));
     }
     add_gradient(overwritten == nullptr
                      ? results.back()
@@ -339,7 +339,7 @@ std::string cross_entropy_plan(Tensor input, Tensor target, OptionalTensor weigh
   args.weight = problem.weight ? aligned : nullptr;
   OptionalTensor grad_input;
   if (gradient) {
-    grad_input = empty_like(problem.input);
+    grad_input = empty_gradient(problem.input);
     set_result(args.grad_input, *grad_input);
     args.grad_input.data = aligned;
     space.add_classes(args.grad_input, args.grad_input_class_stride,

@@ -90,4 +90,21 @@ void check_index_dtype(const View& target) {
                 name_of(target.dtype));
 }
 
+Tensor empty_gradient(const View& logits) {
+  if (logits.sizes.size != 2 || logits.strides[1] != 1) {
+    return empty_like(logits);
+  }
+  constexpr int64_t kVectorBytes = 16;
+  const int64_t classes = logits.sizes[1];
+  const int64_t vector = kVectorBytes / element_size(to_dtype(kCrossEntropy, logits.dtype));
+  const int64_t padding = logits.strides[0] > classes ? (logits.strides[0] - classes) % vector : 0;
+  if (padding == 0 || classes < 16 * padding) {
+    return empty_like(logits);
+  }
+  Dims strides;
+  strides.push_back(classes + padding);
+  strides.push_back(1);
+  return empty_strided(logits.sizes, strides, logits.dtype, logits.tensor);
+}
+
 }  // namespace lossops::bindings

@@ -36,7 +36,7 @@ def register(loss: Loss) -> None:
 
     def forward_gradient(input: Tensor, *args: Any) -> tuple[Tensor, ...]:
         results = forward(input, *args)
-        return results[0], torch.empty_like(input), *loss.fake_saved(results)
+        return results[0], loss.fake_gradient(input), *loss.fake_saved(results)
 
     def forward_gradients(*args: Any, output_mask: list[bool]) -> tuple[Tensor | None, ...]:
         loss_of_call = forward(*args)[0]
@@ -49,6 +49,7 @@ def register(loss: Loss) -> None:
     def backward(*args: Any) -> list[Tensor]:
         arguments = ops.Backward(*args)
         operands = (arguments.input, arguments.target, arguments.weight)
+        new = (loss.fake_gradient, torch.empty_like, torch.empty_like)
         check_devices(
             name,
             arguments.input,
@@ -57,8 +58,8 @@ def register(loss: Loss) -> None:
             weight=arguments.weight,
         )
         return [
-            torch.empty_like(operand)
-            for operand, wanted in zip(operands, arguments.output_mask, strict=True)
+            empty(operand)
+            for empty, operand, wanted in zip(new, operands, arguments.output_mask, strict=True)
             if wanted and operand is not None
         ]
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from . import (
     autograd,
     by_torch,
@@ -51,6 +53,7 @@ def _elementwise(
             derivative=derivative,
             fake_forward=traits.fake_forward,
             fake_saved=elementwise.fake_saved,
+            fake_gradient=torch.empty_like,
             can_keep=elementwise.can_keep,
             restored_terms=elementwise.restored_terms,
         )
@@ -75,6 +78,7 @@ CROSS_ENTROPY = RegisteredLoss(
         reference=by_torch.cross_entropy,
         fake_forward=rows.fake_forward,
         fake_saved=rows.fake_saved,
+        fake_gradient=rows.fake_gradient,
         can_keep=rows.can_keep,
         restored_terms=rows.restored_terms,
         check_differentiable=rows.check_differentiable,
