@@ -890,6 +890,29 @@ def test_no_rows(dtype: torch.dtype, probabilities: bool, device: str) -> None:
                     assert result.gradients["input"].shape == shape
 
 
+@pytest.mark.parametrize("classes", [2, 9, 88, 100, 290, 700])
+@per_dtype
+def test_planes(dtype: torch.dtype, classes: int, device: str) -> None:
+    """Classes in front of neighbouring positions, an even and an odd number of them."""
+    for shape in ((2, classes, 6, 6), (3, classes, 37)):
+        x = 3 * torch.randn(shape, device=device, dtype=torch.float64)
+        x = x.to(dtype)
+        t = torch.randint(0, classes, (shape[0], *shape[2:]), device=device)
+        t[0, 0] = -100
+        t[:, 1] = x[:, :, 1].argmax(1)
+        x[:, :, 2] += 40 * F.one_hot(t[:, 2].clamp(0), classes).movedim(-1, 1).to(dtype)
+        w = torch.rand(classes, device=device).to(dtype)
+        for weight in (None, w):
+            for reduction in ("none", "mean", "sum"):
+                sample = sample_of(x, t, weight, reduction=reduction)
+                if weight is not None:
+                    sample = Sample(sample.name, sample.tensors, sample.options, ("input",))
+                whole = check(CE, sample)
+                if reduction == "none":
+                    alone = run(x[1:2], t[1:2], weight, reduction="none")
+                    assert same_bits(alone.value, whole.value[1:2])
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @per_dtype
 def test_gradient_of_padded_rows(dtype: torch.dtype, reduction: str, device: str) -> None:

@@ -58,6 +58,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
 # The part of a kernel's name that no other family has.
 KERNELS = {
     "side_by_side_rows": "forward_column_kernel",
+    "plane_rows": "plane_rows_kernel",
     "few_classes": "forward_few_kernel",
     "float_tiles": "forward_float_tile_kernel",
     "tiles": "forward_tile_kernel",

@@ -55,7 +55,7 @@ struct WeightGradientSink {
 
 // The launch of each family, in the order of Family.
 constexpr LaunchRows* kLaunches[] = {
-    launch_side_by_side_rows, launch_few_classes,
+    launch_side_by_side_rows, launch_plane_rows, launch_few_classes,
     launch_float_tiles,       launch_tiles,
     launch_half_rows,         launch_float_rows,
     launch_team_rows_forward, launch_probability_rows,
@@ -177,6 +177,8 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
   switch (choose_backward(args)) {
     case BackwardFamily::kIndexGradients:
       return launch_index_gradients(args, stream);
+    case BackwardFamily::kPlaneRows:
+      return launch_plane_gradients(args, stream);
     case BackwardFamily::kTeamRows:
       return launch_team_rows_backward(args, stream);
     default:

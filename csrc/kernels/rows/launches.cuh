@@ -15,6 +15,7 @@ using LaunchRows = void(const CrossEntropyForwardArgs& args, const RowPlan& plan
                         Partial* partials, const Finalize& finalize, cudaStream_t stream);
 
 LaunchRows launch_side_by_side_rows;
+LaunchRows launch_plane_rows;
 LaunchRows launch_few_classes;
 LaunchRows launch_float_tiles;
 LaunchRows launch_tiles;
@@ -25,6 +26,8 @@ LaunchRows launch_long_rows;
 LaunchRows launch_split_rows;
 LaunchRows launch_staged_rows;
 
+// Of a backward pass: what plane_rows_plan.h, takes_gradients() says.
+void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 // Of a backward pass: fp32 and half types, class indices, contiguous classes of logits and
 // gradients, which do not share memory.
 void launch_index_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);

@@ -11,6 +11,7 @@
 #include "kernels/class_index/half_rows_plan.h"
 #include "kernels/class_index/tiles_plan.h"
 #include "kernels/rows/long_rows_plan.h"
+#include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/probability_rows_plan.h"
 #include "kernels/rows/side_by_side_rows_plan.h"
 #include "kernels/rows/split_rows_plan.h"
@@ -49,6 +50,17 @@ const PolicyRow kPolicy[kFamilies] = {
                                             p.args.grad_input_class_stride);
      },
      true},
+    {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
+     "side by side, 32 and more, wherever they start: more than 88 classes, class indices",
+     "a thread has the rows of a word, eight classes at a time; up to 32 warps share rows of many "
+     "classes; for the gradient logits are read once more, from the L2 cache where they fit",
+     "not measured yet. A thread a row reads fp32 twice, 2 bytes an access of half types, and for "
+     "the gradient from memory: 8x150x512x512 bf16 .31 / .29, 4x1716x188x188 fp32 .26 / .31",
+     [](P p) {
+       return p.plain && p.indices && p.classes > side_by_side::kMaxColumnClasses &&
+              plane_rows::lies_in_planes(p.args);
+     },
+     plane_rows::plan, [](P p) { return p.args.grad_input.strides[0] == 1; }, true},
     {Family::kFewClasses, "few_classes", "class_index/few_classes.cu",
      "fp32, 2 to 15 classes, class indices; Hopper",
      "a thread has a row in registers, a warp copies the next 64 rows to shared memory "
@@ -201,6 +213,9 @@ RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& devic
 constexpr int64_t kLeastGradientBytes = 1024;
 
 BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
+  if (plane_rows::takes_gradients(args)) {
+    return BackwardFamily::kPlaneRows;
+  }
   if (!rows_are_contiguous(args, kFewClassesBackward) || args.grad_input_class_stride != 1) {
     return BackwardFamily::kStridedRows;
   }
@@ -219,6 +234,8 @@ const char* name_of(BackwardFamily family) {
   switch (family) {
     case BackwardFamily::kIndexGradients:
       return "index_gradients";
+    case BackwardFamily::kPlaneRows:
+      return "plane_rows";
     case BackwardFamily::kTeamRows:
       return "team_rows";
     default:

@@ -17,6 +17,7 @@ namespace lossops::cuda {
 // The kernels of a forward pass. The table of policy.cpp has a row for each.
 enum class Family : int8_t {
   kSideBySideRows,
+  kPlaneRows,
   kFewClasses,
   kFloatTiles,
   kTiles,
