@@ -16,5 +16,6 @@ over from one machine, or one day, to the next.
     report.py  the numbers, as JSON and as a table
     plot.py    the picture of them
     drawn/     calls drawn at random instead: `--random`, `--spec`
+    heads/     heads instead of losses: `--heads`
     cli.py     the command line
 """

@@ -21,6 +21,8 @@ from . import plot
 from .cases import ALL, PEERS
 from .drawn import cli as drawn
 from .drawn.peers import PEERS as DRAWN_PEERS
+from .heads import cli as heads
+from .heads.problems import PEERS as HEAD_PEERS
 from .meter import Meter, Progress, measure_bandwidths, measure_overheads, measure_plain
 from .report import Compiled, Report, Result, Small, render
 from .run import count_launches, run_case, run_compiled, run_small
@@ -64,8 +66,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--from", dest="source", metavar="FILE.json", help="measures nothing: shows a file again"
     )
     drawn.add_arguments(parser)
+    heads.add_arguments(parser)
     options = parser.parse_args(arguments)
     options.drawn = options.random is not None or bool(options.spec)
+    options.has_cases = not options.drawn and options.heads is None
+    if options.drawn and options.heads is not None:
+        parser.error("--heads does not go together with --random and --spec")
 
     # Before the minutes that a run takes.
     for flag, file in ("--output", options.output), ("--plot", options.plot):
@@ -97,19 +103,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.device = torch.device("cuda", options.device.index or 0)
         torch.cuda.set_device(options.device)
 
-    known = DRAWN_PEERS if options.drawn else PEERS
-    if options.peers is None:
+    known = list(DRAWN_PEERS if options.drawn else PEERS if options.has_cases else HEAD_PEERS)
+    if options.peers is None and options.heads is not None:
+        options.peers = heads.default_peers(cuda)
+    elif options.peers is None:
         options.peers = ["eager", "compile"] if cuda or not options.quick else ["eager"]
         if options.drawn and not cuda:
             options.peers = ["eager"]  # each call would be compiled anew
         elif cuda and not options.quick:
-            options.peers = list(known)
+            options.peers = known
     else:
         options.peers = [who for who in options.peers.split(",") if who not in ("", "none")]
     if unknown := set(options.peers) - set(known):
         parser.error(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     if options.drawn:
         drawn.settle(parser, options)
+        return options
+    if options.heads is not None:
+        heads.settle(parser, options)
         return options
     options.absent = [who for who in options.peers if not importlib.util.find_spec(PEERS[who])]
     options.peers = [who for who in options.peers if who not in options.absent]
@@ -202,12 +213,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.list:
         print("\n".join(case.name(options.device) for case in options.cases))
         return 0
-    if options.plot and not plot.available() and not options.drawn:
+    if options.plot and not plot.available() and options.has_cases:
         print(f"{plot.MISSING}: {options.plot} is not drawn.", file=sys.stderr)
         if options.source:
             return 2
     if options.drawn:
         return drawn.run(options, device_name(options.device))
+    if options.heads is not None:
+        return heads.run(options, device_name(options.device))
     name = report.about["device"] if options.source else device_name(options.device)
     versions = (
         report.about if options.source else {"lossops": __version__, "torch": torch.__version__}

@@ -1,0 +1,234 @@
+"""The benchmark of heads: what it computes, what it finds wrong, and what it shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lossops.bench import cli
+from lossops.bench.heads import measure, problems
+from lossops.bench.heads.cli import render
+from lossops.bench.heads.measure import PRODUCTS, Contender, Measured
+from lossops.bench.heads.problems import HEADS, MIB, Problem, Shape
+from lossops.bench.meter import Meter
+
+SMALL = Shape(24, 8, 33)
+CPU = torch.device("cpu")
+
+
+def problem(dtype: torch.dtype = torch.float32) -> Problem:
+    return Problem(SMALL, dtype, CPU)
+
+
+@pytest.fixture
+def meter() -> Meter:
+    found = Meter(CPU)
+    found.warm_ups, found.fewest, found.seconds = 1, 1, 0.0
+    return found
+
+
+@pytest.mark.parametrize("text", ["", "1x2", "1x2x3x4", "1x2xc", "0x1x2", "1 x2x3", "-1x2x3"])
+def test_texts_that_are_no_shape(text: str) -> None:
+    with pytest.raises(ValueError, match="TOKENSxFEATURESxCLASSES"):
+        Shape.parse(text)
+
+
+def test_shapes() -> None:
+    assert str(Shape.parse("8192x4096x128256")) == "8192x4096x128256"
+    for text in (*problems.CUDA_SHAPES, *problems.CPU_SHAPES):
+        assert str(Shape.parse(text)) == text
+
+
+def test_exact_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By chunks of rows as by one; against torch in float64."""
+    data = problem()
+    whole = data.exact()
+    monkeypatch.setattr(problems, "MIB", 1)  # 3 rows at a time
+    input, weight = (x.double().requires_grad_() for x in (data.input, data.weight))
+    loss = F.cross_entropy(F.linear(input, weight), data.target)
+    expected = (loss.detach(), *torch.autograd.grad(loss, (input, weight)))
+    for found in (whole, data.exact()):
+        for got, value in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, value)
+
+
+def test_gradient_of_logits() -> None:
+    data = problem()
+    logits = F.linear(data.input, data.weight).requires_grad_()
+    (expected,) = torch.autograd.grad(F.cross_entropy(logits, data.target), logits)
+    torch.testing.assert_close(data.gradient_of_logits(), expected)
+
+
+def test_workspace_of_narrow_sums() -> None:
+    """As the table of docs/heads.md has it."""
+    limits = [512, 512, 256, 512]
+    for text, limit in zip(problems.CUDA_SHAPES, limits, strict=True):
+        shape = Shape.parse(text)
+        weight = torch.empty(shape.classes, shape.features, dtype=torch.bfloat16, device="meta")
+        assert problems.narrow_workspace(weight) == limit * MIB
+
+
+@pytest.mark.parametrize("who", ["ours", "narrow", "linear+ours", "eager", "chunked"])
+def test_contenders_are_right(who: str) -> None:
+    if problems.why_absent(who):
+        pytest.skip(str(problems.why_absent(who)))
+    data = problem(torch.bfloat16)
+    found = measure._check(HEADS[who], data)
+    errors = measure._errors(found, data.exact())
+    assert set(errors) == {"loss", "input", "weight"}
+    assert max(errors.values()) <= measure.LIMITS[torch.bfloat16]
+    # Without its gradients a head has the same loss.
+    with torch.no_grad():
+        assert torch.equal(HEADS[who](data.input, data.weight, data.target), found[0])
+
+
+@pytest.mark.parametrize(("doing", "count"), measure.PASSES.items())
+def test_products(doing: str, count: int) -> None:
+    """As many results as gradients are wanted, of their shapes."""
+    data = problem()
+    grad = data.gradient_of_logits()
+    found = measure._products(data, grad, count)
+    if doing == "forward":
+        assert [tuple(x.shape) for x in found] == [(24, 33)]
+        return
+    _, *expected = measure._call(HEADS["eager"], data, doing)()
+    for got, gradient in zip(found, filter(torch.is_tensor, expected), strict=True):
+        torch.testing.assert_close(got, gradient)
+
+
+def test_a_pass_leaves_no_gradient() -> None:
+    data = problem()
+    call = measure._call(HEADS["ours"], data, "step")
+    for _ in range(2):
+        loss, *gradients = call()
+        assert not loss.requires_grad
+        for got, expected in zip(gradients, data.exact()[1:], strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-6)
+    assert measure._call(HEADS["ours"], data, "frozen")()[2] is None
+
+
+def test_wrong_and_failing_heads(monkeypatch: pytest.MonkeyPatch, meter: Meter) -> None:
+    """A wrong result fails; an error of a peer is noted, and ends nothing."""
+
+    def wrong(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(input, weight), target) * 1.001
+
+    def failing(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(HEADS, "ours", wrong)
+    monkeypatch.setitem(HEADS, "eager", failing)
+    found = measure.run(SMALL, torch.float32, ["ours", "eager"], ["forward"], meter)
+    assert not found.passed("ours")
+    assert found.heads["ours"].ms["forward"] > 0
+    assert found.heads["eager"].notes == {"check": "RuntimeError: no such kernel"}
+    assert not found.heads["eager"].ms
+    shown = render(found)
+    assert "ours: WRONG" in shown
+    assert "eager, check: RuntimeError: no such kernel" in shown
+
+
+def test_nan_is_wrong() -> None:
+    found = Measured("1x1x1", "float32", 1.0, {"ours": Contender()})
+    assert not found.passed("ours")
+    found.heads["ours"].errors = {"loss": 0.0}
+    assert found.passed("ours")
+    found.heads["ours"].errors = {"loss": 0.0, "input": float("nan")}
+    assert not found.passed("ours")
+
+
+def test_fractions_and_table() -> None:
+    found = Measured(
+        "8x4x2",
+        "bfloat16",
+        0.02,
+        {
+            PRODUCTS: Contender(ms={"step": 9.0}),
+            "ours": Contender(
+                ms={"step": 10.0},
+                peak_bytes={"step": 5 * MIB},
+                errors={"loss": 1e-3, "input": 2e-3, "weight": 3e-3},
+                breakdown={"products": 9.0, "loss": 1.0},
+                kernels=[("gemm", 3, 9.0)],
+            ),
+            "liger": Contender(notes={"step": "OutOfMemoryError: "}),
+        },
+    )
+    assert found.fraction("ours", "step") == pytest.approx(0.9)
+    assert found.fraction("liger", "step") is None
+    assert found.fraction("ours", "forward") is None
+    lines = render(found).splitlines()
+    ours = next(line for line in lines if line.startswith("ours "))
+    assert ours.split() == ["ours", "10.00", "0.900", "5", "2.0e-03", "3.0e-03"]
+    assert "liger, step: OutOfMemoryError: " in lines
+    assert "ours, a step in ms: products 9.00, loss 1.00" in lines
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
+        ("aten::addmm", "products"),
+        ("void lossops::cuda::register_rows_kernel<__nv_bfloat16>", "loss"),
+        ("lossops::cross_entropy_backward_inplace", "loss"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::bfloat16_copy>", "copies"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::reduce_kernel<512, 1>", "others"),
+    ],
+)
+def test_kinds_of_kernels(kernel: str, kind: str) -> None:
+    assert measure.kind_of(kernel) == kind
+
+
+def test_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Meter.__init__
+
+    def quick(self: Meter, device: torch.device) -> None:
+        original(self, device)
+        self.warm_ups, self.fewest, self.seconds = 1, 1, 0.0
+
+    monkeypatch.setattr(Meter, "__init__", quick)
+    file = tmp_path / "heads.json"
+    arguments = ["--heads", "24x8x33", "--device", "cpu", "--breakdown", "--output", str(file)]
+    assert cli.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "24x8x33 float32" in shown
+    assert "All checks passed." in shown
+    saved: dict[str, Any] = json.loads(file.read_text())
+    (head,) = saved["heads"]
+    assert set(head["heads"]) == {"products", "ours", "eager"}
+    for who in ("ours", "eager"):
+        assert set(head["heads"][who]["ms"]) == set(measure.PASSES)
+        for doing, fraction in head["fractions"][who].items():
+            floor, took = (head["heads"][name]["ms"][doing] for name in ("products", who))
+            assert fraction == pytest.approx(floor / took)
+        assert head["heads"][who]["breakdown"]["products"] > 0
+    assert head["heads"]["ours"]["breakdown"]["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--heads", "8x4"],
+        ["--heads", "8x4x2", "--random", "1"],
+        ["--heads", "8x4x2", "--peers", "nobody"],
+        ["--heads", "8x4x2", "--passes", "backward"],
+    ],
+)
+def test_mistakes_on_the_command_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main([*arguments, "--device", "cpu"])
+    assert error.value.code == 2
+    assert arguments[-2].removeprefix("--") in capsys.readouterr().err
