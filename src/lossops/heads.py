@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ._heads import arguments, autograd, operators, passes
-from ._heads.passes import Options
-from ._ops import settings
+from ._heads import arguments, autograd, operators
+from ._heads.passes import Operands, Options
+from ._ops import cross_entropy_by_rows, settings
 from ._ops.cross_entropy import raise_first_invalid
+from ._ops.cross_entropy_by_rows import CrossEntropyOutput, Keywords
 from ._ops.losses import CROSS_ENTROPY
 from .functional import Reduction, _index, _number
 
@@ -18,6 +19,62 @@ __all__ = ["linear_cross_entropy"]
 
 _is_compiling = torch.compiler.is_compiling
 _row_options = CROSS_ENTROPY.options
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = ...,
+    weight: Tensor | None = ...,
+    reduction: Reduction = ...,
+    ignore_index: int | None = ...,
+    label_smoothing: float = ...,
+    options: Any = ...,
+    logit_scale: float = ...,
+    softcap: float | None = ...,
+    temperature: float = ...,
+    lse_square_scale: float = ...,
+    token_weight: Tensor | None = ...,
+    num_items_in_batch: float | Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    return_entropy: Literal[False] = ...,
+    return_z_loss: Literal[False] = ...,
+    return_token_accuracy: Literal[False] = ...,
+    return_predicted_tokens: Literal[False] = ...,
+    accum_dtype: torch.dtype = ...,
+    max_workspace_bytes: int | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = ...,
+    weight: Tensor | None = ...,
+    reduction: Reduction = ...,
+    ignore_index: int | None = ...,
+    label_smoothing: float = ...,
+    options: Any = ...,
+    logit_scale: float = ...,
+    softcap: float | None = ...,
+    temperature: float = ...,
+    lse_square_scale: float = ...,
+    token_weight: Tensor | None = ...,
+    num_items_in_batch: float | Tensor | None = ...,
+    return_lse: bool = ...,
+    return_entropy: bool = ...,
+    return_z_loss: bool = ...,
+    return_token_accuracy: bool = ...,
+    return_predicted_tokens: bool = ...,
+    accum_dtype: torch.dtype = ...,
+    max_workspace_bytes: int | None = ...,
+) -> Tensor | CrossEntropyOutput: ...
 
 
 def linear_cross_entropy(
@@ -31,9 +88,20 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     options: Any = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    lse_square_scale: float = 0.0,
+    token_weight: Tensor | None = None,
+    num_items_in_batch: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
     accum_dtype: torch.dtype = torch.float32,
     max_workspace_bytes: int | None = None,
-) -> Tensor:
+) -> Tensor | CrossEntropyOutput:
     """Cross entropy of `linear(input, linear_weight, linear_bias)` and targets.
 
     As `torch.nn.functional.linear_cross_entropy` of torch 2.13. The logits are computed in chunks
@@ -54,6 +122,12 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is spread evenly over all classes, in [0, 1].
         options: None or torch's `LinearCrossEntropyOptions`. An explicit `batch_chunk_size` limits
             the rows of a chunk, and `acc_dtype` stands for accum_dtype. The rest is chosen here.
+        logit_scale, softcap, temperature, lse_square_scale, token_weight, num_items_in_batch,
+            return_lse, return_entropy, return_z_loss, return_token_accuracy,
+            return_predicted_tokens: as of `cross_entropy`. token_weight has the target's shape,
+            for probabilities without classes. With a map of the logits, a z-loss, lse or
+            entropies, the workspace holds the gradient of a chunk's logits too; beside label
+            smoothing or probabilities also the mapped logits and more, in float32.
         accum_dtype: dtype in which the gradient of linear_weight is added up if there are several
             chunks, float32 or the dtype of linear_weight. Sums have at least the precision of the
             products' dtype. float16 gradients of a mean or a sum are always added up in float32.
@@ -65,7 +139,8 @@ def linear_cross_entropy(
     Returns:
         The loss: a scalar, or for "none" of the target's shape, without classes. Differentiable
         with respect to input, linear_weight and linear_bias, and for probabilities to target and
-        weight.
+        weight. If a `return_*` is set, a `CrossEntropyOutput` as of `cross_entropy`. Its lse and
+        entropy are differentiable: a backward pass through one of them computes the logits again.
 
     Raises:
         IndexError: a class index is out of range, on the CPU (on CUDA see `check_targets`).
@@ -73,16 +148,33 @@ def linear_cross_entropy(
             another subclass that wraps tensors.
         ValueError: unknown reduction, batch sizes that differ, label_smoothing negative or NaN,
             accum_dtype neither float32 nor linear_weight's dtype, or other than that of options,
-            or max_workspace_bytes not positive.
+            or max_workspace_bytes not positive; a keyword from logit_scale on is not as
+            `cross_entropy` takes it.
         RuntimeError: shapes, dtypes or devices that do not fit, label_smoothing above 1,
-            ignore_index with probabilities, or weight requires grad with indices.
+            ignore_index with probabilities, or weight requires grad with indices; token_weight or
+            num_items_in_batch requires grad.
         TypeError: an argument is of another type.
     """
-    given = passes.Operands(input, linear_weight, linear_bias, target, weight)
+    given = Operands(input, linear_weight, linear_bias, target, weight)
     arguments.check_plain(given)
     if not _is_compiling():  # what it traces has these types, or a symbol of them
         label_smoothing = _number(label_smoothing)
         ignore_index = None if ignore_index is None else _index(ignore_index)
+    keywords = arguments.keywords(
+        Keywords(
+            logit_scale,
+            softcap,
+            temperature,
+            lse_square_scale,
+            token_weight,
+            num_items_in_batch,
+            return_lse,
+            return_entropy,
+            return_z_loss,
+            return_token_accuracy,
+            return_predicted_tokens,
+        )
+    )
     accum_dtype, workspace, chunk_rows = arguments.sizes(options, accum_dtype, max_workspace_bytes)
     operands, shape, ignored = arguments.shaped(
         input, linear_weight, target, linear_bias, weight, ignore_index
@@ -96,7 +188,12 @@ def linear_cross_entropy(
         "float32_result": is_autocast,
     }
     sizes = (compute_dtype, accum_dtype, workspace, chunk_rows)
+    if keywords is not None:
+        keywords = arguments.by_rows(keywords, operands, shape)
     if _is_compiling():
+        if keywords is not None:
+            made = Options(CROSS_ENTROPY.loss.ops.Options(**row), *sizes)
+            return _shaped(autograd.call_with_keywords(operands, made, keywords), shape, keywords)
         kept = autograd.kept_gradients(operands, reduction)
         with_stats = autograd.needs_gradient(operands)
         loss: Tensor = operators.forward_op(*operands, *row.values(), *sizes, kept, with_stats)[0]
@@ -108,8 +205,20 @@ def linear_cross_entropy(
             raise_first_invalid(
                 "linear_cross_entropy", operands.target, linear_weight.shape[0], ignored
             )
+        if keywords is not None:
+            cross_entropy_by_rows.check(keywords, reduction, operands.target.is_floating_point())
+            return _shaped(autograd.call_with_keywords(operands, made, keywords), shape, keywords)
         loss = autograd.call(operands, made)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         bare = Options(CROSS_ENTROPY.loss.ops.Options(**row), *sizes)
         raise arguments.as_torch_raises(error, operands, compute_dtype, bare) from None
     return loss.reshape(shape) if reduction == "none" else loss
+
+
+def _shaped(
+    output: CrossEntropyOutput, shape: torch.Size, keywords: Keywords
+) -> Tensor | CrossEntropyOutput:
+    """What a call returns: values of rows in the rows' shape."""
+    each = (x if x is None or x.dim() == 0 else x.reshape(shape) for x in output)
+    found = CrossEntropyOutput(*each)
+    return found if keywords.returns_more() else found.loss

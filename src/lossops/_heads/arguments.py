@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops import autocast, errors
+from .._ops import autocast, cross_entropy_by_rows, errors
+from .._ops.cross_entropy_by_rows import Keywords
 from .._ops.description import HALF_DTYPES
 from .._ops.losses import CROSS_ENTROPY
 from .passes import Operands, Options
@@ -167,6 +168,42 @@ def sizes(
     return accum_dtype, max_workspace_bytes, options.batch_chunk_size
 
 
+def keywords(given: Keywords) -> Keywords | None:
+    """The keywords of cross_entropy that are checked there. None: all of them are the defaults."""
+    try:
+        return cross_entropy_by_rows.checked(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _renamed(error) from None
+
+
+def by_rows(keywords: Keywords, operands: Operands, rows: torch.Size) -> Keywords:
+    """The keywords with token_weight in the rows of the operands, and numbers as tensors.
+
+    Raises RuntimeError for a token_weight that does not fit.
+    """
+    weight, num_items, device = *keywords[4:6], operands.input.device
+    if weight is not None:
+        is_one = weight.numel() == 1 and len(rows) == 0
+        if not (weight.shape == rows or is_one) or weight.device != device:
+            raise RuntimeError(
+                f"{_NAME}: token_weight must have the shape of the rows, {tuple(rows)}, on "
+                f"{device}, but has {tuple(weight.shape)} on {weight.device}"
+            )
+        check_plain_tensor("token_weight", weight)
+        weight = weight.reshape(operands.input.shape[0], *operands.linear_weight.shape[1:-1])
+    if num_items is not None and not isinstance(num_items, Tensor):
+        num_items = torch.tensor(num_items, dtype=torch.float64)  # it goes with any device
+    return keywords._replace(token_weight=weight, num_items_in_batch=num_items)
+
+
+def _renamed(error: Exception) -> Exception:
+    """An error of cross_entropy as one of this function."""
+    message = str(error)
+    if type(error).__module__ == "builtins" and message.startswith("cross_entropy: "):
+        return type(error)(f"linear_{message}")
+    return error
+
+
 def check_plain(operands: Operands) -> None:
     """Raises for tensors that the passes cannot take, by the name of the argument."""
     for name, tensor in operands._asdict().items():
@@ -174,19 +211,24 @@ def check_plain(operands: Operands) -> None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{_NAME}: {name} must be a Tensor, but is {type(tensor).__name__}")
-        if hasattr(type(tensor), "__tensor_flatten__"):  # a wrapper, such as DTensor
-            raise NotImplementedError(
-                f"{_NAME}: {name} must be a plain tensor, but is a {type(tensor).__name__}; use "
-                f"cross_entropy of the logits, or pass a local tensor"
-            )
-        if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
-            raise NotImplementedError(
-                f"{_NAME}: {name} must be a dense, plain tensor, but has layout {tensor.layout}"
-            )
-        if tensor.device.type not in ("cpu", "cuda", "meta"):
-            raise NotImplementedError(
-                f"{_NAME}: {name} must be on the CPU or on CUDA, but is on {tensor.device}"
-            )
+        check_plain_tensor(name, tensor)
+
+
+def check_plain_tensor(name: str, tensor: Tensor) -> None:
+    """Raises for a tensor that the passes cannot take."""
+    if hasattr(type(tensor), "__tensor_flatten__"):  # a wrapper, such as DTensor
+        raise NotImplementedError(
+            f"{_NAME}: {name} must be a plain tensor, but is a {type(tensor).__name__}; use "
+            f"cross_entropy of the logits, or pass a local tensor"
+        )
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+        raise NotImplementedError(
+            f"{_NAME}: {name} must be a dense, plain tensor, but has layout {tensor.layout}"
+        )
+    if tensor.device.type not in ("cpu", "cuda", "meta"):
+        raise NotImplementedError(
+            f"{_NAME}: {name} must be on the CPU or on CUDA, but is on {tensor.device}"
+        )
 
 
 def as_torch_raises(
@@ -203,7 +245,4 @@ def as_torch_raises(
         CROSS_ENTROPY.loss.ops.formula(options.row),
         check_options=errors.check_numbers,
     )
-    message = str(found)
-    if type(found).__module__ == "builtins" and message.startswith("cross_entropy: "):
-        return type(found)(f"linear_{message}")
-    return found
+    return _renamed(found)

@@ -31,6 +31,7 @@ def rows_of_chunk(
     adds_up_weight: bool,
     max_workspace_bytes: int | None,
     batch_chunk_size: int | None,
+    tensors: int = 1,
 ) -> int:
     """The rows of a chunk of logits.
 
@@ -44,15 +45,18 @@ def rows_of_chunk(
         dtype, device_type: of the logits.
         adds_up_weight: whether the weight's gradient is wanted.
         max_workspace_bytes, batch_chunk_size: what the caller asked for.
+        tensors: how many tensors as large as the chunk's logits there are at a time. The
+            workspace is all of them.
     """
     rows = max(1, rows)
-    row_bytes = max(1, padded_classes(classes, dtype) * dtype.itemsize)
+    logit_bytes = tensors * dtype.itemsize
+    row_bytes = max(1, padded_classes(classes, dtype) * logit_bytes)
     most = rows
     if max_workspace_bytes is not None:
         most = max_workspace_bytes // row_bytes
     elif batch_chunk_size is None:
         weight_bytes = classes * features * dtype.itemsize if adds_up_weight else 0
-        if rows * dtype.itemsize > (4 * features if adds_up_weight else 0):
+        if rows * logit_bytes > (4 * features if adds_up_weight else 0):
             most = max(_LEAST_WORKSPACE.get(device_type, 0), weight_bytes) // row_bytes
     if batch_chunk_size is not None:
         most = min(most, batch_chunk_size)

@@ -27,24 +27,24 @@ ROW_OPTIONS = {
     "float32_result": "bool",
 }
 
-_OPERANDS = "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight"
-_OPTIONS = ", ".join(
+OPERANDS = "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight"
+OPTIONS = ", ".join(
     [f"{kind} {name}" for name, kind in ROW_OPTIONS.items()]
     + ["ScalarType compute_dtype, ScalarType accum_dtype"]
     + ["SymInt? max_workspace_bytes, SymInt? batch_chunk_size"]
 )
 _NUM_OPERANDS = len(Operands._fields)
-_NUM_OPTIONS = len(ROW_OPTIONS) + len(Options._fields) - 1
+NUM_OPTIONS = len(ROW_OPTIONS) + len(Options._fields) - 1
 
 _library = torch.library.Library("lossops", "FRAGMENT")
 _library.define(
-    f"linear_cross_entropy_forward({_OPERANDS}, {_OPTIONS}, bool[3] kept, bool with_stats) -> "
+    f"linear_cross_entropy_forward({OPERANDS}, {OPTIONS}, bool[3] kept, bool with_stats) -> "
     "(Tensor loss, Tensor row_stats, Tensor grad_input, Tensor grad_linear_weight, "
     "Tensor grad_linear_bias, Tensor factor)"
 )
 _library.define(
-    f"linear_cross_entropy_backward(Tensor grad_output, {_OPERANDS}, Tensor? row_stats, "
-    f"{_OPTIONS}, bool[5] output_mask) -> Tensor[]"
+    f"linear_cross_entropy_backward(Tensor grad_output, {OPERANDS}, Tensor? row_stats, "
+    f"{OPTIONS}, bool[5] output_mask) -> Tensor[]"
 )
 forward_op = torch.ops.lossops.linear_cross_entropy_forward.default
 backward_op = torch.ops.lossops.linear_cross_entropy_backward.default
@@ -56,16 +56,16 @@ def flat(options: Options) -> tuple[Any, ...]:
     return *(getattr(row, name) for name in ROW_OPTIONS), *others
 
 
-def _named(values: Sequence[Any]) -> Options:
+def named(values: Sequence[Any]) -> Options:
     """The options among the arguments of an operator."""
     row = dict(zip(ROW_OPTIONS, values, strict=False))
     return Options(_ops.Options(**row), *values[len(row) :])
 
 
 def _split(arguments: Sequence[Any]) -> tuple[Operands, Options, Sequence[Any]]:
-    options_end = _NUM_OPERANDS + _NUM_OPTIONS
+    options_end = _NUM_OPERANDS + NUM_OPTIONS
     operands = Operands(*arguments[:_NUM_OPERANDS])
-    return operands, _named(arguments[_NUM_OPERANDS:options_end]), arguments[options_end:]
+    return operands, named(arguments[_NUM_OPERANDS:options_end]), arguments[options_end:]
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -77,13 +77,21 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     return found.loss, *(none.clone() if result is None else result for result in results)
 
 
+def _fake_logits(operands: Operands, options: Options) -> Tensor:
+    shape = (operands.input.size(0), *operands.linear_weight.shape[:-1])
+    return operands.input.new_empty(shape, dtype=options.compute_dtype)
+
+
+def fake_loss(operands: Operands, options: Options) -> Tensor:
+    logits = _fake_logits(operands, options)
+    loss: Tensor = _ops.forward(logits, operands.target, operands.weight, *options.row)[0]
+    return loss
+
+
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     operands, options, (kept, with_stats) = _split(arguments)
     input, linear_weight, linear_bias, target, weight = operands
-    logits = input.new_empty(
-        (input.size(0), *linear_weight.shape[:-1]), dtype=options.compute_dtype
-    )
-    loss, row_stats, _ = _ops.forward(logits, target, weight, *options.row)
+    loss, row_stats, _ = _ops.forward(_fake_logits(operands, options), target, weight, *options.row)
     scaled = passes.is_scaled(options)
 
     def gradient(operand: Tensor | None, wanted: bool) -> Tensor:
@@ -123,7 +131,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    others = (None,) * (_NUM_OPTIONS + 2)
+    others = (None,) * (NUM_OPTIONS + 2)
     if grad is None:
         return (None,) * _NUM_OPERANDS + others
     saved = ctx.saved_tensors
@@ -148,7 +156,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor
     return *(next(found) if needs else None for needs in needed), *others
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
+def no_second_derivative(ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(
         "linear_cross_entropy: a graph that holds its backward pass has no second derivative; "
         "compute it outside of the graph, with create_graph=True"
@@ -164,5 +172,5 @@ for _op, _kernel, _fake in (
     torch.library.register_fake(_op, _fake)
 torch.library.register_autograd(forward_op, _gradients, setup_context=_setup_context)
 torch.library.register_autograd(
-    backward_op, _no_second_derivative, setup_context=lambda ctx, inputs, output: None
+    backward_op, no_second_derivative, setup_context=lambda ctx, inputs, output: None
 )

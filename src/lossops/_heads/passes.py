@@ -75,10 +75,12 @@ class Found(NamedTuple):
     kept: Kept
 
 
-class _Problem:
+class Problem:
     """A call's operands as matrices, and what is computed of one chunk of rows."""
 
-    def __init__(self, operands: Operands, options: Options, *, adds_up_weight: bool) -> None:
+    def __init__(
+        self, operands: Operands, options: Options, *, adds_up_weight: bool, tensors: int = 1
+    ) -> None:
         dtype = options.compute_dtype
         self.given, self.options, self.row = operands, options, options.row
         self.input = operands.input.to(dtype)
@@ -100,6 +102,7 @@ class _Problem:
             adds_up_weight=adds_up_weight,
             max_workspace_bytes=options.max_workspace_bytes,
             batch_chunk_size=options.batch_chunk_size,
+            tensors=tensors,
         )
         padded = chunks.padded_classes(width, dtype)
         self.buffer = self.input.new_empty((min(self.chunk_rows, self.num_rows), padded))
@@ -141,8 +144,13 @@ class _Problem:
             raise_first_invalid(_NAME, self.target, self.classes[0], self.row.ignore_index)
             raise
 
-    def overwrite(self, logits: Tensor, rows: slice, row_stats: Tensor, grad: Tensor) -> None:
-        """Writes the gradient over the logits. grad: a scalar, or a number for each row."""
+    def overwrite(
+        self, logits: Tensor, rows: slice, row_stats: Tensor, grad: Tensor, options: Any = None
+    ) -> None:
+        """Writes the gradient over the logits. grad: a scalar, or a number for each row.
+
+        options: of the row operator, if not `row_options`.
+        """
         given = {
             "input": self.by_class(logits),
             "grad_output": grad,
@@ -150,18 +158,24 @@ class _Problem:
             "weight": self.weight,
             "row_stats": row_stats,
             "mean_terms": None,
-            **_ops.formula(self.row_options()),
+            **_ops.formula(options or self.row_options()),
         }
         _overwrite(*map(given.__getitem__, _OVERWRITE_ARGUMENTS))
 
     def gradients_of_distribution(
-        self, logits: Tensor, rows: slice, row_stats: Tensor, grad: Tensor, needed: Sequence[bool]
+        self,
+        logits: Tensor,
+        rows: slice,
+        row_stats: Tensor,
+        grad: Tensor,
+        needed: Sequence[bool],
+        options: Any = None,
     ) -> Iterator[Tensor]:
         """The gradients of a chunk's probabilities and of the class weights, where needed."""
         operands = (self.by_class(logits), self.target[rows], self.weight)
         mask = [False, *needed]
         arguments = _ops.backward_arguments(
-            grad, operands, (row_stats, None), self.row_options(), mask
+            grad, operands, (row_stats, None), options or self.row_options(), mask
         )
         return iter(_backward_rows(*arguments))
 
@@ -209,10 +223,10 @@ class _Problem:
         return scale.where(is_finite, grad), (grad / scale).where(is_finite, 1)
 
 
-class _Sums:
+class Sums:
     """The gradients of input, linear_weight and linear_bias, of the chunks so far."""
 
-    def __init__(self, problem: _Problem, needed: Sequence[bool], *, is_scaled: bool) -> None:
+    def __init__(self, problem: Problem, needed: Sequence[bool], *, is_scaled: bool) -> None:
         self.problem = problem
         is_single = problem.chunk_rows >= problem.num_rows
         given = problem.given
@@ -262,7 +276,7 @@ def dtypes_of(operands: Operands) -> Dtypes:
     return tuple(None if operand is None else operand.dtype for operand in operands[:3])
 
 
-def _converted(values: Sequence[Tensor | None], dtypes: Dtypes) -> Gradients:
+def converted(values: Sequence[Tensor | None], dtypes: Dtypes) -> Gradients:
     input, linear_weight, linear_bias = (
         value if value is None else value.to(dtype)
         for value, dtype in zip(values, dtypes, strict=True)
@@ -284,22 +298,22 @@ def forward(
     """
     dtype = result_dtype(operands, options)
     keeps = any(kept)
-    problem = _Problem(operands, options, adds_up_weight=kept[1])
+    problem = Problem(operands, options, adds_up_weight=kept[1])
     found = _forward(problem, dtype, kept if keeps else None, with_stats or keeps)
     if is_scaled(options):
         return found
     del problem  # the conversion may take the memory of the logits
-    gradients = _converted(found.kept.gradients, dtypes_of(operands))
+    gradients = converted(found.kept.gradients, dtypes_of(operands))
     return found._replace(kept=Kept(gradients, None))
 
 
 def _forward(
-    problem: _Problem, dtype: torch.dtype, kept: Sequence[bool] | None, with_stats: bool
+    problem: Problem, dtype: torch.dtype, kept: Sequence[bool] | None, with_stats: bool
 ) -> Found:
     row, options = problem.row, problem.options
     sums, factor, grad = None, None, problem.input
     if kept is not None:
-        sums = _Sums(problem, kept, is_scaled=is_scaled(options))
+        sums = Sums(problem, kept, is_scaled=is_scaled(options))
         grad = torch.ones((), dtype=torch.float64, device=problem.input.device)
         if row.reduction == "mean":
             grad = grad / problem.denominator
@@ -333,7 +347,7 @@ def finished(kept: Kept, dtypes: Dtypes, grad: Tensor, *, is_one: bool) -> Gradi
     for gradient in kept.gradients:
         if gradient is not None and not (is_one and kept.factor is None):
             gradient.mul_(factor)
-    return _converted(kept.gradients, dtypes)
+    return converted(kept.gradients, dtypes)
 
 
 def backward(
@@ -347,16 +361,16 @@ def backward(
 
     row_stats: those of `forward`, or None.
     """
-    problem = _Problem(operands, options, adds_up_weight=needed[1])
+    problem = Problem(operands, options, adds_up_weight=needed[1])
     *found, target, weight = _backward_pass(problem, needed, grad, row_stats)
     del problem  # the conversion may take the memory of the logits
-    return [*_converted(found, dtypes_of(operands)), target, weight]
+    return [*converted(found, dtypes_of(operands)), target, weight]
 
 
 def _backward_pass(
-    problem: _Problem, needed: Sequence[bool], grad: Tensor, row_stats: Tensor | None
+    problem: Problem, needed: Sequence[bool], grad: Tensor, row_stats: Tensor | None
 ) -> list[Tensor | None]:
-    sums = _Sums(problem, needed[:3], is_scaled=is_scaled(problem.options))
+    sums = Sums(problem, needed[:3], is_scaled=is_scaled(problem.options))
     factor = None
     if problem.is_reduced:
         grad = grad.double()

@@ -106,7 +106,7 @@ def checked(given: Keywords) -> Keywords | None:
     return None if is_default else found
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """What is known of each row, in the shape of logits without classes."""
 
     loss: Tensor  # without the z-loss; 0 where ignored
@@ -114,6 +114,21 @@ class _Rows(NamedTuple):
     kept: Tensor  # bool: not ignored
     lse: Tensor
     entropy: Tensor
+
+
+def check(keywords: Keywords, reduction: str, is_probability: bool) -> None:
+    """Raises ValueError for arguments that do not go together."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(
+            f"{_NAME}: reduction must be one of 'none', 'mean', 'sum', but is {reduction!r}"
+        )
+    if keywords.num_items_in_batch is not None and reduction == "none":
+        raise ValueError(f"{_NAME}: num_items_in_batch needs reduction 'mean' or 'sum'")
+    if is_probability and (keywords.return_token_accuracy or keywords.return_predicted_tokens):
+        raise ValueError(
+            f"{_NAME}: return_token_accuracy and return_predicted_tokens are for class "
+            "indices, but target holds probabilities"
+        )
 
 
 def call(
@@ -128,21 +143,10 @@ def call(
     float32_result: bool,
 ) -> Tensor | CrossEntropyOutput:
     """`cross_entropy` with keywords that `checked` has returned."""
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(
-            f"{_NAME}: reduction must be one of 'none', 'mean', 'sum', but is {reduction!r}"
-        )
-    if keywords.num_items_in_batch is not None and reduction == "none":
-        raise ValueError(f"{_NAME}: num_items_in_batch needs reduction 'mean' or 'sum'")
-    by_kernels = (ignore_index, label_smoothing)
     is_probability = target.is_floating_point()
-    if is_probability:
-        if keywords.return_token_accuracy or keywords.return_predicted_tokens:
-            raise ValueError(
-                f"{_NAME}: return_token_accuracy and return_predicted_tokens are for class "
-                "indices, but target holds probabilities"
-            )
-    else:
+    check(keywords, reduction, is_probability)
+    by_kernels = (ignore_index, label_smoothing)
+    if not is_probability:
         check_differentiable(target, weight)
     if input.dtype not in FLOATING or not (is_probability or _fit(input, target, weight)):
         _loss_by_kernels(input, target, weight, by_kernels)  # says what is wrong
@@ -156,9 +160,23 @@ def call(
     dtype = input.dtype
     for other in (target, weight) if is_probability else ():
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
-    dtype = widened(dtype, float32_result)
+    predicted = None
+    if keywords.return_token_accuracy or keywords.return_predicted_tokens:
+        predicted = predictions(_classes_last(input), keywords)
+    found = results(rows, target, predicted, keywords, reduction, widened(dtype, float32_result))
+    return found if keywords.returns_more() else found.loss
 
-    reduced = _Reduction(rows, keywords, reduction)
+
+def results(
+    rows: Rows,
+    target: Tensor,
+    predicted: Tensor | None,
+    keywords: Keywords,
+    reduction: str,
+    dtype: torch.dtype,
+) -> CrossEntropyOutput:
+    """What a call returns, from values of rows. predicted: `predictions`, if they are wanted."""
+    reduced = Reduction(rows, keywords, reduction)
     loss = reduced(rows.loss, rows.share)
     z_loss = None
     if keywords.lse_square_scale != 0 or keywords.return_z_loss:
@@ -167,12 +185,9 @@ def call(
         if keywords.lse_square_scale != 0:
             loss = loss + z_loss
     loss = loss.to(dtype)
-    if not keywords.returns_more():
-        return loss
-
-    accuracy = predicted = None
-    if keywords.return_token_accuracy or keywords.return_predicted_tokens:
-        predicted = _predictions(_classes_last(input), keywords).masked_fill(~rows.kept, -1)
+    accuracy = None
+    if predicted is not None:
+        predicted = predicted.masked_fill(~rows.kept, -1)
     if predicted is not None and keywords.return_token_accuracy:
         is_right = ((predicted == target) & rows.kept).float()
         is_none = reduction == "none"
@@ -225,13 +240,9 @@ def _of_indices(
     weight: Tensor | None,
     keywords: Keywords,
     by_kernels: tuple[int, float],
-) -> _Rows:
+) -> Rows:
     ignore_index, label_smoothing = by_kernels
-    limits = torch.iinfo(target.dtype)
-    if limits.min <= ignore_index <= limits.max:
-        kept = target != ignore_index
-    else:
-        kept = torch.ones_like(target, dtype=torch.bool)
+    kept = kept_rows(target, ignore_index)
     if label_smoothing == 0:
         log_probs, entropy, lse = _token_values(
             _classes_last(input), target.unsqueeze(-1), kept, keywords
@@ -246,14 +257,27 @@ def _of_indices(
         wide_weight = None if weight is None else weight.to(z.dtype)
         loss = _loss_by_kernels(z, target, wide_weight, by_kernels)
         _, entropy, lse = _token_values(_classes_last(wide), None, kept, keywords)
-    share = kept
-    if weight is not None and weight.numel() > 0:
-        # A class index out of range has a loss of NaN already.
-        at = target.long().clamp(0, weight.numel() - 1)
-        share = weight.detach()[at].to(loss.dtype).masked_fill(~kept, 0.0)
-        if label_smoothing == 0:
-            loss = loss * share  # fault: by-rows-weight
-    return _Rows(loss, share, kept, lse, entropy)
+    share = shares(target, kept, weight, loss.dtype)
+    if label_smoothing == 0 and share is not kept:
+        loss = loss * share  # fault: by-rows-weight
+    return Rows(loss, share, kept, lse, entropy)
+
+
+def kept_rows(target: Tensor, ignore_index: int) -> Tensor:
+    """Which rows of class indices are not ignored."""
+    limits = torch.iinfo(target.dtype)
+    if limits.min <= ignore_index <= limits.max:
+        return target != ignore_index
+    return torch.ones_like(target, dtype=torch.bool)
+
+
+def shares(target: Tensor, kept: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The class weight of each row, 0 where ignored. Without class weights `kept` itself."""
+    if weight is None or weight.numel() == 0:
+        return kept
+    # A class index out of range has a loss of NaN already.
+    at = target.long().clamp(0, weight.numel() - 1)
+    return weight.detach()[at].to(dtype).masked_fill(~kept, 0.0)
 
 
 def _of_probabilities(
@@ -262,12 +286,12 @@ def _of_probabilities(
     weight: Tensor | None,
     keywords: Keywords,
     by_kernels: tuple[int, float],
-) -> _Rows:
+) -> Rows:
     wide = _wide(input)
     loss = _loss_by_kernels(logit_map.mapped(wide, *keywords.map()), target, weight, by_kernels)
     _, entropy, lse = _token_values(_classes_last(wide), None, None, keywords)
     kept = torch.ones_like(loss, dtype=torch.bool)
-    return _Rows(loss, kept, kept, lse, entropy)
+    return Rows(loss, kept, kept, lse, entropy)
 
 
 def _loss_by_kernels(
@@ -305,7 +329,7 @@ def _token_values(
         raise renamed(_NAME, error, index="target") from None
 
 
-def _predictions(logits: Tensor, keywords: Keywords) -> Tensor:
+def predictions(logits: Tensor, keywords: Keywords) -> Tensor:
     """The lowest of the classes with the largest mapped logit."""
     logits = logits.detach()
     if logits.size(-1) == 0 or logits.numel() == 0:
@@ -325,12 +349,12 @@ def _predictions(logits: Tensor, keywords: Keywords) -> Tensor:
 # ---------------------------------------------------------------- reductions
 
 
-class _Reduction:
+class Reduction:
     """The reduction of values of rows: token weights, divisors, sums in float64."""
 
-    def __init__(self, rows: _Rows, keywords: Keywords, reduction: str) -> None:
+    def __init__(self, rows: Rows, keywords: Keywords, reduction: str) -> None:
         self.reduction = reduction
-        self.token_weight = None
+        self.token_weight: Tensor | None = None
         if keywords.token_weight is not None:
             weight = keywords.token_weight
             if weight.numel() == 1 and rows.kept.dim() == 0:
@@ -360,6 +384,17 @@ class _Reduction:
         if self.num_items is not None:
             return _sum(values) / self.num_items
         return _sum(values) if self.reduction == "sum" else _sum(values) / _sum(shares)
+
+    def factors(self, shares: Tensor) -> Tensor:
+        """The derivative of `self(values, shares)` with respect to each value."""
+        factors = torch.ones_like(shares, dtype=torch.float64)
+        if self.token_weight is not None:
+            factors = factors * self.token_weight
+        if self.reduction == "none":
+            return factors
+        if self.num_items is not None:
+            return factors / self.num_items
+        return factors if self.reduction == "sum" else factors / _sum(shares * factors)
 
 
 def _sum(values: Tensor) -> Tensor:

@@ -23,6 +23,16 @@ def mapped(x: Tensor, temperature: float, logit_scale: float, softcap: float | N
     return x
 
 
+def derivative(
+    z: Tensor, temperature: float, logit_scale: float, softcap: float | None
+) -> Tensor | float:
+    """The derivative of the map, from mapped logits."""
+    slope = logit_scale / temperature
+    if softcap is None:
+        return slope
+    return (1 - (z * (temperature / softcap)).square()) * slope
+
+
 def without_zero(
     logits: Tensor, temperature: float, logit_scale: float, softcap: float | None
 ) -> tuple[Tensor, float, float, float | None]:
