@@ -8,7 +8,7 @@ if not _extension.reporting():  # python -m lossops.info runs also where the lib
 
     from ._ops.settings import check_targets, keep_gradients
     from .functional import CrossEntropyOutput, cross_entropy, kl_div, mse_loss
-    from .heads import linear_cross_entropy
+    from .heads import linear_cross_entropy, linear_selective_log_softmax
     from .nn import CrossEntropyLoss, KLDivLoss, LinearCrossEntropyLoss, MSELoss
     from .patching import patch, patch_report, patched, unpatch
     from .tokens import (
@@ -29,6 +29,7 @@ if not _extension.reporting():  # python -m lossops.info runs also where the lib
         "keep_gradients",
         "kl_div",
         "linear_cross_entropy",
+        "linear_selective_log_softmax",
         "mse_loss",
         "patch",
         "patch_report",

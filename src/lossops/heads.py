@@ -7,15 +7,17 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ._heads import arguments, autograd, operators
+from ._heads import arguments, autograd, operators, token_operators
 from ._heads.passes import Operands, Options
-from ._ops import cross_entropy_by_rows, settings
+from ._heads.token_passes import TokenOperands, TokenOptions
+from ._ops import cross_entropy_by_rows, logit_map, settings
 from ._ops.cross_entropy import raise_first_invalid
 from ._ops.cross_entropy_by_rows import CrossEntropyOutput, Keywords
 from ._ops.losses import CROSS_ENTROPY
+from ._ops.tokens import renamed
 from .functional import Reduction, _index, _number
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["linear_cross_entropy", "linear_selective_log_softmax"]
 
 _is_compiling = torch.compiler.is_compiling
 _row_options = CROSS_ENTROPY.options
@@ -222,3 +224,105 @@ def _shaped(
     each = (x if x is None or x.dim() == 0 else x.reshape(shape) for x in output)
     found = CrossEntropyOutput(*each)
     return found if keywords.returns_more() else found.loss
+
+
+@overload
+def linear_selective_log_softmax(
+    input: Tensor,
+    linear_weight: Tensor,
+    index: Tensor,
+    *,
+    linear_bias: Tensor | None = ...,
+    temperature: float = ...,
+    row_mask: Tensor | None = ...,
+    return_entropy: Literal[False] = ...,
+    logit_scale: float = ...,
+    softcap: float | None = ...,
+    accum_dtype: torch.dtype = ...,
+    max_workspace_bytes: int | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear_selective_log_softmax(
+    input: Tensor,
+    linear_weight: Tensor,
+    index: Tensor,
+    *,
+    linear_bias: Tensor | None = ...,
+    temperature: float = ...,
+    row_mask: Tensor | None = ...,
+    return_entropy: bool,
+    logit_scale: float = ...,
+    softcap: float | None = ...,
+    accum_dtype: torch.dtype = ...,
+    max_workspace_bytes: int | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def linear_selective_log_softmax(
+    input: Tensor,
+    linear_weight: Tensor,
+    index: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+    return_entropy: bool = False,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    accum_dtype: torch.dtype = torch.float32,
+    max_workspace_bytes: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`selective_log_softmax` of `linear(input, linear_weight, linear_bias)`.
+
+    The logits are computed in chunks of rows, and again in the backward pass: a step has four
+    matrix products.
+
+    Args:
+        input: hidden states of shape (..., H).
+        linear_weight: (C, H) for C classes.
+        index: shape (...), or (..., K) for K classes a row; int64, int32 or uint8, in [0, C).
+        linear_bias: of shape (C,).
+        temperature, logit_scale, softcap: map the logits, as of `selective_log_softmax`.
+        row_mask: shape (...), any real dtype. The values and the gradients of a row with 0 are
+            exactly 0, and its logits do not count. With K classes a row it may also have index's
+            shape: it then masks single values.
+        return_entropy: whether the entropies are returned too. One backward pass computes the
+            gradient of both.
+        accum_dtype, max_workspace_bytes: as of `linear_cross_entropy`. In the backward pass the
+            workspace holds a chunk's logits and their gradient.
+
+    Returns:
+        The log-probabilities, of index's shape; float64 for float64 logits, else float32. With
+        return_entropy also the entropies in nats, of shape (...). Differentiable with respect to
+        input, linear_weight and linear_bias.
+
+    Raises:
+        IndexError: an index is out of range, on the CPU. On CUDA the value and the row's gradient
+            are NaN.
+        NotImplementedError: an operand is not floating point, or is a DTensor or a tensor of
+            another subclass that wraps tensors.
+        RuntimeError: shapes, dtypes or devices that do not fit.
+        TypeError: an argument is of another type.
+        ValueError: temperature, softcap, logit_scale, accum_dtype or max_workspace_bytes is not as
+            above.
+    """
+    name = "linear_selective_log_softmax"
+    operands = TokenOperands(input, linear_weight, linear_bias, index, row_mask)
+    arguments.check_plain(operands, name)
+    if type(return_entropy) is not bool:
+        raise TypeError(f"{name}: return_entropy must be a bool, but is {return_entropy!r}")
+    checked_map = logit_map.checked(name, temperature, logit_scale, softcap)
+    accum_dtype, workspace, _ = arguments.sizes(None, accum_dtype, max_workspace_bytes, name)
+    operands, mask = arguments.of_tokens(operands)
+    compute_dtype, accum_dtype, _ = arguments.dtypes(operands, accum_dtype, name)
+    options = TokenOptions(*checked_map, return_entropy, compute_dtype, accum_dtype, workspace)
+    try:
+        log_probs, entropy = token_operators.call(operands, options)
+    except (IndexError, RuntimeError) as error:
+        raise renamed(name, error) from None
+    log_probs = log_probs.reshape(index.shape)
+    if mask is not None:
+        log_probs = log_probs.masked_fill(mask, 0.0)
+    return (log_probs, entropy.reshape(input.shape[:-1])) if return_entropy else log_probs

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._ops import autocast, cross_entropy_by_rows, errors
+from .._ops.cross_entropy import CLASS_INDICES
 from .._ops.cross_entropy_by_rows import Keywords
 from .._ops.description import HALF_DTYPES
 from .._ops.losses import CROSS_ENTROPY
 from .passes import Operands, Options
+from .token_passes import NAME as TOKENS_NAME
+from .token_passes import TokenOperands
 
 _NAME = "linear_cross_entropy"
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -91,37 +95,41 @@ def _shape_error(logits: Tensor, target: Tensor, message: str) -> Exception:
     return errors.as_torch_raises(loss, error, tensors, loss.ops.formula(loss.ops.Options()))
 
 
-def dtypes(operands: Operands, accum_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype, bool]:
+def dtypes(
+    operands: Sequence[Tensor | None], accum_dtype: torch.dtype, name: str = _NAME
+) -> tuple[torch.dtype, torch.dtype, bool]:
     """The dtypes of logits and of sums, and whether autocast asks for a float32 result.
 
     Raises RuntimeError for dtypes that do not go together, ValueError for accum_dtype.
     """
-    input, linear_weight, linear_bias = operands[:3]
-    for name, tensor in zip(Operands._fields, (input, linear_weight, linear_bias), strict=False):
+    given = dict(zip(Operands._fields, operands[:3], strict=False))
+    input, linear_weight = operands[:2]
+    assert input is not None and linear_weight is not None
+    for key, tensor in given.items():
         if tensor is None:
             continue
         if tensor.dtype not in _FLOATING:
             raise NotImplementedError(
-                f"{_NAME}: {name} must be floating point, but is {tensor.dtype}"
+                f"{name}: {key} must be floating point, but is {tensor.dtype}"
             )
         if tensor.device != input.device:
             raise RuntimeError(
-                f"{_NAME}: {name} is on {tensor.device} but input is on {input.device}"
+                f"{name}: {key} is on {tensor.device} but input is on {input.device}"
             )
     is_autocast = autocast.may_be_on() and autocast.is_on(input)
     found = {}
-    for name, tensor in zip(Operands._fields, (input, linear_weight, linear_bias), strict=False):
+    for key, tensor in given.items():
         if tensor is not None:
             is_cast = is_autocast and tensor.dtype != torch.float64
             device = input.device.type
-            found[name] = torch.get_autocast_dtype(device) if is_cast else tensor.dtype
+            found[key] = torch.get_autocast_dtype(device) if is_cast else tensor.dtype
     compute = found["input"]
-    for name, dtype in found.items():
+    for key, dtype in found.items():
         if dtype != compute:
-            raise RuntimeError(f"{_NAME}: {name} must have input's dtype {compute}, but is {dtype}")
+            raise RuntimeError(f"{name}: {key} must have input's dtype {compute}, but is {dtype}")
     if accum_dtype not in (torch.float32, linear_weight.dtype, compute):
         raise ValueError(
-            f"{_NAME}: accum_dtype must be torch.float32 or the dtype of linear_weight, "
+            f"{name}: accum_dtype must be torch.float32 or the dtype of linear_weight, "
             f"{linear_weight.dtype}, but is {accum_dtype}"
         )
     # Sums have at least the precision of the products.
@@ -129,14 +137,17 @@ def dtypes(operands: Operands, accum_dtype: torch.dtype) -> tuple[torch.dtype, t
 
 
 def sizes(
-    options: Any, accum_dtype: torch.dtype, max_workspace_bytes: int | None
+    options: Any,
+    accum_dtype: torch.dtype,
+    max_workspace_bytes: int | None,
+    name: str = _NAME,
 ) -> tuple[torch.dtype, int | None, int | None]:
     """accum_dtype, max_workspace_bytes and batch_chunk_size, with those of torch's options.
 
     Raises TypeError for arguments of another type, ValueError for values that contradict.
     """
     if not isinstance(accum_dtype, torch.dtype):
-        raise TypeError(f"{_NAME}: accum_dtype must be a torch.dtype, but is {accum_dtype!r}")
+        raise TypeError(f"{name}: accum_dtype must be a torch.dtype, but is {accum_dtype!r}")
     if max_workspace_bytes is not None:
         try:
             if isinstance(max_workspace_bytes, bool):
@@ -144,12 +155,12 @@ def sizes(
             max_workspace_bytes = operator.index(max_workspace_bytes)
         except TypeError:
             raise TypeError(
-                f"{_NAME}: max_workspace_bytes must be an integer or None, but is "
+                f"{name}: max_workspace_bytes must be an integer or None, but is "
                 f"{max_workspace_bytes!r}"
             ) from None
         if max_workspace_bytes <= 0:
             raise ValueError(
-                f"{_NAME}: max_workspace_bytes must be positive, but is {max_workspace_bytes}"
+                f"{name}: max_workspace_bytes must be positive, but is {max_workspace_bytes}"
             )
     if options is None:
         return accum_dtype, max_workspace_bytes, None
@@ -166,6 +177,59 @@ def sizes(
             )
         accum_dtype = options.acc_dtype
     return accum_dtype, max_workspace_bytes, options.batch_chunk_size
+
+
+def of_tokens(given: TokenOperands) -> tuple[TokenOperands, Tensor | None]:
+    """The operands of linear_selective_log_softmax as its passes take them, and single values that
+    are masked.
+
+    Raises RuntimeError for shapes, dtypes or devices that do not fit.
+    """
+    name, (input, linear_weight, linear_bias, index, row_mask) = TOKENS_NAME, given
+    if input.dim() < 1:
+        raise RuntimeError(f"{name}: input must have at least 1 dimension, (..., H), but is 0-d")
+    rows, features = input.shape[:-1], input.shape[-1]
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != features:
+        raise RuntimeError(
+            f"{name}: linear_weight must have shape (C, {features}), as input has {features} "
+            f"features, but has {tuple(linear_weight.shape)}"
+        )
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
+        raise RuntimeError(
+            f"{name}: linear_bias must have shape {tuple(linear_weight.shape[:1])}, but has "
+            f"{tuple(linear_bias.shape)}"
+        )
+    if index.dtype not in CLASS_INDICES:
+        raise RuntimeError(f"{name}: index must be int64, int32 or uint8, but is {index.dtype}")
+    is_one = index.shape == rows
+    if not is_one and index.shape[:-1] != rows:
+        raise RuntimeError(
+            f"{name}: index must have the shape of the rows, {tuple(rows)}, and one more "
+            f"dimension for several classes a row, but has {tuple(index.shape)}"
+        )
+    for key, tensor in (("index", index), ("row_mask", row_mask)):
+        if tensor is not None and tensor.device != input.device:
+            raise RuntimeError(
+                f"{name}: {key} is on {tensor.device} but input is on {input.device}"
+            )
+    mask = None
+    if row_mask is not None and row_mask.shape != rows:
+        if is_one or row_mask.shape != index.shape:
+            raise RuntimeError(
+                f"{name}: row_mask must have the shape of the rows, {tuple(rows)}, or of index, "
+                f"{tuple(index.shape)}, but has {tuple(row_mask.shape)}"
+            )
+        mask, row_mask = row_mask == 0, (row_mask != 0).any(-1)
+        index = index.masked_fill(mask, 0)  # what is masked need not be a class
+    num_rows = math.prod(rows)
+    found = TokenOperands(
+        input.reshape(num_rows, features),
+        linear_weight,
+        linear_bias,
+        index.reshape(num_rows, 1 if is_one else index.shape[-1]),
+        None if row_mask is None else row_mask.reshape(num_rows),
+    )
+    return found, mask
 
 
 def keywords(given: Keywords) -> Keywords | None:
@@ -204,30 +268,30 @@ def _renamed(error: Exception) -> Exception:
     return error
 
 
-def check_plain(operands: Operands) -> None:
+def check_plain(operands: NamedTuple, name: str = _NAME) -> None:
     """Raises for tensors that the passes cannot take, by the name of the argument."""
-    for name, tensor in operands._asdict().items():
-        if tensor is None and name in ("linear_bias", "weight"):
+    for key, tensor in operands._asdict().items():
+        if tensor is None and key in ("linear_bias", "weight", "row_mask"):
             continue
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{_NAME}: {name} must be a Tensor, but is {type(tensor).__name__}")
-        check_plain_tensor(name, tensor)
+            raise TypeError(f"{name}: {key} must be a Tensor, but is {type(tensor).__name__}")
+        check_plain_tensor(key, tensor, name)
 
 
-def check_plain_tensor(name: str, tensor: Tensor) -> None:
+def check_plain_tensor(key: str, tensor: Tensor, name: str = _NAME) -> None:
     """Raises for a tensor that the passes cannot take."""
     if hasattr(type(tensor), "__tensor_flatten__"):  # a wrapper, such as DTensor
         raise NotImplementedError(
-            f"{_NAME}: {name} must be a plain tensor, but is a {type(tensor).__name__}; use "
-            f"cross_entropy of the logits, or pass a local tensor"
+            f"{name}: {key} must be a plain tensor, but is a {type(tensor).__name__}; use "
+            "a function of the logits, or pass a local tensor"
         )
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         raise NotImplementedError(
-            f"{_NAME}: {name} must be a dense, plain tensor, but has layout {tensor.layout}"
+            f"{name}: {key} must be a dense, plain tensor, but has layout {tensor.layout}"
         )
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(
-            f"{_NAME}: {name} must be on the CPU or on CUDA, but is on {tensor.device}"
+            f"{name}: {key} must be on the CPU or on CUDA, but is on {tensor.device}"
         )
 
 

@@ -125,7 +125,7 @@ class _HeadFunction(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         if grad is None:
             return (None,) * 6
-        plain = _is_plain(grad)
+        plain = is_plain(grad)
         if kept is not None and plain:
             is_one = grad.is_cpu and _is_one(grad)
             return *passes.finished(kept, ctx.dtypes, grad, is_one=is_one), None, None, None
@@ -147,7 +147,7 @@ _privates.name_nodes(_HeadFunction, f"lossops_{_NAME}")
 _apply = _privates.short_apply(_HeadFunction)
 
 
-def _is_plain(grad: Tensor) -> bool:
+def is_plain(grad: Tensor) -> bool:
     """Whether a backward pass is for this gradient alone, and will not be differentiated."""
     return not (
         torch.is_grad_enabled()
@@ -199,7 +199,7 @@ class _KeywordFunction(torch.autograd.Function):
         present = [grad for grad in given if grad is not None]
         if not present:
             return (None,) * 7
-        plain = all(map(_is_plain, present))
+        plain = all(map(is_plain, present))
         if kept is not None and plain and len(present) == 1 and given[0] is not None:
             is_one = given[0].is_cpu and _is_one(given[0])
             found = passes.finished(kept, ctx.dtypes, given[0], is_one=is_one)

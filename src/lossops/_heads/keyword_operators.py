@@ -179,13 +179,8 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return *(next(again) if needs else None for needs in needed), *others
 
 
-for _op, _kernel, _fake in (
-    (forward_op, _forward, _fake_forward),
-    (backward_op, _backward, _fake_backward),
-):
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_op, _kernel, _device)
-    torch.library.register_fake(_op, _fake)
+operators.register(_library, forward_op, _forward, _fake_forward)
+operators.register(_library, backward_op, _backward, _fake_backward)
 torch.library.register_autograd(forward_op, _gradients, setup_context=_setup_context)
 torch.library.register_autograd(
     backward_op,

@@ -143,17 +143,6 @@ def _largest(x: Tensor) -> Tensor:
     return x.double().abs().amax() if x.numel() > 0 else x.new_zeros((), dtype=torch.float64)
 
 
-def _as_matrix(gradient: Tensor, logits: Tensor) -> Tensor:
-    """The gradient over the logits in rows that matrix products read well: else in their place."""
-    # A view for classes in the last dimension, and one row a chunk has any stride.
-    matrix = gradient.reshape(logits.shape)
-    if matrix.data_ptr() == logits.data_ptr():
-        return matrix
-    if matrix.dtype == logits.dtype and matrix.stride(1) == 1 and logits.is_contiguous():
-        return matrix
-    return logits.copy_(matrix)
-
-
 def forward(
     operands: Operands, options: Options, keywords: Keywords, kept: Sequence[bool]
 ) -> Found:
@@ -183,7 +172,7 @@ def forward(
         found.append((losses.loss, losses.lse, losses.entropy))
         if sums is not None:
             of_chunk = grads.of_chunk(rows, losses, nothing)
-            sums.add(rows, _as_matrix(losses.gradient(of_chunk), logits))
+            sums.add(rows, passes.as_matrix(losses.gradient(of_chunk), logits))
         del losses  # its gradient, before the next chunk has one
     loss, lse, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
     output = by_rows.results(
@@ -237,7 +226,7 @@ def backward(
                 grad_weight = of_chunk.to(wide) + (0 if grad_weight is None else grad_weight)
         if any(needed[:3]):
             gradient = losses.gradient(of_rows.of_chunk(rows, losses, grads))
-            sums.add(rows, _as_matrix(gradient, logits))
+            sums.add(rows, passes.as_matrix(gradient, logits))
             del gradient
         del losses
     found = sums.gradients()

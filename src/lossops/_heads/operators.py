@@ -163,13 +163,15 @@ def no_second_derivative(ctx: Any, *grads: Any) -> Any:
     )
 
 
-for _op, _kernel, _fake in (
-    (forward_op, _forward, _fake_forward),
-    (backward_op, _backward, _fake_backward),
-):
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_op, _kernel, _device)
-    torch.library.register_fake(_op, _fake)
+def register(library: Any, operator: Any, kernel: Any, fake: Any) -> None:
+    """Registers the kernel of an operator, which is the same for both devices, and its fake."""
+    for device in ("CPU", "CUDA"):
+        library.impl(operator, kernel, device)
+    torch.library.register_fake(operator, fake)
+
+
+register(_library, forward_op, _forward, _fake_forward)
+register(_library, backward_op, _backward, _fake_backward)
 torch.library.register_autograd(forward_op, _gradients, setup_context=_setup_context)
 torch.library.register_autograd(
     backward_op, no_second_derivative, setup_context=lambda ctx, inputs, output: None

@@ -264,6 +264,17 @@ class Sums:
         return self.input, weight, bias
 
 
+def as_matrix(gradient: Tensor, logits: Tensor) -> Tensor:
+    """The gradient over the logits in rows that matrix products read well: else in their place."""
+    # A view for classes in the last dimension, and one row a chunk has any stride.
+    matrix = gradient.reshape(logits.shape)
+    if matrix.data_ptr() == logits.data_ptr():
+        return matrix
+    if matrix.dtype == logits.dtype and matrix.stride(1) == 1 and logits.is_contiguous():
+        return matrix
+    return logits.copy_(matrix)
+
+
 def result_dtype(operands: Operands, options: Options) -> torch.dtype:
     """The dtype of the loss. It raises what is wrong with the arguments of the row operators."""
     classes = operands.linear_weight.shape[:-1]

@@ -24,9 +24,9 @@ from .passes import Operands, Options
 _linear = F.linear
 
 
-def _logits(operands: Operands, options: Options) -> Tensor:
+def logits(operands: Operands, dtype: torch.dtype) -> Tensor:
+    """All logits, in a dtype."""
     input, linear_weight, linear_bias = operands[:3]
-    dtype = options.compute_dtype
     classes = linear_weight.shape[:-1]
     matrix = linear_weight.to(dtype).reshape(-1, linear_weight.size(-1))
     bias = None if linear_bias is None else linear_bias.to(dtype).reshape(-1)
@@ -36,11 +36,11 @@ def _logits(operands: Operands, options: Options) -> Tensor:
 def output(operands: Operands, options: Options, keywords: Keywords) -> CrossEntropyOutput:
     """What the call returns with further keywords, by operations that torch can differentiate."""
     row, target, weight = options.row, operands.target, operands.weight
-    logits = _logits(operands, options)
+    x = logits(operands, options.compute_dtype)
     if row.float32_result and weight is not None and not target.is_floating_point():
-        weight = weight.to(logits.dtype)  # as autocast has it
+        weight = weight.to(x.dtype)  # as autocast has it
     found = by_rows.call(
-        logits,
+        x,
         target,
         weight,
         keywords,
@@ -52,17 +52,21 @@ def output(operands: Operands, options: Options, keywords: Keywords) -> CrossEnt
     return CrossEntropyOutput(found) if isinstance(found, Tensor) else found
 
 
+def _widened(x: Tensor) -> Tensor:
+    return x.to(widened(x.dtype, True))
+
+
 def loss(operands: Operands, options: Options) -> Tensor:
     """The loss, by operations that torch can differentiate."""
     target, weight = operands.target, operands.weight
-    logits = _logits(operands, options)
+    x = logits(operands, options.compute_dtype)
     if options.row.float32_result:
-        logits, target, weight = (
-            x if x is None or not x.is_floating_point() else x.to(widened(x.dtype, True))
-            for x in (logits, target, weight)
+        x, target, weight = (
+            each if each is None or not each.is_floating_point() else _widened(each)
+            for each in (x, target, weight)
         )
     formula = CROSS_ENTROPY.loss.ops.formula(options.row)
-    return CROSS_ENTROPY.loss.reference(logits, target, weight, **formula)
+    return CROSS_ENTROPY.loss.reference(x, target, weight, **formula)
 
 
 def gradients(

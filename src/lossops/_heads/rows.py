@@ -66,9 +66,10 @@ class Tokens:
         mask: Tensor | None,
         wanted: Wanted,
         *,
-        with_stats: bool,
+        with_stats: bool = False,
+        row_stats: Tensor | None = None,
     ) -> None:
-        self.by_class = logits
+        """row_stats: those of the same rows, if the values are known and the gradient is wanted."""
         is_zero = wanted.logit_scale == 0  # which no kernel takes
         self.logits = logits.movedim(1, -1) if logits.dim() > 1 else logits
         if is_zero:
@@ -78,12 +79,15 @@ class Tokens:
         options = (wanted.temperature, scale, wanted.softcap, wanted.has_entropy, wanted.has_lse)
         self.arguments = index, mask
         self.options = options
-        values = _token_values(self.logits, index, mask, *options, with_stats)
-        self.log_probs, self.entropy, self.lse, self.row_stats = values
+        self.row_stats = row_stats
+        if row_stats is None:
+            values = _token_values(self.logits, index, mask, *options, with_stats)
+            self.log_probs, self.entropy, self.lse, self.row_stats = values
 
     def gradient(self, grads: Gradients) -> Tensor:
         """The gradient over the logits, (n, C, d1, ...). It is a new tensor."""
-        each = (None if x is None else x.to(self.log_probs.dtype) for x in grads)
+        dtype = torch.float64 if self.logits.dtype == torch.float64 else torch.float32
+        each = (None if x is None else x.to(dtype) for x in grads)
         (found,) = _token_gradients(
             *each, self.logits, *self.arguments, self.row_stats, *self.options, [True]
         )
