@@ -66,7 +66,7 @@ def test_gradient_of_logits() -> None:
 
 
 def test_workspace_of_narrow_sums() -> None:
-    """As the table of docs/heads.md has it."""
+    """Less where the gradient of the weight is small."""
     limits = [512, 512, 256, 512]
     for text, limit in zip(problems.CUDA_SHAPES, limits, strict=True):
         shape = Shape.parse(text)

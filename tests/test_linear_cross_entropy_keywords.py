@@ -530,6 +530,23 @@ def test_defaults_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -
         assert same_bits(value, expected[name])
 
 
+def test_module(device: str) -> None:
+    """Every keyword arrives. token_weight and num_items_in_batch come with a call, or before."""
+    problem = Problem("all", "classes", device, bias=False)
+    x, weight, target = (problem.tensors[k] for k in ("input", "linear_weight", "target"))
+    options = dict(problem.options)
+    module = lossops.LinearCrossEntropyLoss(6, 29, device=device, **options)
+    given = {key: options.pop(key) for key in ("token_weight", "num_items_in_batch")}
+    other = lossops.LinearCrossEntropyLoss(6, 29, device=device, **options)
+    expected = composed(x, weight, target, **options, **given)
+    for made, more in ((module, {}), (other, given)):
+        with torch.no_grad():
+            made.linear.weight.copy_(weight)
+        for value, each in zip(made(x, target, **more), expected, strict=True):
+            torch.testing.assert_close(value, each)
+    assert set(module.state_dict()) == {"linear.weight", "token_weight"}
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("keywords", KEYWORDS)
 def test_never_waits_and_can_be_captured(keywords: str) -> None:

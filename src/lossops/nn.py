@@ -250,14 +250,19 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
         weight: factor of each class, of shape (C,); kept as a buffer.
         ignore_index: class index of rows without a loss; None is -100.
         label_smoothing: share of the target that is spread over all classes, in [0, 1].
-        options, accum_dtype, max_workspace_bytes: see `lossops.linear_cross_entropy`.
+        options, logit_scale, softcap, temperature, lse_square_scale, token_weight,
+            num_items_in_batch, return_lse, return_entropy, return_z_loss, return_token_accuracy,
+            return_predicted_tokens, accum_dtype, max_workspace_bytes: see
+            `lossops.linear_cross_entropy`. token_weight, kept as a buffer, and num_items_in_batch
+            can also be given with each call.
 
     Raises:
         RuntimeError: weight is not of shape (C,), or label_smoothing is not in [0, 1].
 
     Shape:
         input (H,) or (..., H); target as of `lossops.linear_cross_entropy`; the result is a scalar,
-        or of the target's shape without classes for "none".
+        or of the target's shape without classes for "none"; a `CrossEntropyOutput` if a `return_*`
+        is set.
     """
 
     def __init__(
@@ -274,6 +279,17 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
         options: Any = None,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+        lse_square_scale: float = 0.0,
+        token_weight: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+        return_lse: bool = False,
+        return_entropy: bool = False,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
         accum_dtype: torch.dtype = torch.float32,
         max_workspace_bytes: int | None = None,
     ) -> None:
@@ -290,10 +306,32 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
             label_smoothing=label_smoothing,
             options=options,
         )
+        self.logit_scale = logit_scale
+        self.softcap = softcap
+        self.temperature = temperature
+        self.lse_square_scale = lse_square_scale
+        self.register_buffer("token_weight", token_weight)
+        self.num_items_in_batch = num_items_in_batch
+        self.return_lse = return_lse
+        self.return_entropy = return_entropy
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
         self.accum_dtype = accum_dtype
         self.max_workspace_bytes = max_workspace_bytes
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+    ) -> Any:
+        if token_weight is None:
+            token_weight = self.token_weight
+        if num_items_in_batch is None:
+            num_items_in_batch = self.num_items_in_batch
         classes = (self.num_classes, *self.out_features)
         bias = self.linear.bias
         return heads.linear_cross_entropy(
@@ -306,6 +344,17 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             options=self.options,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            temperature=self.temperature,
+            lse_square_scale=self.lse_square_scale,
+            token_weight=token_weight,
+            num_items_in_batch=num_items_in_batch,
+            return_lse=self.return_lse,
+            return_entropy=self.return_entropy,
+            return_z_loss=self.return_z_loss,
+            return_token_accuracy=self.return_token_accuracy,
+            return_predicted_tokens=self.return_predicted_tokens,
             accum_dtype=self.accum_dtype,
             max_workspace_bytes=self.max_workspace_bytes,
         )
