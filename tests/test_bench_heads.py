@@ -11,19 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lossops._heads import chunks
 from lossops.bench import cli
 from lossops.bench.heads import measure, problems
 from lossops.bench.heads.cli import render
 from lossops.bench.heads.measure import PRODUCTS, Contender, Measured
-from lossops.bench.heads.problems import HEADS, MIB, Problem, Shape
+from lossops.bench.heads.problems import HEADS, MIB, TOKEN_HEADS, Problem, Shape
 from lossops.bench.meter import Meter
 
 SMALL = Shape(24, 8, 33)
 CPU = torch.device("cpu")
 
 
-def problem(dtype: torch.dtype = torch.float32) -> Problem:
-    return Problem(SMALL, dtype, CPU)
+def problem(dtype: torch.dtype = torch.float32, of_tokens: bool = False) -> Problem:
+    return Problem(SMALL, dtype, CPU, of_tokens=of_tokens)
 
 
 @pytest.fixture
@@ -41,27 +42,38 @@ def test_texts_that_are_no_shape(text: str) -> None:
 
 def test_shapes() -> None:
     assert str(Shape.parse("8192x4096x128256")) == "8192x4096x128256"
-    for text in (*problems.CUDA_SHAPES, *problems.CPU_SHAPES):
+    for text in (*problems.CUDA_SHAPES, *problems.TOKEN_SHAPES, *problems.CPU_SHAPES):
         assert str(Shape.parse(text)) == text
 
 
-def test_exact_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_torch(data: Problem, logits: Tensor) -> Tensor:
+    loss = F.cross_entropy(logits, data.target)
+    if data.entropy_factor:
+        log_softmax = logits.log_softmax(-1)
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        loss = loss + data.entropy_factor * entropy.mean()
+    return loss
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_exact_results(of_tokens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By chunks of rows as by one; against torch in float64."""
-    data = problem()
+    data = problem(of_tokens=of_tokens)
     whole = data.exact()
     monkeypatch.setattr(problems, "MIB", 1)  # 3 rows at a time
     input, weight = (x.double().requires_grad_() for x in (data.input, data.weight))
-    loss = F.cross_entropy(F.linear(input, weight), data.target)
+    loss = by_torch(data, F.linear(input, weight))
     expected = (loss.detach(), *torch.autograd.grad(loss, (input, weight)))
     for found in (whole, data.exact()):
         for got, value in zip(found, expected, strict=True):
             torch.testing.assert_close(got, value)
 
 
-def test_gradient_of_logits() -> None:
-    data = problem()
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_gradient_of_logits(of_tokens: bool) -> None:
+    data = problem(of_tokens=of_tokens)
     logits = F.linear(data.input, data.weight).requires_grad_()
-    (expected,) = torch.autograd.grad(F.cross_entropy(logits, data.target), logits)
+    (expected,) = torch.autograd.grad(by_torch(data, logits), logits)
     torch.testing.assert_close(data.gradient_of_logits(), expected)
 
 
@@ -74,18 +86,38 @@ def test_workspace_of_narrow_sums() -> None:
         assert problems.narrow_workspace(weight) == limit * MIB
 
 
-@pytest.mark.parametrize("who", ["ours", "narrow", "linear+ours", "eager", "chunked"])
-def test_contenders_are_right(who: str) -> None:
+@pytest.mark.parametrize(
+    ("who", "of_tokens"),
+    [(who, False) for who in ("ours", "narrow", "linear+ours", "eager", "chunked")]
+    + [(who, True) for who in ("ours", "narrow", "linear+ours", "eager")],
+)
+def test_contenders_are_right(who: str, of_tokens: bool) -> None:
     if problems.why_absent(who):
         pytest.skip(str(problems.why_absent(who)))
-    data = problem(torch.bfloat16)
-    found = measure._check(HEADS[who], data)
+    head = (TOKEN_HEADS if of_tokens else HEADS)[who]
+    data = problem(torch.bfloat16, of_tokens)
+    found = measure._check(head, data)
     errors = measure._errors(found, data.exact())
     assert set(errors) == {"loss", "input", "weight"}
     assert max(errors.values()) <= measure.LIMITS[torch.bfloat16]
     # Without its gradients a head has the same loss.
     with torch.no_grad():
-        assert torch.equal(HEADS[who](data.input, data.weight, data.target), found[0])
+        assert torch.equal(head(data.input, data.weight, data.target), found[0])
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_workspaces(of_tokens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    rows_of_chunk = chunks.rows_of_chunk
+
+    def watched(**options: Any) -> int:
+        taken.append(options["max_workspace_bytes"])
+        return rows_of_chunk(**options)
+
+    monkeypatch.setattr(chunks, "rows_of_chunk", watched)
+    head = problems.with_workspace(3, of_tokens=of_tokens)
+    measure._check(head, problem(of_tokens=of_tokens))
+    assert set(taken) == {3 * MIB}
 
 
 @pytest.mark.parametrize(("doing", "count"), measure.PASSES.items())
@@ -113,7 +145,7 @@ def test_a_pass_leaves_no_gradient() -> None:
     assert measure._call(HEADS["ours"], data, "frozen")()[2] is None
 
 
-def test_wrong_and_failing_heads(monkeypatch: pytest.MonkeyPatch, meter: Meter) -> None:
+def test_wrong_and_failing_heads(meter: Meter) -> None:
     """A wrong result fails; an error of a peer is noted, and ends nothing."""
 
     def wrong(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -122,9 +154,8 @@ def test_wrong_and_failing_heads(monkeypatch: pytest.MonkeyPatch, meter: Meter) 
     def failing(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setitem(HEADS, "ours", wrong)
-    monkeypatch.setitem(HEADS, "eager", failing)
-    found = measure.run(SMALL, torch.float32, ["ours", "eager"], ["forward"], meter)
+    heads = {"ours": wrong, "eager": failing}
+    found = measure.run(SMALL, torch.float32, heads, ["forward"], meter)
     assert not found.passed("ours")
     assert found.heads["ours"].ms["forward"] > 0
     assert found.heads["eager"].notes == {"check": "RuntimeError: no such kernel"}
@@ -188,8 +219,12 @@ def test_kinds_of_kernels(kernel: str, kind: str) -> None:
     assert measure.kind_of(kernel) == kind
 
 
+@pytest.mark.parametrize("of_tokens", [False, True])
 def test_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    of_tokens: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original = Meter.__init__
 
@@ -200,13 +235,15 @@ def test_command_line(
     monkeypatch.setattr(Meter, "__init__", quick)
     file = tmp_path / "heads.json"
     arguments = ["--heads", "24x8x33", "--device", "cpu", "--breakdown", "--output", str(file)]
+    arguments += ["--workspaces", "1", *(["--tokens"] if of_tokens else [])]
     assert cli.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "24x8x33 float32" in shown
     assert "All checks passed." in shown
     saved: dict[str, Any] = json.loads(file.read_text())
     (head,) = saved["heads"]
-    assert set(head["heads"]) == {"products", "ours", "eager"}
+    assert set(head["heads"]) == {"products", "ours", "eager", "ours 1"}
+    assert saved["of_tokens"] == of_tokens
     for who in ("ours", "eager"):
         assert set(head["heads"][who]["ms"]) == set(measure.PASSES)
         for doing, fraction in head["fractions"][who].items():
@@ -223,6 +260,7 @@ def test_command_line(
         ["--heads", "8x4x2", "--random", "1"],
         ["--heads", "8x4x2", "--peers", "nobody"],
         ["--heads", "8x4x2", "--passes", "backward"],
+        ["--heads", "8x4x2", "--workspaces", "0"],
     ],
 )
 def test_mistakes_on_the_command_line(

@@ -105,7 +105,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     known = list(DRAWN_PEERS if options.drawn else PEERS if options.has_cases else HEAD_PEERS)
     if options.peers is None and options.heads is not None:
-        options.peers = heads.default_peers(cuda)
+        options.peers = heads.default_peers(cuda, options.tokens)
     elif options.peers is None:
         options.peers = ["eager", "compile"] if cuda or not options.quick else ["eager"]
         if options.drawn and not cuda:

@@ -18,13 +18,18 @@ from .measure import PASSES, PRODUCTS, Contender, Measured
 from .problems import (
     CPU_SHAPES,
     CUDA_SHAPES,
+    HEADS,
     MIB,
     OURS,
     PEERS,
     SLOW_TO_START,
     TITLES,
+    TOKEN_HEADS,
+    TOKEN_SHAPES,
+    TOKEN_TITLES,
     Shape,
     why_absent,
+    with_workspace,
 )
 
 
@@ -46,6 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="step; frozen: a step with a weight that needs no gradient; forward: without autograd",
     )
     group.add_argument(
+        "--tokens",
+        action="store_true",
+        help="log-probabilities and entropies of tokens instead of cross entropy; default: "
+        f"{', '.join(TOKEN_SHAPES)}",
+    )
+    group.add_argument(
+        "--workspaces", nargs="+", type=int, default=[], metavar="MIB", help="ours with these too"
+    )
+    group.add_argument(
         "--breakdown", action="store_true", help="profiles a step: the time by kind of kernel"
     )
 
@@ -54,20 +68,27 @@ def settle(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     """Reads the shapes and looks for the peers, so that a mistake ends the run at once."""
     is_cuda = options.device.type == "cuda"
     try:
-        texts = options.heads or (CUDA_SHAPES if is_cuda else CPU_SHAPES)
+        of_cuda = TOKEN_SHAPES if options.tokens else CUDA_SHAPES
+        texts = options.heads or (of_cuda if is_cuda else CPU_SHAPES)
         options.heads = [Shape.parse(text) for text in texts]
     except ValueError as error:
         parser.error(f"--heads {error}")
     options.dtype = torch.bfloat16 if is_cuda else torch.float32
-    options.reasons = {who: why_absent(who) for who in options.peers}
+    if min(options.workspaces, default=1) < 1:
+        parser.error("--workspaces: numbers above 0")
+    there = TOKEN_HEADS if options.tokens else HEADS
+    options.reasons = {
+        who: why_absent(who) if who in there else "has no such head" for who in options.peers
+    }
     options.peers = [who for who in options.peers if options.reasons[who] is None]
 
 
-def default_peers(is_cuda: bool) -> list[str]:
+def default_peers(is_cuda: bool, of_tokens: bool) -> list[str]:
     """Those that start at once. The CPU has not much time for the others."""
     if not is_cuda:
         return ["eager"]
-    return [who for who in PEERS if who not in SLOW_TO_START]
+    there = TOKEN_HEADS if of_tokens else HEADS
+    return [who for who in PEERS if who in there and who not in SLOW_TO_START]
 
 
 def run(options: argparse.Namespace, device: str) -> int:
@@ -78,9 +99,14 @@ def run(options: argparse.Namespace, device: str) -> int:
             print(f"without {who}: {reason}")
     # float32 has no sums of another dtype.
     ours = OURS if options.dtype == torch.bfloat16 else OURS[:1]
-    whos = [*ours, *options.peers]
-    for who in whos:
-        print(f"{who}: {TITLES[who]}")
+    there = TOKEN_HEADS if options.tokens else HEADS
+    heads = {who: there[who] for who in (*ours, *options.peers)}
+    titles = TITLES | (TOKEN_TITLES if options.tokens else {})
+    for who in heads:
+        print(f"{who}: {titles[who]}")
+    for mib in options.workspaces:
+        heads[f"ours {mib}"] = with_workspace(mib, of_tokens=options.tokens)
+        print(f"ours {mib}: ours with a workspace of {mib} MiB")
     print()
     started = time.monotonic()
     meter = Meter(options.device)
@@ -89,9 +115,10 @@ def run(options: argparse.Namespace, device: str) -> int:
         one = measure.run(
             shape,
             options.dtype,
-            whos,
+            heads,
             options.passes,
             meter,
+            of_tokens=options.tokens,
             with_breakdown=options.breakdown,
         )
         found.append(one)
@@ -105,6 +132,7 @@ def run(options: argparse.Namespace, device: str) -> int:
             "torch": str(torch.__version__),
             "lossops": __version__,
             "seconds": seconds,
+            "of_tokens": options.tokens,
         }
         save(options.output, about, found)
     wrong = [f"{one.shape} {who}" for one in found for who in ours if not one.passed(who)]

@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..meter import Call, Meter
-from .problems import HEADS, Head, Problem, Shape
+from .problems import Head, Problem, Shape
 
 # Pass -> how many products are its floor.
 PASSES = {"step": 3, "frozen": 2, "forward": 1}
@@ -68,28 +68,29 @@ class Measured:
 def run(
     shape: Shape,
     dtype: torch.dtype,
-    whos: Sequence[str],
+    heads: Mapping[str, Head],
     passes: Sequence[str],
     meter: Meter,
     *,
+    of_tokens: bool = False,
     with_breakdown: bool = False,
 ) -> Measured:
     """Checks and times the heads of one shape."""
     meter.clean()
-    problem = Problem(shape, dtype, meter.device)
+    problem = Problem(shape, dtype, meter.device, of_tokens=of_tokens)
     found = Measured(str(shape), str(dtype).removeprefix("torch."), LIMITS[dtype])
-    found.heads = {PRODUCTS: Contender()} | {who: Contender() for who in whos}
+    found.heads = {PRODUCTS: Contender()} | {who: Contender() for who in heads}
     exact = problem.exact()
-    for who in whos:
+    for who in heads:
         try:
-            found.heads[who].errors = _errors(_check(HEADS[who], problem), exact)
+            found.heads[who].errors = _errors(_check(heads[who], problem), exact)
         except Exception as error:  # of any kind: no peer may end the run
             found.heads[who].notes["check"] = _said(error)
     del exact
-    runs = [who for who in whos if not found.heads[who].notes]
+    runs = [who for who in heads if not found.heads[who].notes]
     meter.clean()
     for doing in passes:
-        calls: dict[str, Call] = {who: _call(HEADS[who], problem, doing) for who in runs}
+        calls: dict[str, Call] = {who: _call(heads[who], problem, doing) for who in runs}
         # Before the times, so that there is memory for the floor's gradient of the logits.
         for who, call in calls.items():
             _note_peak(found.heads[who], doing, call, meter)
@@ -105,7 +106,7 @@ def run(
         meter.clean()
     if with_breakdown:
         for who in runs:
-            call = _call(HEADS[who], problem, "step")
+            call = _call(heads[who], problem, "step")
             found.heads[who].breakdown, found.heads[who].kernels = breakdown(call, meter)
     return found
 

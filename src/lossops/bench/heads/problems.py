@@ -7,6 +7,7 @@ import functools
 import importlib
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,15 +43,27 @@ class Shape:
 
 # Llama 3 8B, Gemma 2 2B, a vocabulary of 32000, Qwen.
 CUDA_SHAPES = ("8192x4096x128256", "8192x2304x256000", "16384x2048x32000", "4096x2048x151936")
+TOKEN_SHAPES = ("8192x2048x151936",)
 CPU_SHAPES = ("2048x512x50257",)
 
 
-class Problem:
-    """The data of a shape, the same at every call: normal logits of variance 1."""
+# What the mean of the entropies is multiplied by where heads are of tokens.
+ENTROPY_FACTOR = 0.1
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+
+class Problem:
+    """The data of a shape, the same at every call: normal logits of variance 1.
+
+    The loss is the mean of `-log_softmax(logits)[target]`, of tokens plus a multiple of the mean of
+    the entropies.
+    """
+
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, *, of_tokens: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.shape = shape
+        self.entropy_factor = ENTROPY_FACTOR if of_tokens else 0.0
         self.input = torch.randn(shape.tokens, shape.features, device=device).to(dtype)
         weight = torch.randn(shape.classes, shape.features, device=device)
         self.weight = weight.mul_(shape.features**-0.5).to(dtype)
@@ -59,7 +72,11 @@ class Problem:
     def gradient_of_logits(self) -> Tensor:
         """What a step multiplies the weight and the input with."""
         logits = torch.mm(self.input, self.weight.t()).requires_grad_()
-        loss = lossops.cross_entropy(logits, self.target)
+        if self.entropy_factor:
+            values = lossops.selective_log_softmax_and_entropy(logits, self.target)
+            loss = _loss_of_tokens(*values)
+        else:
+            loss = lossops.cross_entropy(logits, self.target)
         return torch.autograd.grad(loss, logits)[0]
 
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,12 +92,55 @@ class Problem:
             logits = torch.mm(input, weight.t())
             log_softmax = logits.log_softmax(-1)
             loss -= log_softmax.gather(-1, target.unsqueeze(-1)).sum()
-            grad = log_softmax.exp_()
+            grad = log_softmax.exp()
+            if self.entropy_factor:
+                entropy = -(grad * log_softmax).sum(-1, keepdim=True)
+                loss += self.entropy_factor * entropy.sum()
+                grad = grad * (1 - self.entropy_factor * (log_softmax + entropy))
             grad[torch.arange(len(target), device=grad.device), target] -= 1
             grad_input[part] = torch.mm(grad, weight)
             grad_weight.addmm_(grad.t(), input)
         tokens = self.shape.tokens
         return loss / tokens, grad_input.div_(tokens), grad_weight.div_(tokens)
+
+
+def _loss_of_tokens(log_probs: Tensor, entropy: Tensor) -> Tensor:
+    return ENTROPY_FACTOR * entropy.mean() - log_probs.mean()
+
+
+def with_workspace(mib: int, *, of_tokens: bool) -> Head:
+    """Our head with a workspace of so many MiB."""
+    head: Callable[..., Tensor] = _tokens if of_tokens else lossops.linear_cross_entropy
+    return functools.partial(head, max_workspace_bytes=mib * MIB)
+
+
+def _tokens(input: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    values = lossops.linear_selective_log_softmax(
+        input, weight, target, return_entropy=True, **options
+    )
+    return _loss_of_tokens(*values)
+
+
+def _tokens_narrow(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    workspace = narrow_workspace(weight)
+    return _tokens(input, weight, target, accum_dtype=weight.dtype, max_workspace_bytes=workspace)
+
+
+def _tokens_of_linear(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(input, weight)
+    return _loss_of_tokens(*lossops.selective_log_softmax_and_entropy(logits, target))
+
+
+def _tokens_eager(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    log_softmax = F.linear(input, weight).float().log_softmax(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return _loss_of_tokens(log_softmax.gather(-1, target.unsqueeze(-1)), entropy)
+
+
+def _trl(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    module = importlib.import_module("trl.kernels")
+    logits = F.linear(input, weight)
+    return _loss_of_tokens(*module.selective_log_softmax_and_entropy(logits, target))
 
 
 def _narrow(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -145,6 +205,14 @@ HEADS: dict[str, Head] = {
     "liger": _liger,
     "quack": _quack,
 }
+# Heads that return log-probabilities and entropies of tokens: `--tokens`.
+TOKEN_HEADS: dict[str, Head] = {
+    "ours": _tokens,
+    "narrow": _tokens_narrow,
+    "linear+ours": _tokens_of_linear,
+    "eager": _tokens_eager,
+    "trl": _trl,
+}
 OURS = ("ours", "narrow")
 TITLES = {
     "ours": "linear_cross_entropy",
@@ -156,7 +224,13 @@ TITLES = {
     "liger": "Liger-Kernel's fused linear cross entropy, default settings",
     "quack": "quack's chunked linear cross entropy",
 }
-PEERS = tuple(who for who in HEADS if who not in OURS)
+TOKEN_TITLES = {
+    "ours": "linear_selective_log_softmax with return_entropy",
+    "linear+ours": "F.linear, then lossops.selective_log_softmax_and_entropy",
+    "eager": "F.linear, then log_softmax in float32",
+    "trl": "F.linear, then TRL's selective_log_softmax_and_entropy",
+}
+PEERS = tuple(who for who in (HEADS | TOKEN_HEADS) if who not in OURS)
 # Left out unless asked for: they compile, or choose among kernels, for longer than the rest takes.
 SLOW_TO_START = ("compile", "quack")
 
@@ -166,6 +240,7 @@ def why_absent(who: str) -> str | None:
     modules = {
         "liger": "liger_kernel.transformers.functional",
         "quack": "quack.linear_cross_entropy",
+        "trl": "trl.kernels",
     }
     if who == "chunked" and not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy"
