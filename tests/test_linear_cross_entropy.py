@@ -348,6 +348,11 @@ def test_default_chunks() -> None:
     assert rows_of_chunk(16384, 2048, 32000) == 4096  # 256 MiB
     assert rows_of_chunk(8192, 4096, 128256, adds_up_weight=False) == 1024
     assert rows_of_chunk(100, 4096, 128256, adds_up_weight=False) == 100
+    # The gradient over the logits beside them: all rows up to half as many, then twice the memory.
+    assert rows_of_chunk(4096, 4096, 128256, tensors=2) == 4096
+    assert rows_of_chunk(8192, 4096, 128256, tensors=2) == 4096
+    assert rows_of_chunk(8192, 2304, 256000, tensors=2) == 2048
+    assert rows_of_chunk(8192, 2304, 256000, tensors=11) < 512
     assert rows_of_chunk(0, 4, 4) == 1
 
 

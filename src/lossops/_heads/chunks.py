@@ -38,7 +38,8 @@ def rows_of_chunk(
     max_workspace_bytes limits the chunk's logits. By default all rows are one chunk while their
     logits take no more memory than float32 sums of the weight's gradient would: a single chunk
     needs no sums. Beyond that, a chunk takes as much memory as the gradient of the weight, because
-    the conversion of its sums needs that memory anyway.
+    the conversion of its sums needs that memory anyway; and twice as much if there is another
+    tensor as large as its logits.
 
     Args:
         rows, features, classes: the sizes of the products.
@@ -57,7 +58,10 @@ def rows_of_chunk(
     elif batch_chunk_size is None:
         weight_bytes = classes * features * dtype.itemsize if adds_up_weight else 0
         if rows * logit_bytes > (4 * features if adds_up_weight else 0):
-            most = max(_LEAST_WORKSPACE.get(device_type, 0), weight_bytes) // row_bytes
+            least = max(_LEAST_WORKSPACE.get(device_type, 0), weight_bytes)
+            # Twice that for the gradient over the logits: with half as many rows, the sums of the
+            # weight's gradient would be read and written twice as often.
+            most = least * min(tensors, 2) // row_bytes
     if batch_chunk_size is not None:
         most = min(most, batch_chunk_size)
         return max(1, min(most, rows))
