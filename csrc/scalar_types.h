@@ -31,6 +31,10 @@ LOSSOPS_HOST_DEVICE bool is_half_type(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }
 
+LOSSOPS_HOST_DEVICE bool is_floating(DType dtype) {
+  return dtype == DType::kFloat64 || dtype == DType::kFloat32 || is_half_type(dtype);
+}
+
 // In bytes.
 constexpr int64_t element_size(DType dtype) {
   switch (dtype) {

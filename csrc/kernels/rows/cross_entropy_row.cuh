@@ -155,6 +155,79 @@ LOSSOPS_HOST_DEVICE Smoothing smoothing_of(const CrossEntropyArgs& args) {
           static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes))};
 }
 
+// Calls body with the tag of a floating dtype that a call computed in acc_t may have: fp64 only
+// where acc_t is (CrossEntropyArgs::acc_double).
+template <typename acc_t, typename Body>
+__device__ __forceinline__ void visit_up_to(DType dtype, Body&& body) {
+  if constexpr (std::is_same_v<acc_t, double>) {
+    visit_floating(dtype, body);
+  } else {
+    switch (dtype) {
+      case DType::kFloat32:
+        return body(TypeTag<float>{});
+      case DType::kFloat16:
+        return body(TypeTag<half_t>{});
+      case DType::kBFloat16:
+        return body(TypeTag<bfloat16_t>{});
+      default:
+        return;
+    }
+  }
+}
+
+// kCount elements that are neighbours, in whole vectors if they are aligned.
+template <int kCount, typename acc_t, typename T>
+__device__ __forceinline__ void load_neighbours(const T* data, acc_t (&values)[kCount]) {
+  if constexpr (kCount * sizeof(T) % kVectorBytes == 0) {
+    if (is_vector_aligned(data)) {
+#pragma unroll
+      for (int v = 0; v < kCount / kVectorSize<T>; ++v) {
+        const Vector<T> loaded = load_vector(data, v);
+#pragma unroll
+        for (int i = 0; i < kVectorSize<T>; ++i) {
+          values[v * kVectorSize<T> + i] = to_acc<acc_t>(loaded.get(i));
+        }
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    values[i] = to_acc<acc_t>(data[i]);
+  }
+}
+
+// q *= the weights of kCount neighbouring classes. Weights of integers, and weights that are not
+// neighbours, are rare. They take a loop: a switch over all dtypes for each class was a third of
+// the machine code of dense rows.
+template <int kCount, typename acc_t>
+__device__ __forceinline__ void multiply_by_weights(const CrossEntropyArgs& args,
+                                                    int64_t first_class, acc_t (&q)[kCount]) {
+  if (args.weight == nullptr) {
+    return;
+  }
+  if (kCount > 1 && args.weight_stride == 1 && is_floating(args.weight_dtype)) {
+    visit_up_to<acc_t>(args.weight_dtype, [&](auto type) {
+      using T = typename decltype(type)::type;
+      acc_t weights[kCount];
+      load_neighbours(static_cast<const T*>(args.weight) + first_class, weights);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        q[i] *= weights[i];
+      }
+    });
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < kCount; ++i) {
+    const acc_t weight = class_weight<acc_t>(args, first_class + i);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      q[j] *= j == i ? weight : acc_t(1);
+    }
+  }
+}
+
 // Coefficients of kCount neighbouring classes: RowTarget::coefficient() of each. A switch over the
 // dtype and a load for all of them, where one for each took most of the time.
 template <int kCount, typename acc_t>
@@ -164,28 +237,18 @@ __device__ __forceinline__ void load_coefficients(const RowTarget<acc_t>& target
   if (args.target_is_probability) {
     const int64_t stride = args.target_class_stride;
     const int64_t first = target.offset + first_class * stride;
-    const auto load = [&](auto type) {
+    visit_up_to<acc_t>(args.target.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
       const T* const data = static_cast<const T*>(args.target.data) + first;
-      if constexpr (kCount * sizeof(T) % kVectorBytes == 0) {
-        if (stride == 1 && is_vector_aligned(data)) {
-#pragma unroll
-          for (int v = 0; v < kCount / kVectorSize<T>; ++v) {
-            const Vector<T> p = load_vector(data, v);
-#pragma unroll
-            for (int i = 0; i < kVectorSize<T>; ++i) {
-              q[v * kVectorSize<T> + i] = to_acc<acc_t>(p.get(i));
-            }
-          }
-          return;
-        }
+      if (stride == 1) {
+        load_neighbours(data, q);
+        return;
       }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         q[i] = to_acc<acc_t>(data[i * stride]);
       }
-    };
-    visit_floating(args.target.dtype, load);
+    });
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -196,12 +259,7 @@ __device__ __forceinline__ void load_coefficients(const RowTarget<acc_t>& target
   for (int i = 0; i < kCount; ++i) {
     q[i] = smoothed(q[i], target.smoothing, target.smoothing_per_class);
   }
-  if (args.weight != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      q[i] *= class_weight<acc_t>(args, first_class + i);
-    }
-  }
+  multiply_by_weights(args, first_class, q);
 }
 
 // What one row leaves behind, once its state is complete. x_at_index is the logit of the
@@ -529,9 +587,20 @@ struct RowGradient {
     return logit_gradient.dense(x, scale, q_sum, q);
   }
 
-  __device__ __forceinline__ acc_t of_target(acc_t x, int64_t c) const {
+  // The gradients of the probabilities of kCount neighbouring classes, whose logits are x.
+  template <int kCount>
+  __device__ __forceinline__ void of_targets(const acc_t (&x)[kCount], int64_t first_class,
+                                             acc_t (&results)[kCount]) const {
     const acc_t kept = acc_t(1) - static_cast<acc_t>(args.label_smoothing);
-    return scale * kept * class_weight<acc_t>(args, c) * softmax.surprise(x);
+#pragma unroll
+    for (acc_t& result : results) {
+      result = scale * kept;
+    }
+    multiply_by_weights(args, first_class, results);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      results[i] *= softmax.surprise(x[i]);
+    }
   }
 };
 

@@ -178,19 +178,38 @@ __global__ void __launch_bounds__(kStridedThreads)
         args, target, load_summary<kDense>(args, target, row, offsets[0]),
         row_scale<acc_t>(args, offsets[2]));
     const bool read = !target.ignored;
-    const auto of_class = [&](acc_t x, int64_t c) {
-      if (args.grad_input.data != nullptr) {
-        // fault: strided-ignored
-        Loader::store(args.grad_input, offsets[3] + c * args.grad_input_class_stride,
-                      target.has_loss() ? gradient.of_logit(x, c) : gradient.without_loss());
-      }
-      if (kDense && args.grad_target.data != nullptr) {
-        store_operand<acc_t>(args.grad_target, offsets[4] + c * args.grad_target_class_stride,
-                             gradient.of_target(x, c));
-      }
-    };
     const auto logit = [&](int64_t c) {
       return read ? Loader::load(args.input, offsets[0] + c * args.input_class_stride) : acc_t(0);
+    };
+    // Of neighbouring classes, from their logits.
+    const auto write = [&](const auto& x, int64_t first_class) {
+      constexpr int kCount = static_cast<int>(std::extent_v<std::remove_reference_t<decltype(x)>>);
+      if (args.grad_input.data != nullptr) {
+        acc_t q[kCount] = {};
+        if (kDense && target.has_loss()) {
+          load_coefficients(target, first_class, q);
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const int64_t c = first_class + i;
+          const auto of_class = [&] {
+            return kDense ? gradient.of_dense_logit(x[i], q[i]) : gradient.of_logit(x[i], c);
+          };
+          // fault: strided-ignored
+          Loader::store(args.grad_input, offsets[3] + c * args.grad_input_class_stride,
+                        target.has_loss() ? of_class() : gradient.without_loss());
+        }
+      }
+      if (kDense && args.grad_target.data != nullptr) {
+        acc_t values[kCount];
+        gradient.of_targets(x, first_class, values);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const int64_t c = first_class + i;
+          store_operand<acc_t>(args.grad_target, offsets[4] + c * args.grad_target_class_stride,
+                               values[i]);
+        }
+      }
     };
     int64_t c = 0;
     for (; c + kClassUnroll <= args.num_classes; c += kClassUnroll) {
@@ -199,13 +218,11 @@ __global__ void __launch_bounds__(kStridedThreads)
       for (int i = 0; i < kClassUnroll; ++i) {
         x[i] = logit(c + i);
       }
-#pragma unroll
-      for (int i = 0; i < kClassUnroll; ++i) {
-        of_class(x[i], c + i);
-      }
+      write(x, c);
     }
     for (; c < args.num_classes; ++c) {
-      of_class(logit(c), c);
+      const acc_t x[1] = {logit(c)};
+      write(x, c);
     }
   }
 }
