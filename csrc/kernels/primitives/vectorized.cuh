@@ -98,6 +98,10 @@ __device__ __forceinline__ int unfolded(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+__device__ __forceinline__ float unfolded(float value) {
+  return __uint_as_float(static_cast<uint32_t>(unfolded(static_cast<int>(__float_as_uint(value)))));
+}
+__device__ __forceinline__ double unfolded(double value) { return value; }
 
 // In one of two branches. The compiler would take both and choose between their results, or make
 // one access of two, for which it would compute 64-bit addresses instead of constant distances.

@@ -228,6 +228,18 @@ __device__ __forceinline__ void multiply_by_weights(const CrossEntropyArgs& args
   }
 }
 
+// The target of a row. Its smoothing would be converted from fp64 again for every vector.
+template <typename acc_t, bool kDense>
+__device__ __forceinline__ RowTarget<acc_t> target_of(const CrossEntropyArgs& args,
+                                                      int64_t offset) {
+  RowTarget<acc_t> target(args, offset);
+  if constexpr (kDense) {
+    target.smoothing = unfolded(target.smoothing);
+    target.smoothing_per_class = unfolded(target.smoothing_per_class);
+  }
+  return target;
+}
+
 // Coefficients of kCount neighbouring classes: RowTarget::coefficient() of each. A switch over the
 // dtype and a load for all of them, where one for each took most of the time.
 template <int kCount, typename acc_t>
@@ -249,15 +261,21 @@ __device__ __forceinline__ void load_coefficients(const RowTarget<acc_t>& target
         q[i] = to_acc<acc_t>(data[i * stride]);
       }
     });
-  } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      q[i] = first_class + i == target.index ? acc_t(1) : acc_t(0);
+      q[i] = smoothed(q[i], target.smoothing, target.smoothing_per_class);
     }
-  }
+  } else {
+    // Else the compiler would choose between 1 and 0 and smooth every choice.
+    const acc_t at_index =
+        unfolded(smoothed(acc_t(1), target.smoothing, target.smoothing_per_class));
+    const acc_t other = unfolded(smoothed(acc_t(0), target.smoothing, target.smoothing_per_class));
+    const int64_t distance = target.index - first_class;
+    const int at = distance >= 0 && distance < kCount ? static_cast<int>(distance) : -1;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    q[i] = smoothed(q[i], target.smoothing, target.smoothing_per_class);
+    for (int i = 0; i < kCount; ++i) {
+      q[i] = i == at ? at_index : other;
+    }
   }
   multiply_by_weights(args, first_class, q);
 }

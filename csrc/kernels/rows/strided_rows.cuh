@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kStridedThreads)
        row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kStridedThreads) {
     int64_t offsets[3];
     row_offsets(args.rows, operands, row, offsets);
-    const RowTarget<acc_t> target(args, offsets[1]);
+    const auto target = target_of<acc_t, kDense>(args, offsets[1]);
     RowState<acc_t, kDense> state;
     acc_t x_at_index = 0;
     if (target.has_loss()) {
@@ -159,8 +159,14 @@ __global__ void __launch_bounds__(kStridedThreads)
   }
 }
 
+// Blocks that shall fit a multiprocessor; 0: any. Dense coefficients take 80 registers a thread of
+// themselves, and 64 without a spill.
+template <typename acc_t, bool kDense>
+constexpr int kMinStridedBlocks = kDense && sizeof(acc_t) <= 4 ? 4 : 0;
+
 template <typename Loader, bool kDense>
-__global__ void __launch_bounds__(kStridedThreads)
+__global__ void __launch_bounds__(kStridedThreads,
+                                  kMinStridedBlocks<typename Loader::acc_t, kDense>)
     cross_entropy_backward_strided_kernel(const __grid_constant__ CrossEntropyBackwardArgs args) {
   using acc_t = typename Loader::acc_t;
   wait_for_previous_kernel();
@@ -173,7 +179,7 @@ __global__ void __launch_bounds__(kStridedThreads)
        row < args.rows.numel; row += static_cast<int64_t>(gridDim.x) * kStridedThreads) {
     int64_t offsets[5];
     row_offsets(args.rows, operands, row, offsets);
-    const RowTarget<acc_t> target(args, offsets[1]);
+    const auto target = target_of<acc_t, kDense>(args, offsets[1]);
     const RowGradient<acc_t, kDense, Loader::kExact> gradient(
         args, target, load_summary<kDense>(args, target, row, offsets[0]),
         row_scale<acc_t>(args, offsets[2]));

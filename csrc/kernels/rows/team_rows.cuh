@@ -337,13 +337,14 @@ __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_
     store_vector_at(grad_input + vector * kSize, width, gradient_of(gradient, x, vector * kSize));
   };
   if constexpr (Gradient::kIsDense) {
-    // One vector at a time: its arithmetic, some 40 instructions a logit, is as long as a load
-    // takes, and its machine code is 7 KB.
-    const int row_width = access_width(row);
+    // One vector at a time: its arithmetic, some 20 instructions a logit, takes as long as a load,
+    // and its machine code is 7 KB. Generic loads, for one loop over shared and global memory.
+    const scalar_t* const source = unfolded(cache != nullptr ? cache : row);
+    const int source_width = access_width(source);
+    const int whole = unfolded(num_classes / kSize);
 #pragma unroll 1
-    for (int vector = lane; vector < num_classes / kSize; vector += team) {
-      write(vector, cache != nullptr ? load_vector(cache, vector)
-                                     : load_vector_at(row + vector * kSize, row_width));
+    for (int vector = lane; vector < whole; vector += team) {
+      write(vector, load_vector_at(source + vector * kSize, source_width));
     }
   } else if (cache != nullptr) {
 #pragma unroll 2
@@ -402,7 +403,7 @@ __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kTeamThreads,
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
     RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
                                                    team);
-    const RowTarget<acc_t> target(args, offsets[1]);
+    const auto target = target_of<acc_t, kDense>(args, offsets[1]);
     acc_t x_at_index = 0;
     if (!kDense && lane == 0 && target.has_loss()) {
       x_at_index = to_acc<acc_t>(logits[target.index]);
@@ -531,7 +532,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     row_offsets(args.rows, operands, row, offsets);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
     auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
-    const RowTarget<acc_t> target(args, offsets[1]);
+    const auto target = target_of<acc_t, kDense>(args, offsets[1]);
     const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(
         args, target, load_summary<kDense>(args, target, row, offsets[0]),
         row_scale<acc_t>(args, offsets[2]));
