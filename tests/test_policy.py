@@ -65,6 +65,8 @@ def test_class_indices(
 @pytest.mark.parametrize(
     ("classes", "dtype", "without", "with_gradient"),
     [
+        (32, "fp32", "strided_rows", "strided_rows"),
+        (33, "fp32", "team_rows", "team_rows"),
         (200, "fp32", "team_rows", "team_rows"),
         (4096, "fp32", "staged_rows", "staged_rows"),
         (1008, "bf16", "probability_rows", "probability_rows"),

@@ -152,11 +152,11 @@ const PolicyRow kPolicy[kFamilies] = {
      "each logit is read once, for the gradient too; by team rows fp32 65536x21843 .67 / .41",
      staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); }, false},
     {Family::kTeamRows, "team_rows", "rows/team_rows.cuh",
-     "more than 128 classes: fp64, short rows of probabilities, weights with smoothing or "
-     "probabilities, longer rows",
+     "more than 128 classes, or 32 with smoothing or probabilities: fp64, short rows, weights with "
+     "smoothing or probabilities, longer rows",
      "a team of threads a row: part of a warp, or a block",
      "100 classes with the gradient: a thread a row reaches .6 of this speed",
-     [](P p) { return rows_are_contiguous(p.args, kFewClassesForward); }, team_rows::plan,
+     [](P p) { return rows_are_contiguous(p.args, few_classes_forward(p.args)); }, team_rows::plan,
      [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; }, false},
     {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
      "the rest, any layout and dtypes: strided classes, few classes",

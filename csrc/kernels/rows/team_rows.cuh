@@ -371,7 +371,7 @@ constexpr int kMinGradientBlocks = 3;
 // so; else it is read again.
 template <typename scalar_t, bool kDense, bool kTeamIsBlock, bool kGradient>
 __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kTeamThreads,
-                                  !kTeamIsBlock ? 1
+                                  !kTeamIsBlock ? (kDense ? kMinDenseBlocks<scalar_t> : 1)
                                   : kGradient   ? kMinGradientBlocks
                                   : kDense      ? kMinDenseBlocks<scalar_t>
                                                 : kMinRowBlocks<scalar_t>)
