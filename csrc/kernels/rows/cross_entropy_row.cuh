@@ -197,16 +197,17 @@ __device__ __forceinline__ void load_neighbours(const T* data, acc_t (&values)[k
   }
 }
 
-// q *= the weights of kCount neighbouring classes. Weights of integers, and weights that are not
-// neighbours, are rare. They take a loop: a switch over all dtypes for each class was a third of
-// the machine code of dense rows.
+// q *= the weights of neighbouring classes: the first `count` of them. Weights of integers, and
+// weights that are not neighbours, are rare. They take a loop: a switch over all dtypes for each
+// class was a third of the machine code of dense rows.
 template <int kCount, typename acc_t>
 __device__ __forceinline__ void multiply_by_weights(const CrossEntropyArgs& args,
-                                                    int64_t first_class, acc_t (&q)[kCount]) {
+                                                    int64_t first_class, acc_t (&q)[kCount],
+                                                    int count = kCount) {
   if (args.weight == nullptr) {
     return;
   }
-  if (kCount > 1 && args.weight_stride == 1 && is_floating(args.weight_dtype)) {
+  if (kCount > 1 && count == kCount && args.weight_stride == 1 && is_floating(args.weight_dtype)) {
     visit_up_to<acc_t>(args.weight_dtype, [&](auto type) {
       using T = typename decltype(type)::type;
       acc_t weights[kCount];
@@ -219,7 +220,7 @@ __device__ __forceinline__ void multiply_by_weights(const CrossEntropyArgs& args
     return;
   }
 #pragma unroll 1
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < count; ++i) {
     const acc_t weight = class_weight<acc_t>(args, first_class + i);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
@@ -240,11 +241,12 @@ __device__ __forceinline__ RowTarget<acc_t> target_of(const CrossEntropyArgs& ar
   return target;
 }
 
-// Coefficients of kCount neighbouring classes: RowTarget::coefficient() of each. A switch over the
-// dtype and a load for all of them, where one for each took most of the time.
+// Coefficients of neighbouring classes: RowTarget::coefficient() of the first `count`, and 0. A
+// switch over the dtype and a load for all of them, where one for each took most of the time.
 template <int kCount, typename acc_t>
 __device__ __forceinline__ void load_coefficients(const RowTarget<acc_t>& target,
-                                                  int64_t first_class, acc_t (&q)[kCount]) {
+                                                  int64_t first_class, acc_t (&q)[kCount],
+                                                  int count = kCount) {
   const CrossEntropyArgs& args = target.args;
   if (args.target_is_probability) {
     const int64_t stride = args.target_class_stride;
@@ -252,13 +254,13 @@ __device__ __forceinline__ void load_coefficients(const RowTarget<acc_t>& target
     visit_up_to<acc_t>(args.target.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
       const T* const data = static_cast<const T*>(args.target.data) + first;
-      if (stride == 1) {
+      if (stride == 1 && count == kCount) {
         load_neighbours(data, q);
         return;
       }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        q[i] = to_acc<acc_t>(data[i * stride]);
+        q[i] = i < count ? to_acc<acc_t>(data[i * stride]) : acc_t(0);
       }
     });
 #pragma unroll
@@ -277,7 +279,13 @@ __device__ __forceinline__ void load_coefficients(const RowTarget<acc_t>& target
       q[i] = i == at ? at_index : other;
     }
   }
-  multiply_by_weights(args, first_class, q);
+  multiply_by_weights(args, first_class, q, count);
+  if (count < kCount) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      q[i] = i < count ? q[i] : acc_t(0);
+    }
+  }
 }
 
 // What one row leaves behind, once its state is complete. x_at_index is the logit of the
@@ -605,16 +613,17 @@ struct RowGradient {
     return logit_gradient.dense(x, scale, q_sum, q);
   }
 
-  // The gradients of the probabilities of kCount neighbouring classes, whose logits are x.
+  // The gradients of the probabilities of neighbouring classes, whose logits are x: of the first
+  // `count`.
   template <int kCount>
   __device__ __forceinline__ void of_targets(const acc_t (&x)[kCount], int64_t first_class,
-                                             acc_t (&results)[kCount]) const {
+                                             acc_t (&results)[kCount], int count = kCount) const {
     const acc_t kept = acc_t(1) - static_cast<acc_t>(args.label_smoothing);
 #pragma unroll
     for (acc_t& result : results) {
       result = scale * kept;
     }
-    multiply_by_weights(args, first_class, results);
+    multiply_by_weights(args, first_class, results, count);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       results[i] *= softmax.surprise(x[i]);

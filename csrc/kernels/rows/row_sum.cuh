@@ -28,9 +28,10 @@ __device__ __forceinline__ void add_below_max(DenseOnlineSoftmax<acc_t>& state, 
 // The coefficients of a state that needs some.
 template <typename State, int kCount, typename acc_t>
 __device__ __forceinline__ void load_coefficients_for(const RowTarget<acc_t>& target,
-                                                      int64_t first_class, acc_t (&q)[kCount]) {
+                                                      int64_t first_class, acc_t (&q)[kCount],
+                                                      int count = kCount) {
   if constexpr (std::is_same_v<State, DenseOnlineSoftmax<acc_t>>) {
-    load_coefficients(target, first_class, q);
+    load_coefficients(target, first_class, q, count);
   }
 }
 
@@ -65,10 +66,11 @@ struct RowSum {
 };
 
 // Folds kCount logits into a row, with one rescaling for all of them. Their classes are
-// first_class, first_class + 1, ...
+// first_class, first_class + 1, ...; there are only `count` of them, and the rest is -inf.
 template <bool kExact, int kCount, typename State, typename acc_t>
 __device__ __forceinline__ void fold(RowSum<State>& row, const acc_t (&x)[kCount],
-                                     const RowTarget<acc_t>& target, int64_t first_class) {
+                                     const RowTarget<acc_t>& target, int64_t first_class,
+                                     int count = kCount) {
   acc_t max = x[0];
 #pragma unroll
   for (int i = 1; i < kCount; ++i) {
@@ -78,7 +80,7 @@ __device__ __forceinline__ void fold(RowSum<State>& row, const acc_t (&x)[kCount
   const acc_t shift = softmax_shift(row.sums.max);
   State local = same_max(row.sums);
   acc_t q[kCount];
-  load_coefficients_for<State>(target, first_class, q);
+  load_coefficients_for<State>(target, first_class, q, count);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     add_below_max<kExact>(local, x[i], shift, q[i]);

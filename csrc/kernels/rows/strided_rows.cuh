@@ -103,6 +103,38 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
   return IndexRow::of(terms, max, sum_of(terms), x_at_index);
 }
 
+// Calls body(x, first_class, count) with the logits of each kClassUnroll neighbouring classes. The
+// rest comes one by one or, of dense rows, as one more group that -inf fills up: for those a group
+// costs as much as two or three classes by themselves.
+template <typename acc_t, bool kDense, typename Logit, typename Body>
+__device__ __forceinline__ void for_each_group(int64_t num_classes, const Logit& logit,
+                                               const Body& body) {
+  int64_t c = 0;
+#pragma unroll 1
+  for (; c + (kDense ? 1 : kClassUnroll) <= num_classes; c += kClassUnroll) {
+    const int64_t left = num_classes - c;
+    acc_t x[kClassUnroll];
+    if (!kDense || left >= kClassUnroll) {
+#pragma unroll
+      for (int i = 0; i < kClassUnroll; ++i) {
+        x[i] = logit(c + i);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kClassUnroll; ++i) {
+        x[i] = i < left ? logit(c + i) : -math::infinity<acc_t>();
+      }
+    }
+    body(x, c, kDense && left < kClassUnroll ? static_cast<int>(left) : kClassUnroll);
+  }
+  if constexpr (!kDense) {
+    for (; c < num_classes; ++c) {
+      const acc_t x[1] = {logit(c)};
+      body(x, c, 1);
+    }
+  }
+}
+
 template <typename Loader, bool kDense>
 __global__ void __launch_bounds__(kStridedThreads)
     cross_entropy_forward_strided_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -134,19 +166,10 @@ __global__ void __launch_bounds__(kStridedThreads)
         continue;
       }
       RowSum<RowState<acc_t, kDense>> sum;
-      int64_t c = 0;
-      for (; c + kClassUnroll <= args.num_classes; c += kClassUnroll) {
-        acc_t x[kClassUnroll];
-#pragma unroll
-        for (int i = 0; i < kClassUnroll; ++i) {
-          x[i] = logit(c + i);
-        }
-        fold<Loader::kExact>(sum, x, target, c);
-      }
-      for (; c < args.num_classes; ++c) {
-        const acc_t x[1] = {logit(c)};
-        fold<Loader::kExact>(sum, x, target, c);
-      }
+      for_each_group<acc_t, kDense>(args.num_classes, logit,
+                                    [&](const auto& x, int64_t first_class, int count) {
+                                      fold<Loader::kExact>(sum, x, target, first_class, count);
+                                    });
       state = sum.total();
       if constexpr (!kDense) {
         x_at_index = logit(target.index);
@@ -188,48 +211,44 @@ __global__ void __launch_bounds__(kStridedThreads,
       return read ? Loader::load(args.input, offsets[0] + c * args.input_class_stride) : acc_t(0);
     };
     // Of neighbouring classes, from their logits.
-    const auto write = [&](const auto& x, int64_t first_class) {
+    const auto write = [&](const auto& x, int64_t first_class, int count) {
       constexpr int kCount = static_cast<int>(std::extent_v<std::remove_reference_t<decltype(x)>>);
+      acc_t values[kCount];
       if (args.grad_input.data != nullptr) {
         acc_t q[kCount] = {};
         if (kDense && target.has_loss()) {
-          load_coefficients(target, first_class, q);
+          load_coefficients(target, first_class, q, count);
         }
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          const int64_t c = first_class + i;
           const auto of_class = [&] {
-            return kDense ? gradient.of_dense_logit(x[i], q[i]) : gradient.of_logit(x[i], c);
+            return kDense ? gradient.of_dense_logit(x[i], q[i])
+                          : gradient.of_logit(x[i], first_class + i);
           };
           // fault: strided-ignored
-          Loader::store(args.grad_input, offsets[3] + c * args.grad_input_class_stride,
-                        target.has_loss() ? of_class() : gradient.without_loss());
+          values[i] = target.has_loss() ? of_class() : gradient.without_loss();
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          if (i < count) {
+            Loader::store(args.grad_input,
+                          offsets[3] + (first_class + i) * args.grad_input_class_stride, values[i]);
+          }
         }
       }
       if (kDense && args.grad_target.data != nullptr) {
-        acc_t values[kCount];
-        gradient.of_targets(x, first_class, values);
+        gradient.of_targets(x, first_class, values, count);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          const int64_t c = first_class + i;
-          store_operand<acc_t>(args.grad_target, offsets[4] + c * args.grad_target_class_stride,
-                               values[i]);
+          if (i < count) {
+            store_operand<acc_t>(args.grad_target,
+                                 offsets[4] + (first_class + i) * args.grad_target_class_stride,
+                                 values[i]);
+          }
         }
       }
     };
-    int64_t c = 0;
-    for (; c + kClassUnroll <= args.num_classes; c += kClassUnroll) {
-      acc_t x[kClassUnroll];
-#pragma unroll
-      for (int i = 0; i < kClassUnroll; ++i) {
-        x[i] = logit(c + i);
-      }
-      write(x, c);
-    }
-    for (; c < args.num_classes; ++c) {
-      const acc_t x[1] = {logit(c)};
-      write(x, c);
-    }
+    for_each_group<acc_t, kDense>(args.num_classes, logit, write);
   }
 }
 
