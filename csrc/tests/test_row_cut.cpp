@@ -36,7 +36,8 @@ void check_cut(int64_t num_classes, int64_t element_bytes) {
   const int size = 1 << vector_shift_of(element_bytes);
   std::vector<int> taken(num_classes);
   std::vector<int> numbers(cut.vectors);
-  CHECK(kRowThreads % cut.lanes == 0 && cut.lanes <= 32);
+  CHECK(kRowThreads % cut.lanes == 0 && kLeastLanes <= cut.lanes && cut.lanes <= 32);
+  CHECK(cut.vectors - cut.inner <= kOuterVectors);
   // As row_states_kernel counts.
   for (int piece = 0; piece < cut.pieces; ++piece) {
     for (int lane = 0; lane < cut.lanes; ++lane) {
@@ -64,8 +65,9 @@ void check_cut(int64_t num_classes, int64_t element_bytes) {
   CHECK(all_once(numbers));
   CHECK(all_once(taken));
   // Lanes would idle.
-  CHECK(cut.lanes == 8 || cut.vectors > cut.lanes / 2 * kRowVectors);
-  CHECK(cut.pieces == 1 || (cut.lanes == 32 && cut.rounds == kPieceRounds));
+  CHECK(cut.lanes == kLeastLanes || cut.vectors > cut.lanes / 2 * kRowVectors);
+  CHECK(cut.pieces == 1 || (cut.lanes == 32 && cut.rounds > kPieceRounds / 2));
+  CHECK(cut.rounds <= kPieceRounds);
 }
 
 void check_parts(int64_t rows, int64_t num_classes, int64_t element_bytes) {

@@ -30,9 +30,13 @@ constexpr int kRowThreads = 256;
 constexpr int kRowVectorBytes = 16;
 // Vectors that a thread has in flight at the most. Those of a team are a round.
 constexpr int kRowVectors = 4;
-// Rounds of a piece: 8 KB for a warp. One row of 2 MB is then 256 pieces, and a piece is long
-// enough that what it costs beside its elements is a small part.
-constexpr int kPieceRounds = 4;
+// The fewest lanes that share a piece, and vectors of a row that are read element by element.
+constexpr int kLeastLanes = 8;
+constexpr int kOuterVectors = 3;
+// Rounds of a piece at the most: 20 KB for a warp. One row of 2 MB is then about 100 pieces, and a
+// piece is long enough that what it costs beside its elements is a small part: its maximum rises
+// in three of 10 rounds, and in two of 4.
+constexpr int kPieceRounds = 10;
 // The vectors of a row are numbered by 32 bits.
 constexpr int64_t kMostVectors = (int64_t{1} << 31) - (int64_t{1} << 20);
 
@@ -56,13 +60,12 @@ struct RowCut {
     cut.vectors = static_cast<int>(ceil_div(num_classes, int64_t{1} << shift));
     cut.inner = static_cast<int>(std::max<int64_t>((num_classes >> shift) - 2, 0));
     const auto vectors_of_round = [&](int lanes) { return lanes * kRowVectors; };
-    cut.lanes = cut.vectors <= vectors_of_round(8)    ? 8
-                : cut.vectors <= vectors_of_round(16) ? 16
-                                                      : 32;
-    const int64_t round = vectors_of_round(cut.lanes);
-    cut.rounds =
-        static_cast<int>(std::clamp<int64_t>(ceil_div(cut.vectors, round), 1, kPieceRounds));
-    cut.pieces = static_cast<int>(std::max<int64_t>(ceil_div(cut.vectors, round * cut.rounds), 1));
+    cut.lanes = cut.vectors <= vectors_of_round(kLeastLanes) ? kLeastLanes
+                : cut.vectors <= vectors_of_round(16)        ? 16
+                                                             : 32;
+    const int64_t rounds = std::max<int64_t>(ceil_div(cut.vectors, vectors_of_round(cut.lanes)), 1);
+    cut.pieces = static_cast<int>(ceil_div(rounds, kPieceRounds));
+    cut.rounds = static_cast<int>(ceil_div(rounds, cut.pieces));
     return cut;
   }
 

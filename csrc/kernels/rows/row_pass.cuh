@@ -6,8 +6,11 @@
 // A loss is a functor, and the logit map another. row_cut.h says how rows are cut.
 //
 //   struct Row {           // of row_states_kernel
-//     using State = ...;   // has max, raise_max(), add(); State{} is the identity
-//     static void add(State&, TermBatch&, bool may_have_ones);
+//     using State = ...;   // has max, ones, raise_max(), add(); State{} is the identity
+//     struct Sums {        // of the terms below the maximum; Sums{} is the identity
+//       void add(const TermBatch&);
+//       void move_to(State&, unit, excess) const;  // differences were in units, and too large
+//     };
 //   };
 //   struct Gradients {     // of row_gradients_kernel
 //     bool begin() const;  // whether there is anything to do
@@ -86,12 +89,15 @@ constexpr int kRowBlocks = sizeof(scalar_t) == 2   ? 4
                            : sizeof(scalar_t) == 4 ? 3
                                                    : 2;
 
-// Vectors in flight. A softcap's arithmetic takes longer than its loads, and its code is long; so
-// is that of fp64.
+// Whether the arithmetic of a logit takes longer than its load, and much code: that of a softcap,
+// and of fp64.
 template <typename scalar_t, typename Map>
-constexpr int kVectorsOf =
-    sizeof(scalar_t) == 8 || std::is_same_v<Map, SoftcapMap<acc_type_t<scalar_t>>> ? 1
-                                                                                   : kRowVectors;
+constexpr bool kIsLong =
+    sizeof(scalar_t) == 8 || std::is_same_v<Map, SoftcapMap<acc_type_t<scalar_t>>>;
+
+// Vectors of a round.
+template <typename scalar_t, typename Map>
+constexpr int kVectorsOf = kIsLong<scalar_t, Map> ? 1 : kRowVectors;
 // The same of a kernel that writes as much as it reads. Four would spill.
 template <typename scalar_t, typename Map>
 constexpr int kGradientVectorsOf = std::min(kVectorsOf<scalar_t, Map>, 2);
@@ -177,6 +183,9 @@ class SoftmaxTerms {
   using Term = RowTerm<scalar_t>;
   // Else the map of -inf may be finite.
   static constexpr bool kIsLinear = std::is_same_v<Map, LinearMap<acc_t>>;
+  // Logits of half types take one multiply-add. What rounding took from its constant makes all
+  // differences too large by excess(), which sums of them forgive: it is given back to those.
+  static constexpr bool kIsFused = kIsLinear && Term::kIsHalf;
 
   __device__ __forceinline__ explicit SoftmaxTerms(const Map& map)
       : map_(map), rate_(map_.map(acc_t(1)) * Term::kPerUnit) {}
@@ -185,40 +194,44 @@ class SoftmaxTerms {
   __device__ __forceinline__ acc_t set_top(acc_t top) {
     const acc_t max = map_.map(top);
     shift_ = softmax_shift(kIsLinear ? top : max);
+    if constexpr (kIsFused) {
+      // Logits below the largest are then so far below it that their terms are 0, whatever the
+      // excess. A constant of -inf would make them infinite.
+      const acc_t constant = math::at_least(shift_ * rate_, -0x1.fffffep+127f);
+      const acc_t excess = ::fmaf(shift_, rate_, -constant);
+      excess_ = ::fminf(::fmaxf(excess, -1.0f), 1.0f);
+      shift_ = constant;
+    }
     return max;
   }
 
   // A linear map is taken of the difference, which is exact for logits that are near each other.
   __device__ __forceinline__ acc_t difference(acc_t x) const {
-    return Term::bounded(kIsLinear ? (x - shift_) * rate_
-                                   : (map_.map(x) - shift_) * Term::kPerUnit);
+    if constexpr (kIsFused) {
+      return Term::bounded(::fmaf(x, rate_, -shift_));
+    } else {
+      return Term::bounded(kIsLinear ? (x - shift_) * rate_
+                                     : (map_.map(x) - shift_) * Term::kPerUnit);
+    }
   }
+
+  // In units of RowTerm.
+  __device__ __forceinline__ acc_t excess() const { return excess_; }
 
  private:
   Map map_;
   acc_t rate_;
   acc_t shift_ = 0;
+  acc_t excess_ = 0;
 };
 
-// kCount logits as terms of the row's sums. may_have_ones: the maximum may be among them.
+// kCount logits as terms of the row's sums, but for those of the maximum, which are 0.
 template <typename scalar_t, int kCount>
 struct TermBatch {
   using acc_t = acc_type_t<scalar_t>;
   static constexpr int kSize = kCount;
-  static constexpr acc_t kUnit = RowTerm<scalar_t>::kUnit;
   acc_t powers[kCount];       // exp(z - max)
   acc_t differences[kCount];  // (z - max) / kUnit
-
-  // Takes the terms that are 1 from the powers, and says how many they are.
-  __device__ __forceinline__ acc_t take_ones() {
-    acc_t ones = 0;
-#pragma unroll
-    for (acc_t& power : powers) {
-      ones += power == acc_t(1) ? acc_t(1) : acc_t(0);
-      power = power == acc_t(1) ? acc_t(0) : power;
-    }
-    return ones;
-  }
 };
 
 // The largest of numbers, none of them NaN, over aligned groups of lanes: in each of them.
@@ -288,47 +301,93 @@ class PieceSum {
  public:
   using acc_t = acc_type_t<scalar_t>;
   using State = typename Row::State;
-  State state;
+  using Term = RowTerm<scalar_t>;
+  static constexpr bool kIsLinear = SoftmaxTerms<scalar_t, Map>::kIsLinear;
 
   __device__ __forceinline__ PieceSum(const Map& map, int lanes) : terms_(map), lanes_(lanes) {
     // Logits of -inf may all be above that.
-    state.max = terms_.set_top(top_);
+    state_.max = terms_.set_top(top_);
   }
 
-  // What comes next has no larger logit than `own` in this thread. By all lanes: a maximum of all
-  // of them rises seldom.
-  __device__ __forceinline__ void raise(acc_t own) {
-    const acc_t top = max_over_lanes(own, lanes_);
-    if (top > top_) {
-      top_ = top;
-      state.raise_max(terms_.set_top(top));
-    }
-    may_have_ones_ = top == top_;
-  }
-
-  // count: so many of the vector's elements exist; the others are -inf.
-  __device__ __forceinline__ void add(const RowType<scalar_t>& type, const RowVector& vector,
-                                      int count) {
-    constexpr int kCount = kVectorSize<scalar_t>;
-    acc_t x[kCount];
-    vector.unpack(type, x);
-    TermBatch<scalar_t, kCount> batch;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      batch.differences[i] = terms_.difference(x[i]);
-      if constexpr (!SoftmaxTerms<scalar_t, Map>::kIsLinear) {
-        batch.differences[i] = i < count ? batch.differences[i] : RowTerm<scalar_t>::kLowest;
+  // Adds the logits of a round. count(u): so many of vector u's elements exist; the others are
+  // -inf. By all lanes of a warp.
+  template <int kVectors, typename Count>
+  __device__ __forceinline__ void add(const RowType<scalar_t>& type, RowVector (&vectors)[kVectors],
+                                      const Count& count) {
+    constexpr int kSize = kVectorSize<scalar_t>;
+    const acc_t own = largest_of(type, vectors);
+    if (__any_sync(kAllLanes, own >= top_)) {
+      raise(own);
+      if constexpr (kIsLinear) {
+        if (own == top_ && -math::infinity<acc_t>() < own && own < math::infinity<acc_t>()) {
+          state_.ones += static_cast<acc_t>(take_equals(type, vectors, top_));
+        }
       }
-      batch.powers[i] = RowTerm<scalar_t>::exp(batch.differences[i]);
     }
-    Row::add(state, batch, may_have_ones_);
+    if constexpr (kIsLong<scalar_t, Map>) {
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        acc_t x[kSize];
+        vectors[u].unpack(type, x);
+        add_vector(x, count(u));
+      }
+    } else {
+      // One branch for all vectors, so that their arithmetic overlaps.
+      type.visit([&](auto like) {
+#pragma unroll
+        for (int u = 0; u < kVectors; ++u) {
+          acc_t x[kSize];
+          vectors[u].template unpack_as<decltype(like)>(x);
+          add_vector(x, count(u));
+        }
+      });
+    }
+  }
+
+  // All lanes have the same maximum.
+  __device__ __forceinline__ State finish() {
+    move_sums();
+    return state_;
   }
 
  private:
+  // No logit of the round is larger than `own` in this thread.
+  __device__ __forceinline__ void raise(acc_t own) {
+    const acc_t top = max_over_lanes(own, lanes_);
+    if (top > top_) {
+      move_sums();
+      top_ = top;
+      state_.raise_max(terms_.set_top(top));
+    }
+  }
+
+  template <int kSize>
+  __device__ __forceinline__ void add_vector(const acc_t (&x)[kSize], int count) {
+    TermBatch<scalar_t, kSize> batch;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      batch.differences[i] = terms_.difference(x[i]);
+      if constexpr (!kIsLinear) {
+        const bool is_top = batch.differences[i] == acc_t(0);
+        const bool is_there = i < count;
+        state_.ones += is_top && is_there ? acc_t(1) : acc_t(0);
+        batch.differences[i] = is_top || !is_there ? Term::kLowest : batch.differences[i];
+      }
+      batch.powers[i] = Term::exp(batch.differences[i]);
+    }
+    sums_.add(batch);
+  }
+
+  __device__ __forceinline__ void move_sums() {
+    sums_.move_to(state_, Term::kUnit, terms_.excess());
+    sums_ = {};
+  }
+
   SoftmaxTerms<scalar_t, Map> terms_;
   int lanes_;
+  State state_;
+  typename Row::Sums sums_;
   acc_t top_ = -math::infinity<acc_t>();
-  bool may_have_ones_ = false;
 };
 
 // Leaves the states of rows, (rows, pieces). changes_signs: the call's map falls as logits rise,
@@ -350,59 +409,86 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   const scalar_t* const row =
       static_cast<const scalar_t*>(source.input.data) + place.offset(source.input);
   const bool counts = source.counts(place);
-  const int inner = counts && source.class_stride == 1 ? cut.inner : 0;
+  const bool is_contiguous = source.class_stride == 1;
   const int end = counts ? cut.vectors : 0;
+  const int inner = counts && is_contiguous ? cut.inner : end;
 
   const acc_t infinity = math::infinity<acc_t>();
   const scalar_t absent = type.visit([&](auto like) {
     return bits_as<scalar_t>(from_acc<decltype(like)>(changes_signs ? infinity : -infinity));
   });
 
+  __shared__ RowVector granules[RowReader<scalar_t, kVectors>::template kGranules<kLeastLanes>];
+  __shared__ RowVector outer_vectors[kRowThreads / kLeastLanes * kOuterVectors];
   // Inner vector 0 is the row's second.
-  RowReader<scalar_t, kVectors> reader(row + kSize * source.class_stride, lanes);
-  PieceSum<Row, scalar_t, Map> sum(map, lanes);
+  RowReader<scalar_t, kVectors> reader(row + kSize * source.class_stride, is_contiguous, lanes,
+                                       granules);
+  const int last = is_contiguous ? reader.last_granule(inner) : -1;
   int v = place.share * cut.piece_vectors() + lane;
-  // As often for each warp, as the compiler sees, for shuffles.
+  reader.start(v, last);
+  RowVector* const outer =
+      outer_vectors + (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * kOuterVectors;
+  if (is_contiguous && v - lane + cut.piece_vectors() > inner) {
 #pragma unroll 1
-  for (int round = cut.rounds * (kRowVectors / kVectors); round > 0; --round) {
-    reader.load(v, inner);
-    reader.settle();
-    if (v + (kVectors - 1) * lanes >= inner) {
-      // Outer vectors, classes that are not neighbours, and what the row does not have.
+    for (int i = lane; i < kOuterVectors * kSize; i += lanes) {
+      const int64_t c = int64_t{cut.position(inner + i / kSize)} * kSize + i % kSize;
+      reinterpret_cast<scalar_t*>(outer)[i] = c < cut.num_classes && counts ? row[c] : absent;
+    }
+  }
+  RowVector nothing = {};
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    nothing.set<scalar_t>(i, absent);
+  }
+
+  PieceSum<Row, scalar_t, Map> sum(map, lanes);
+  // As often for each lane of a warp.
+  const int step = kVectors * lanes;
+  const int left = (cut.vectors - (v - lane) + step - 1) >> (__ffs(step) - 1);
+#pragma unroll 1
+  for (int round = min(left, cut.rounds * (kRowVectors / kVectors)); round > 0; --round) {
+    if (!is_contiguous) {
 #pragma unroll 1
       for (int u = 0; u < kVectors; ++u) {
         const int number = v + u * lanes;
+        const int position = cut.position(number);
+        const int64_t from = int64_t{position - 1} * kSize * source.class_stride;
+        const int count = number < end ? cut.elements(position, kSize) : 0;
+        reader.put(u, gather(reader.first() + from, count, source.class_stride, absent));
+      }
+    }
+    reader.take();
+    reader.start(v + lanes * kVectors, round > 1 ? last : -1);
+    if (v + (kVectors - 1) * lanes >= inner) {
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        const int number = v + u * lanes;
         if (number >= inner) {
-          const int position = cut.position(number);
-          const int64_t from = int64_t{position - 1} * kSize * source.class_stride;
-          const int count = number < end ? cut.elements(position, kSize) : 0;
-          reader.put(u, gather(reader.first() + from, count, source.class_stride, absent));
+          reader.vectors[u] = number < end ? outer[number - inner] : nothing;
         }
       }
     }
     if (changes_signs) {
       reader.change_signs();
     }
-    sum.raise(largest_of(type, reader.vectors));
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
+    sum.add(type, reader.vectors, [&](int u) {
       const int number = v + u * lanes;
-      sum.add(type, reader.vectors[u],
-              number < end ? cut.elements(cut.position(number), kSize) : 0);
-    }
+      return number < end ? cut.elements(cut.position(number), kSize) : 0;
+    });
     v += lanes * kVectors;
   }
+  auto state = sum.finish();
   // All lanes have the same maximum.
 #pragma unroll 1
   for (int bit = lanes / 2; bit > 0; bit /= 2) {
-    sum.state.add(exchange(sum.state, bit));
+    state.add(exchange(state, bit));
   }
   // Computed once more, for the registers that it would have kept from the rounds.
   const auto thread = static_cast<uint32_t>(unfolded(static_cast<int>(threadIdx.x)));
   const uint32_t own_group = group_of_thread(lanes, thread);
   if (lane == 0 && own_group < grid.groups) {
     const RowGrid::Place own = grid.place(own_group);
-    states[own.row * cut.pieces + own.share] = sum.state;
+    states[own.row * cut.pieces + own.share] = state;
   }
 }
 
@@ -439,9 +525,11 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   const RowPart part = RowPart::of(plan, place.share, head);
   scalar_t* const vectors = gradients + part.first_class;
   if (!counts) {
+#pragma unroll 1
     for (int v = part.begin + lane; v < part.end; v += kWarpSize) {
       reinterpret_cast<RowVector*>(vectors)[v] = {};
     }
+#pragma unroll 1
     for (int64_t i = lane; i < part.singles; i += kWarpSize) {
       gradients[part.class_of_single(i) * grad_class_stride] = {};
     }
@@ -449,21 +537,41 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   }
 
   const auto gradient = rows.of(place);
-  RowReader<scalar_t, kVectors> reader(logits + part.first_class, kWarpSize);
-  reader.clear();  // beyond the part's end nothing is read
+  __shared__ RowVector granules[RowReader<scalar_t, kVectors>::template kGranules<kWarpSize>];
+  RowReader<scalar_t, kVectors> reader(logits + part.first_class, true, kWarpSize, granules);
+  const int last = part.begin < part.end ? reader.last_granule(part.end) : -1;
+  reader.start(part.begin + lane, last);
 #pragma unroll 1
-  for (int v = part.begin + lane; v < part.end; v += kWarpSize * kVectors) {
-    reader.load(v, part.end);
-    reader.settle();
+  for (int round = part.begin; round < part.end; round += kWarpSize * kVectors) {
+    const int v = round + lane;
+    reader.take();
+    reader.start(v + kWarpSize * kVectors, last);
+    RowVector* const to = reinterpret_cast<RowVector*>(vectors) + v;
+    if constexpr (kIsLong<scalar_t, Map>) {
 #pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      acc_t values[kSize];
-      reader.vectors[u].unpack(type, values);
-      gradient.replace(values, map);
-      const RowVector packed = RowVector::pack(type, values);
-      if (v + u * kWarpSize < part.end) {
-        reinterpret_cast<RowVector*>(vectors)[v + u * kWarpSize] = packed;
+      for (int u = 0; u < kVectors; ++u) {
+        acc_t values[kSize];
+        reader.vectors[u].unpack(type, values);
+        gradient.replace(values, map);
+        const RowVector packed = RowVector::pack(type, values);
+        if (v + u * kWarpSize < part.end) {
+          to[u * kWarpSize] = packed;
+        }
       }
+    } else {
+      // One branch for all vectors, so that their arithmetic overlaps.
+      type.visit([&](auto like) {
+        using own_t = decltype(like);
+#pragma unroll
+        for (int u = 0; u < kVectors; ++u) {
+          acc_t values[kSize];
+          reader.vectors[u].template unpack_as<own_t>(values);
+          gradient.replace(values, map);
+          if (v + u * kWarpSize < part.end) {
+            to[u * kWarpSize] = RowVector::pack_as<own_t>(values);
+          }
+        }
+      });
     }
   }
 #pragma unroll 1

@@ -1,15 +1,15 @@
 // Reads a row of logits in vectors of 16 bytes that count from the row's own elements, wherever the
 // row lies: at any address, with any distance between classes.
 //
-// Two aligned loads make one misaligned vector; the second of them finds in the L1 cache what the
-// next lane's first one has fetched. Which elements are in a vector does not depend on the address,
-// so neither does the order of a sum.
+// Two aligned granules make one misaligned vector. Which elements are in a vector does not depend
+// on the address, so neither does the order of a sum.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
+#include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/row_words.cuh"
@@ -67,19 +67,24 @@ struct alignas(kVectorBytes) RowVector {
   template <typename scalar_t>
   __device__ __forceinline__ void unpack(
       const RowType<scalar_t>& type, acc_type_t<scalar_t> (&values)[kVectorSize<scalar_t>]) const {
-    type.visit([&](auto like) {
+    type.visit([&](auto like) { unpack_as<decltype(like)>(values); });
+  }
+  template <typename scalar_t, typename acc_t, int kCount>
+  __device__ __forceinline__ void unpack_as(acc_t (&values)[kCount]) const {
 #pragma unroll
-      for (int i = 0; i < kVectorSize<scalar_t>; ++i) {
-        values[i] = get<decltype(like)>(i);
-      }
-    });
+    for (int i = 0; i < kCount; ++i) {
+      values[i] = get<scalar_t>(i);
+    }
   }
 
   template <typename scalar_t>
   static __device__ __forceinline__ RowVector
   pack(const RowType<scalar_t>& type, const acc_type_t<scalar_t> (&values)[kVectorSize<scalar_t>]) {
-    return type.visit(
-        [&](auto like) { return bits_as<RowVector>(lossops::cuda::pack<decltype(like)>(values)); });
+    return type.visit([&](auto like) { return pack_as<decltype(like)>(values); });
+  }
+  template <typename scalar_t, typename acc_t, int kCount>
+  static __device__ __forceinline__ RowVector pack_as(const acc_t (&values)[kCount]) {
+    return bits_as<RowVector>(lossops::cuda::pack<scalar_t>(values));
   }
 
   template <typename scalar_t>
@@ -133,7 +138,7 @@ __device__ __forceinline__ acc_type_t<scalar_t> largest_of(const RowType<scalar_
           words = max_of_words<own_t>(word, words);
         }
       }
-      max = math::max_number(max_of_elements<own_t>(words), max);
+      max = max_of_elements<own_t>(words);
     } else {
 #pragma unroll
       for (const RowVector& vector : vectors) {
@@ -147,69 +152,142 @@ __device__ __forceinline__ acc_type_t<scalar_t> largest_of(const RowType<scalar_
   });
 }
 
-// A thread's vectors of a row, kVectors of them at a time, one in each `lanes`.
+// How many elements of several vectors are the same number as `top`, which is finite; they become
+// -inf.
+template <typename scalar_t, int kVectors>
+__device__ __forceinline__ int take_equals(const RowType<scalar_t>& type,
+                                           RowVector (&vectors)[kVectors],
+                                           acc_type_t<scalar_t> top) {
+  return type.visit([&](auto like) {
+    using own_t = decltype(like);
+    if constexpr (sizeof(own_t) == 2) {
+      const uint32_t wanted = from_acc<own_t>(top).bits * 0x10001u;
+      uint32_t counts = 0;  // of both elements of a word
+#pragma unroll
+      for (RowVector& vector : vectors) {
+#pragma unroll
+        for (uint32_t& word : vector.words) {
+          const uint32_t equal = equal_elements<own_t>(word, wanted);
+          counts += equal & 0x10001u;
+          word = (word & ~equal) | (lowest_word<own_t>() & equal);
+        }
+      }
+      return static_cast<int>((counts & 0xffffu) + (counts >> 16));
+    } else {
+      int count = 0;
+#pragma unroll
+      for (RowVector& vector : vectors) {
+#pragma unroll
+        for (int i = 0; i < kVectorSize<own_t>; ++i) {
+          if (vector.get<own_t>(i) == top) {
+            count += 1;
+            vector.set<own_t>(i, -math::infinity<own_t>());
+          }
+        }
+      }
+      return count;
+    }
+  });
+}
+
+// A thread's vectors of a row, kVectors of them at a time, one in each `lanes`. While a round of
+// them is worked on, the next one is copied to shared memory, in *granules*: the aligned 16 bytes
+// that global memory has. A misaligned vector consists of two of them, the second of which the next
+// lane has copied.
 template <typename scalar_t, int kVectors>
 class RowReader {
  public:
   static constexpr int kSize = kVectorSize<scalar_t>;
   RowVector vectors[kVectors];
 
-  // first: element 0 of vector 0.
-  __device__ __forceinline__ RowReader(const scalar_t* first, int lanes)
-      : phase_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first)) % kVectorBytes),
-        lanes_(lanes) {
+  // Of a block: groups of kLanes or more have their granules behind each other.
+  template <int kLanes>
+  static constexpr int kGranules = kRowThreads * kVectors + kRowThreads / kLanes;
+
+  // first: element 0 of vector 0. granules: in shared memory, of a block. is_contiguous: else
+  // start() must not be called, but put().
+  __device__ __forceinline__ RowReader(const scalar_t* first, bool is_contiguous, int lanes,
+                                       RowVector* granules)
+      : granules_(granules),
+        phase_(is_contiguous
+                   ? static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first)) % kVectorBytes
+                   : 0),
+        lanes_(static_cast<uint32_t>(lanes)) {
     const char* const aligned = reinterpret_cast<const char*>(first) - phase_;
-    // Else it would be computed for each load.
+    // Else they would be computed for each copy.
     aligned_ = unfolded(reinterpret_cast<const RowVector*>(aligned));
+    const int thread = static_cast<int>(threadIdx.x);
+    const int lane = thread & (lanes - 1);
+    own_ = unfolded((thread - lane) * kVectors + (thread >> (__ffs(lanes) - 1)) + lane);
+    has_last_ = lane == 0 && phase_ != 0;
   }
 
   __device__ __forceinline__ const scalar_t* first() const {
     return reinterpret_cast<const scalar_t*>(reinterpret_cast<const char*>(aligned_) + phase_);
   }
 
-  // Starts to read vectors v, v + lanes, ... in front of `end`; nothing waits here. Others stay as
-  // they are. The vector before v, and the one behind the last that is read, must be of the row.
-  __device__ __forceinline__ void load(int v, int end) {
-    const RowVector* const aligned = aligned_ + v;
-    __builtin_assume(__isGlobal(aligned));
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      if (v + u * lanes_ < end) {
-        vectors[u] = aligned[u * lanes_];
-      }
-    }
-    if (phase_ != 0) {
+  // The last granule of the vectors in front of `end`; -1: there are none.
+  __device__ __forceinline__ int last_granule(int end) const {
+    return end > 0 && phase_ != 0 ? end : end - 1;
+  }
+
+  // Starts to copy vectors v, v + lanes, ..., up to the granule `last`. The vector before v, and
+  // the one behind the last that is read, must be of the row.
+  __device__ __forceinline__ void start(int v, int last) {
+    const char* const from = reinterpret_cast<const char*>(aligned_ + v);
+    const auto copy = [&](int u) {
+      start_own_copy(granules_ + own_ + u * lanes_,
+                     reinterpret_cast<const RowVector*>(
+                         from + uint64_t{lanes_} * static_cast<uint64_t>(u * kVectorBytes)));
+    };
+    const int lanes = static_cast<int>(lanes_);
+    if (v + kVectors * lanes <= last) {
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
-        if (v + u * lanes_ < end) {
-          next_[u] = aligned[u * lanes_ + 1];
-        }
+        copy(u);
+      }
+      if (has_last_) {
+        copy(kVectors);
+      }
+    } else {
+#pragma unroll 1
+      for (int u = 0; u < kVectors && v + u * lanes <= last; ++u) {
+        copy(u);
       }
     }
   }
 
-  // What load() has read, in its place.
-  __device__ __forceinline__ void settle() {
-    switch (phase_ / 4) {
-      case 1:
-        return settle<1>();
-      case 2:
-        return settle<2>();
-      case 3:
-        return settle<3>();
-      default:
-        return phase_ != 0 ? settle<0>() : void();
-    }
-  }
-
-  // Puts vector u in its place, which registers have no index for.
+  // Vector u of the next round.
   __device__ __forceinline__ void put(int u, const RowVector& vector) {
+    granules_[own_ + u * lanes_] = vector;
+  }
+
+  // Waits for what was started, and takes it. By all lanes of a warp. Of vectors that were not
+  // copied, anything.
+  __device__ __forceinline__ void take() {
+    wait_for_own_copies();
+    __syncwarp();
+    if (phase_ == 0) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (v == u) {
-        vectors[v] = vector;
+      for (int u = 0; u < kVectors; ++u) {
+        vectors[u] = granules_[own_ + u * lanes_];
+      }
+    } else {
+      switch (phase_ / 4) {
+        case 1:
+          take<1>();
+          break;
+        case 2:
+          take<2>();
+          break;
+        case 3:
+          take<3>();
+          break;
+        default:
+          take<0>();
       }
     }
+    __syncwarp();
   }
 
   __device__ __forceinline__ void change_signs() {
@@ -222,22 +300,16 @@ class RowReader {
     }
   }
 
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (RowVector& vector : vectors) {
-      vector = {};
-    }
-  }
-
  private:
-  // kWords: whole words of the first vector that are not wanted.
+  // kWords: whole words of the first granule that are not wanted.
   template <int kWords>
-  __device__ __forceinline__ void settle() {
+  __device__ __forceinline__ void take() {
     const uint32_t shift = 8 * (phase_ % 4);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      const RowVector first = vectors[u];
-      const auto word = [&](int i) { return i < 4 ? first.words[i] : next_[u].words[i - 4]; };
+      const RowVector first = granules_[own_ + u * lanes_];
+      const RowVector next = granules_[own_ + u * lanes_ + 1];
+      const auto word = [&](int i) { return i < 4 ? first.words[i] : next.words[i - 4]; };
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (sizeof(scalar_t) == 2) {
@@ -250,9 +322,11 @@ class RowReader {
   }
 
   const RowVector* aligned_;  // where vector 0 begins, or before it
-  uint32_t phase_;            // bytes from there to vector 0
-  int lanes_;
-  RowVector next_[kVectors];  // those behind `vectors`, where these are misaligned
+  RowVector* granules_;       // of the block
+  uint32_t own_;              // this lane's first one
+  uint32_t phase_;            // bytes from aligned_ to vector 0
+  uint32_t lanes_;
+  bool has_last_;  // whether this lane copies the one behind those of all lanes
 };
 
 // `count` elements of a row, which are `stride` apart, and `absent` for the rest of the vector.

@@ -103,7 +103,13 @@ __device__ __forceinline__ uint32_t equal_elements(uint32_t a, uint32_t b) {
   }
   return equal;
 #else
-  return 0;  // for kernels that are empty
+  uint32_t equal = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool is_equal = word_element<scalar_t>(a, i) == word_element<scalar_t>(b, i);
+    equal |= is_equal ? 0xffffu << (16 * i) : 0;
+  }
+  return equal;
 #endif
 }
 

@@ -28,19 +28,30 @@ template <typename acc_t>
 struct TokenRow {
   using State = EntropySoftmax<acc_t>;
 
-  template <typename Batch>
-  static __device__ __forceinline__ void add(State& state, Batch& batch, bool may_have_ones) {
-    acc_t distance = 0;
+  struct Sums {
+    acc_t powers = 0;    // of p = exp(z - max)
+    acc_t products = 0;  // of p (z - max) / unit
+
+    template <typename Batch>
+    __device__ __forceinline__ void add(const Batch& batch) {
+      acc_t product = batch.powers[0] * batch.differences[0];
 #pragma unroll
-    for (int i = 0; i < Batch::kSize; ++i) {
-      distance -= batch.powers[i] * batch.differences[i];
+      for (int i = 1; i < Batch::kSize; ++i) {
+        product += batch.powers[i] * batch.differences[i];
+      }
+      powers += pairwise_sum(batch.powers);
+      products += product;
     }
-    if (may_have_ones) {
-      state.ones += batch.take_ones();
+
+    // With z - max too large by t = excess unit, exp(-t) = 1 + less gives it back.
+    __device__ __forceinline__ void move_to(State& state, acc_t unit, acc_t excess) const {
+      const acc_t t = -excess * unit;
+      const acc_t less = t + t * t * (acc_t(0.5) + t * acc_t(1.0 / 6));
+      const acc_t distance = (excess * powers - products) * unit;
+      state.below += powers + powers * less;
+      state.distance += distance + distance * less;
     }
-    state.below += pairwise_sum(batch.powers);
-    state.distance += distance * Batch::kUnit;
-  }
+  };
 };
 
 // ------------------------------------------------------------------------ forward
