@@ -72,6 +72,13 @@ constexpr float kLog2E = 0x1.715476p+0f;
 // 2^x within 2 units in the last place, 0 for what is subnormal.
 __device__ __forceinline__ float exp2(float x) { return ex2_approx_ftz(x); }
 
+// exp_in_sum<true>(x), but NaN of an infinity.
+__device__ __forceinline__ float exp_of_finite_in_sum(float x) {
+  const float t = x * kLog2E;
+  const float power = exp2(t);
+  return ::fmaf(power, ::fmaf(t, -0x1.62e430p-1f, x), power);
+}
+
 // What rounding took from x log2(e) = t, as an exponent of e. ln 2 in two parts: the first alone
 // would leave 2^-29 of t.
 __device__ __forceinline__ float lost_by_log2(float x, float t) {
@@ -198,13 +205,6 @@ __device__ __forceinline__ float exp_in_sum(float x) {
 template <bool kExact>
 __device__ __forceinline__ double exp_in_sum(double x) {
   return exp(x);
-}
-
-// exp_in_sum<true>(x), but NaN of an infinity.
-__device__ __forceinline__ float exp_of_finite_in_sum(float x) {
-  const float t = x * kLog2E;
-  const float power = exp2(t);
-  return ::fmaf(power, ::fmaf(t, -0x1.62e430p-1f, x), power);
 }
 
 // factor exp(x + lost) for x <= 0 and a lost that is nothing beside x: one rounding less than the

@@ -59,11 +59,13 @@ struct RowCut {
     cut.num_classes = num_classes;
     cut.vectors = static_cast<int>(ceil_div(num_classes, int64_t{1} << shift));
     cut.inner = static_cast<int>(std::max<int64_t>((num_classes >> shift) - 2, 0));
-    const auto vectors_of_round = [&](int lanes) { return lanes * kRowVectors; };
-    cut.lanes = cut.vectors <= vectors_of_round(kLeastLanes) ? kLeastLanes
-                : cut.vectors <= vectors_of_round(16)        ? 16
-                                                             : 32;
-    const int64_t rounds = std::max<int64_t>(ceil_div(cut.vectors, vectors_of_round(cut.lanes)), 1);
+    // As few lanes as a piece allows: what a row costs beside its elements is less where several
+    // rows share a warp.
+    cut.lanes = kLeastLanes;
+    while (cut.lanes < 32 && cut.vectors > cut.lanes * kRowVectors * kPieceRounds) {
+      cut.lanes *= 2;
+    }
+    const int64_t rounds = std::max<int64_t>(ceil_div(cut.vectors, cut.lanes * kRowVectors), 1);
     cut.pieces = static_cast<int>(ceil_div(rounds, kPieceRounds));
     cut.rounds = static_cast<int>(ceil_div(rounds, cut.pieces));
     return cut;

@@ -127,7 +127,7 @@ struct RowTerm {
     if constexpr (kIsHalf) {
       return math::exp2(difference);
     } else if constexpr (sizeof(acc_t) == 4) {
-      return math::exp_in_sum<true>(difference);
+      return math::exp_of_finite_in_sum(difference);
     } else {
       return math::exp(difference);
     }
@@ -541,6 +541,17 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   RowReader<scalar_t, kVectors> reader(logits + part.first_class, true, kWarpSize, granules);
   const int last = part.begin < part.end ? reader.last_granule(part.end) : -1;
   reader.start(part.begin + lane, last);
+  // Now, as the first copies are on their way.
+#pragma unroll 1
+  for (int64_t i = lane; i < part.singles; i += kWarpSize) {
+    const int64_t c = part.class_of_single(i);
+    type.visit([&](auto like) {
+      using own_t = decltype(like);
+      acc_t values[1] = {to_acc<acc_t>(bits_as<own_t>(logits[c * source.class_stride]))};
+      gradient.replace(values, map);
+      gradients[c * grad_class_stride] = bits_as<scalar_t>(from_acc<own_t>(values[0]));
+    });
+  }
 #pragma unroll 1
   for (int round = part.begin; round < part.end; round += kWarpSize * kVectors) {
     const int v = round + lane;
@@ -573,16 +584,6 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
         }
       });
     }
-  }
-#pragma unroll 1
-  for (int64_t i = lane; i < part.singles; i += kWarpSize) {
-    const int64_t c = part.class_of_single(i);
-    type.visit([&](auto like) {
-      using own_t = decltype(like);
-      acc_t values[1] = {to_acc<acc_t>(bits_as<own_t>(logits[c * source.class_stride]))};
-      gradient.replace(values, map);
-      gradients[c * grad_class_stride] = bits_as<scalar_t>(from_acc<own_t>(values[0]));
-    });
   }
   rows.finish(place, part, gradient);
 }

@@ -169,19 +169,28 @@ __device__ __forceinline__ double load_row_grad(const TokenBackwardArgs& args,
   return grad.data != nullptr ? load_value(args, grad, place.offset(grad)) : 0.0;
 }
 
-// What the gradient of a row that counts is made of. By all lanes of a warp. What a row
-// takes is computed in fp64, as in token_values_kernel.
+// Lanes of a row in the kernels of its class indices: by their number alone, as all that decides
+// about bits.
+int index_lanes(const TokenBackwardArgs& args) {
+  return merging_lanes(args.grad_log_probs.data != nullptr
+                           ? static_cast<int>(std::min<int64_t>(args.num_indices, kWarpSize))
+                           : 1);
+}
+
+// What the gradient of a row that counts is made of. By all of its lanes. What a row takes is
+// computed in fp64, as in token_values_kernel.
 __device__ __forceinline__ TokenGradient<double> load_gradient(const TokenBackwardArgs& args,
-                                                               const RowGrid::Place& place) {
+                                                               const RowGrid::Place& place,
+                                                               int lanes) {
   double of_softmax = 0;
   const int64_t count = args.grad_log_probs.data != nullptr ? args.num_indices : 0;
 #pragma unroll 1
-  for (int64_t k = threadIdx.x % kWarpSize; k < count; k += kWarpSize) {
+  for (int64_t k = static_cast<int>(threadIdx.x) & (lanes - 1); k < count; k += lanes) {
     const int64_t c = load_index(args, place, k);
     of_softmax -=
         c >= 0 && c < args.num_classes ? load_grad(args, place, k) : math::quiet_nan<double>();
   }
-  of_softmax = warp_sum(of_softmax) + load_row_grad(args, place, args.grad_lse);
+  of_softmax = warp_sum(of_softmax, lanes) + load_row_grad(args, place, args.grad_lse);
   const auto kept = [&](int64_t plane) {
     return load_as<double>(args.row_stats, stats_dtype(args), plane * args.rows.numel + place.row);
   };
@@ -231,16 +240,16 @@ struct TokenGradients {
                                          const Gradient&) const {}
 };
 
-// Leaves what row_gradients_kernel takes of each row, (rows,) TokenLogitGradient; a warp a row.
+// Leaves what row_gradients_kernel takes of each row, (rows,) TokenLogitGradient.
 __global__ void __launch_bounds__(kRowThreads)
     token_gradients_kernel(const __grid_constant__ TokenBackwardArgs args,
                            const __grid_constant__ RowSource source,
-                           const __grid_constant__ RowGrid grid, void* of_rows) {
+                           const __grid_constant__ RowGrid grid, int lanes, void* of_rows) {
   let_next_kernel_start();
-  const uint32_t group = group_of_thread(kWarpSize);
+  const uint32_t group = group_of_thread(lanes);
   const RowGrid::Place place = grid.place(group);
-  const TokenGradient<double> gradient = load_gradient(args, place);
-  if (threadIdx.x % kWarpSize == 0 && group < grid.groups) {
+  const TokenGradient<double> gradient = load_gradient(args, place, lanes);
+  if ((static_cast<int>(threadIdx.x) & (lanes - 1)) == 0 && group < grid.groups) {
     const TokenStats<double>& stats = gradient.stats;
     const bool counts = source.counts(place);
     const double numbers[kGradientNumbers] = {stats.max, stats.mean_distance,
@@ -254,21 +263,21 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// Rewrites the gradients at class indices, a warp a row. Those of repeated indices add up: the
+// Rewrites the gradients at class indices. Those of repeated indices add up: the
 // first of them writes the sum. Like token_values_kernel for all dtypes.
 __global__ void __launch_bounds__(kRowThreads)
     token_classes_kernel(const __grid_constant__ TokenBackwardArgs args,
                          const __grid_constant__ RowSource source,
-                         const __grid_constant__ RowGrid grid) {
-  const uint32_t group = group_of_thread(kWarpSize);
+                         const __grid_constant__ RowGrid grid, int lanes) {
+  const uint32_t group = group_of_thread(lanes);
   const RowGrid::Place place = grid.place(group);
-  const TokenGradient<double> gradient = load_gradient(args, place);
+  const TokenGradient<double> gradient = load_gradient(args, place, lanes);
   wait_for_previous_kernel();
   if (group >= grid.groups || !source.counts(place)) {
     return;
   }
 #pragma unroll 1
-  for (int64_t k = threadIdx.x % kWarpSize; k < args.num_indices; k += kWarpSize) {
+  for (int64_t k = static_cast<int>(threadIdx.x) & (lanes - 1); k < args.num_indices; k += lanes) {
     const int64_t c = load_index(args, place, k);
     if (c < 0 || c >= args.num_classes) {
       continue;
@@ -395,14 +404,15 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
         RowParts::of(args.rows.numel, args.num_classes, sizeof(scalar_t), resident_warps);
     using Gradient = TokenLogitGradient<scalar_t>;
     auto* const of_rows = reinterpret_cast<Gradient*>(scratch);
+    const int lanes = index_lanes(args);
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const TokenBackwardArgs own = slice_of(slice, args);
       const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
       const RowGrid rows(slice, 1);
-      LaunchShape shape = {rows.blocks(kWarpSize), kRowThreads};
+      LaunchShape shape = {rows.blocks(lanes), kRowThreads};
       launch_kernel("token_gradients_kernel", token_gradients_kernel, shape, stream, own, source,
-                    rows, of_rows);
+                    rows, lanes, of_rows);
       LaunchShape passing = {grid.blocks(kWarpSize), kRowThreads};
       shape.overlap = passing.overlap = true;
       launch_kernel("row_gradients_kernel",
@@ -411,7 +421,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
                     args.grad_input_class_stride, grid, plan, type, map);
       if (args.grad_log_probs.data != nullptr) {
         launch_kernel("token_classes_kernel", token_classes_kernel, shape, stream, own, source,
-                      rows);
+                      rows, lanes);
       }
     });
   });
