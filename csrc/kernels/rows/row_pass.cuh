@@ -82,12 +82,9 @@ __device__ __forceinline__ uint32_t group_of_thread(int lanes, uint32_t thread =
   return blockIdx.x * static_cast<uint32_t>(kRowThreads >> shift) + (thread >> shift);
 }
 
-// Blocks of a multiprocessor: 64 registers a thread, or 80 for fp32, of which 64 spill, and 128 for
-// fp64.
+// Blocks of a multiprocessor: 64 registers a thread, or 128 for fp64.
 template <typename scalar_t>
-constexpr int kRowBlocks = sizeof(scalar_t) == 2   ? 4
-                           : sizeof(scalar_t) == 4 ? 3
-                                                   : 2;
+constexpr int kRowBlocks = sizeof(scalar_t) == 8 ? 2 : 4;
 
 // Whether the arithmetic of a logit takes longer than its load, and much code: that of a softcap,
 // and of fp64.
@@ -423,9 +420,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   // Inner vector 0 is the row's second.
   RowReader<scalar_t, kVectors> reader(row + kSize * source.class_stride, is_contiguous, lanes,
                                        granules);
-  const int last = is_contiguous ? reader.last_granule(inner) : -1;
   int v = place.share * cut.piece_vectors() + lane;
-  reader.start(v, last);
+  reader.start(v, is_contiguous ? inner : 0);
   RowVector* const outer =
       outer_vectors + (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * kOuterVectors;
   if (is_contiguous && v - lane + cut.piece_vectors() > inner) {
@@ -458,7 +454,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
       }
     }
     reader.take();
-    reader.start(v + lanes * kVectors, round > 1 ? last : -1);
+    reader.start(v + lanes * kVectors, is_contiguous && round > 1 ? inner : 0);
     if (v + (kVectors - 1) * lanes >= inner) {
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
@@ -539,8 +535,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   const auto gradient = rows.of(place);
   __shared__ RowVector granules[RowReader<scalar_t, kVectors>::template kGranules<kWarpSize>];
   RowReader<scalar_t, kVectors> reader(logits + part.first_class, true, kWarpSize, granules);
-  const int last = part.begin < part.end ? reader.last_granule(part.end) : -1;
-  reader.start(part.begin + lane, last);
+  reader.start(part.begin + lane, part.end);
   // Now, as the first copies are on their way.
 #pragma unroll 1
   for (int64_t i = lane; i < part.singles; i += kWarpSize) {
@@ -556,7 +551,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   for (int round = part.begin; round < part.end; round += kWarpSize * kVectors) {
     const int v = round + lane;
     reader.take();
-    reader.start(v + kWarpSize * kVectors, last);
+    reader.start(v + kWarpSize * kVectors, part.end);
     RowVector* const to = reinterpret_cast<RowVector*>(vectors) + v;
     if constexpr (kIsLong<scalar_t, Map>) {
 #pragma unroll

@@ -226,14 +226,10 @@ class RowReader {
     return reinterpret_cast<const scalar_t*>(reinterpret_cast<const char*>(aligned_) + phase_);
   }
 
-  // The last granule of the vectors in front of `end`; -1: there are none.
-  __device__ __forceinline__ int last_granule(int end) const {
-    return end > 0 && phase_ != 0 ? end : end - 1;
-  }
-
-  // Starts to copy vectors v, v + lanes, ..., up to the granule `last`. The vector before v, and
-  // the one behind the last that is read, must be of the row.
-  __device__ __forceinline__ void start(int v, int last) {
+  // Starts to copy vectors v, v + lanes, ... in front of `end`. The vector before v, and the one
+  // behind the last that is read, must be of the row.
+  __device__ __forceinline__ void start(int v, int end) {
+    const int last = end > 0 && phase_ != 0 ? end : end - 1;
     const char* const from = reinterpret_cast<const char*>(aligned_ + v);
     const auto copy = [&](int u) {
       start_own_copy(granules_ + own_ + u * lanes_,
