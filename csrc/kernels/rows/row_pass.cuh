@@ -8,9 +8,10 @@
 //   struct Row {           // of row_states_kernel
 //     using State = ...;   // has max, ones, raise_max(), add(); State{} is the identity
 //     struct Sums {        // of the terms below the maximum; Sums{} is the identity
-//       void add(const TermBatch&);
+//       template <bool kProducts> void add(const TermBatch&);
 //       void move_to(State&, unit, excess) const;  // differences were in units, and too large
 //     };
+//     bool wants_products;  // of powers and differences; else half types spare them
 //   };
 //   struct Gradients {     // of row_gradients_kernel
 //     bool begin() const;  // whether there is anything to do
@@ -203,9 +204,12 @@ class SoftmaxTerms {
   }
 
   // A linear map is taken of the difference, which is exact for logits that are near each other.
+  // kBounded: false where a difference of -inf does no harm.
+  template <bool kBounded>
   __device__ __forceinline__ acc_t difference(acc_t x) const {
     if constexpr (kIsFused) {
-      return Term::bounded(::fmaf(x, rate_, -shift_));
+      const acc_t difference = ::fmaf(x, rate_, -shift_);
+      return kBounded ? Term::bounded(difference) : difference;
     } else {
       return Term::bounded(kIsLinear ? (x - shift_) * rate_
                                      : (map_.map(x) - shift_) * Term::kPerUnit);
@@ -301,7 +305,8 @@ class PieceSum {
   using Term = RowTerm<scalar_t>;
   static constexpr bool kIsLinear = SoftmaxTerms<scalar_t, Map>::kIsLinear;
 
-  __device__ __forceinline__ PieceSum(const Map& map, int lanes) : terms_(map), lanes_(lanes) {
+  __device__ __forceinline__ PieceSum(const Row& row, const Map& map, int lanes)
+      : row_(row), terms_(map), lanes_(lanes) {
     // Logits of -inf may all be above that.
     state_.max = terms_.set_top(top_);
   }
@@ -326,18 +331,13 @@ class PieceSum {
       for (int u = 0; u < kVectors; ++u) {
         acc_t x[kSize];
         vectors[u].unpack(type, x);
-        add_vector(x, count(u));
+        add_vector<true>(x, count(u));
       }
+    } else if (!Term::kIsHalf || row_.wants_products) {
+      add_vectors<true>(type, vectors);
     } else {
-      // One branch for all vectors, so that their arithmetic overlaps.
-      type.visit([&](auto like) {
-#pragma unroll
-        for (int u = 0; u < kVectors; ++u) {
-          acc_t x[kSize];
-          vectors[u].template unpack_as<decltype(like)>(x);
-          add_vector(x, count(u));
-        }
-      });
+      keep_apart();
+      add_vectors<false>(type, vectors);
     }
   }
 
@@ -358,12 +358,26 @@ class PieceSum {
     }
   }
 
-  template <int kSize>
+  // One branch for all vectors, so that their arithmetic overlaps.
+  template <bool kProducts, int kVectors>
+  __device__ __forceinline__ void add_vectors(const RowType<scalar_t>& type,
+                                              const RowVector (&vectors)[kVectors]) {
+    type.visit([&](auto like) {
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        acc_t x[kVectorSize<scalar_t>];
+        vectors[u].template unpack_as<decltype(like)>(x);
+        add_vector<kProducts>(x, kVectorSize<scalar_t>);
+      }
+    });
+  }
+
+  template <bool kProducts, int kSize>
   __device__ __forceinline__ void add_vector(const acc_t (&x)[kSize], int count) {
     TermBatch<scalar_t, kSize> batch;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      batch.differences[i] = terms_.difference(x[i]);
+      batch.differences[i] = terms_.template difference<kProducts>(x[i]);
       if constexpr (!kIsLinear) {
         const bool is_top = batch.differences[i] == acc_t(0);
         const bool is_there = i < count;
@@ -372,7 +386,7 @@ class PieceSum {
       }
       batch.powers[i] = Term::exp(batch.differences[i]);
     }
-    sums_.add(batch);
+    sums_.template add<kProducts>(batch);
   }
 
   __device__ __forceinline__ void move_sums() {
@@ -380,6 +394,7 @@ class PieceSum {
     sums_ = {};
   }
 
+  Row row_;
   SoftmaxTerms<scalar_t, Map> terms_;
   int lanes_;
   State state_;
@@ -394,8 +409,8 @@ template <typename Row, typename scalar_t, typename Map>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     row_states_kernel(const __grid_constant__ RowSource source,
                       const __grid_constant__ RowGrid grid, const __grid_constant__ RowCut cut,
-                      const RowType<scalar_t> type, const Map map, bool changes_signs,
-                      typename Row::State* states) {
+                      const Row loss, const RowType<scalar_t> type, const Map map,
+                      bool changes_signs, typename Row::State* states) {
   using acc_t = acc_type_t<scalar_t>;
   constexpr int kVectors = kVectorsOf<scalar_t, Map>;
   constexpr int kSize = kVectorSize<scalar_t>;
@@ -437,7 +452,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     nothing.set<scalar_t>(i, absent);
   }
 
-  PieceSum<Row, scalar_t, Map> sum(map, lanes);
+  PieceSum<Row, scalar_t, Map> sum(loss, map, lanes);
   // As often for each lane of a warp.
   const int step = kVectors * lanes;
   const int left = (cut.vectors - (v - lane) + step - 1) >> (__ffs(step) - 1);

@@ -27,20 +27,23 @@ namespace {
 template <typename acc_t>
 struct TokenRow {
   using State = EntropySoftmax<acc_t>;
+  bool wants_products;  // else distances are anything
 
   struct Sums {
     acc_t powers = 0;    // of p = exp(z - max)
     acc_t products = 0;  // of p (z - max) / unit
 
-    template <typename Batch>
+    template <bool kProducts, typename Batch>
     __device__ __forceinline__ void add(const Batch& batch) {
-      acc_t product = batch.powers[0] * batch.differences[0];
-#pragma unroll
-      for (int i = 1; i < Batch::kSize; ++i) {
-        product += batch.powers[i] * batch.differences[i];
-      }
       powers += pairwise_sum(batch.powers);
-      products += product;
+      if constexpr (kProducts) {
+        acc_t product = batch.powers[0] * batch.differences[0];
+#pragma unroll
+        for (int i = 1; i < Batch::kSize; ++i) {
+          product += batch.powers[i] * batch.differences[i];
+        }
+        products += product;
+      }
     }
 
     // With z - max too large by t = excess unit, exp(-t) = 1 + less gives it back.
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const bool counts = source.counts(place);
   TokenStats<double> stats = {};
   if (counts) {
-    stats = {state.max, state.rest(), state.mean_distance()};
+    stats = {state.max, state.rest(), args.entropy.data != nullptr ? state.mean_distance() : 0.0};
   }
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
 #pragma unroll 1
@@ -373,8 +376,8 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
       const RowGrid grid(slice, cut.pieces);
       launch_kernel("row_states_kernel",
                     row_states_kernel<Row, scalar_t, std::decay_t<decltype(map)>>,
-                    {grid.blocks(cut.lanes), kRowThreads}, stream, source, grid, cut, type, map,
-                    changes_signs, states);
+                    {grid.blocks(cut.lanes), kRowThreads}, stream, source, grid, cut,
+                    Row{args.entropy.data != nullptr}, type, map, changes_signs, states);
       const RowGrid rows(slice, 1);
       LaunchShape shape = {rows.blocks(lanes), kRowThreads};
       shape.overlap = true;
