@@ -223,7 +223,9 @@ class RowReader {
   }
 
   __device__ __forceinline__ const scalar_t* first() const {
-    return reinterpret_cast<const scalar_t*>(reinterpret_cast<const char*>(aligned_) + phase_);
+    const char* const address = reinterpret_cast<const char*>(aligned_) + phase_;
+    __builtin_assume(__isGlobal(address));
+    return reinterpret_cast<const scalar_t*>(address);
   }
 
   // Starts to copy vectors v, v + lanes, ... in front of `end`. The vector before v, and the one
