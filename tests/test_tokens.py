@@ -346,6 +346,45 @@ def test_near_uniform_rows(num_classes: int, device: str) -> None:
     torch.testing.assert_close(entropy, torch.full_like(entropy, num_classes).log())
 
 
+@pytest.mark.parametrize("num_classes", [40, 5000, 50257])
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_large_logits_cost_no_accuracy(dtype: torch.dtype, num_classes: int, device: str) -> None:
+    """Differences of logits are exact, so their magnitude must not show in sums over a row."""
+    step = 4.0 if dtype == torch.float16 else 16.0
+    below = torch.randint(0, 5, (6, num_classes)) * step
+    below[:, 0] = 0
+    logits = torch.tensor([3000.0, -3000.0, 2500.0, 1999.0, -2111.0, 3456.0]).unsqueeze(-1)
+    logits = (logits.div(step).round() * step - below).to(dtype).to(device)
+    log_probs, entropy = lossops.selective_log_softmax_and_entropy(
+        logits, torch.zeros(6, dtype=torch.long, device=device), temperature=step * 4
+    )
+    exact_log_probs, exact_entropy = composed(
+        logits.double(), torch.zeros(6, dtype=torch.long, device=device), temperature=step * 4
+    )
+    assert exact_log_probs is not None
+    assert_within(log_probs, exact_log_probs, 2.0**-19, "log_probs")
+    assert_within(entropy, exact_entropy, 2.0**-19, "entropy")
+
+
+@pytest.mark.parametrize("num_classes", [13, 2147, 20481])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_probs_do_not_depend_on_the_entropy(
+    dtype: torch.dtype, num_classes: int, device: str
+) -> None:
+    logits, index = draw(5, num_classes, dtype=dtype, device=device, k=2)
+    logits[1:4, ::3] = -torch.inf
+    index[...] = 1
+    with_entropy = logits.clone().requires_grad_()
+    log_probs, _ = lossops.selective_log_softmax_and_entropy(with_entropy, index)
+    alone = logits.clone().requires_grad_()
+    log_probs_alone = lossops.selective_log_softmax(alone, index)
+    assert same_bits(log_probs, log_probs_alone)
+    log_probs.sum().backward()
+    log_probs_alone.sum().backward()
+    assert with_entropy.grad is not None and alone.grad is not None
+    assert same_bits(with_entropy.grad, alone.grad)
+
+
 def test_gradient_scaler_of_float16(device: str) -> None:
     """grad_output 2^16 reaches the gradient before it is rounded to float16."""
     logits, index = draw(64, 2000, dtype=torch.float16, device=device)
