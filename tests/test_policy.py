@@ -103,6 +103,12 @@ def test_other_options() -> None:
     assert none["name"] == "long_rows"
     assert not none["writes_gradient"]
     assert none["backward"] == "team_rows"
+    # That of short rows is written in tiles, wherever the logits lie.
+    for classes, backward in ((2, "flat_gradients"), (2048, "flat_gradients"), (2056, "team_rows")):
+        for stride in (classes, classes + 8):
+            options = {"reduction": "none", "strides": (stride, 1), "gradient": True}
+            short = _plan.plan((64, classes), "bf16", **options, device="h200")
+            assert short["backward"] == backward
 
 
 def test_parameters_follow_the_device() -> None:

@@ -341,7 +341,8 @@ std::string cross_entropy_plan(Tensor input, Tensor target, OptionalTensor weigh
   if (gradient) {
     grad_input = empty_gradient(problem.input);
     set_result(args.grad_input, *grad_input);
-    args.grad_input.data = aligned;
+    // Without a reduction the backward pass alone writes it.
+    args.grad_input.data = args.reduction == Reduction::kNone ? nullptr : aligned;
     space.add_classes(args.grad_input, args.grad_input_class_stride,
                       to_dims(grad_input->strides()));
   }

@@ -28,10 +28,10 @@ def plan(
     """The decision for logits of `shape`, (C,), (N, C) or (N, C, d1, ...), as plain data.
 
     `dtype` is a key of `DTYPES` or torch's name. `gradient`: the forward pass shall leave a
-    gradient, as it does for "mean" and "sum". `device`: a name from `table_data()`, or "" for the
-    current one. Targets are contiguous: int64 class indices, or probabilities of `dtype`. Raises
-    ValueError for an unknown dtype, RuntimeError for arguments that cross entropy refuses and for
-    an unknown device.
+    gradient, as it does for "mean" and "sum"; for "none" a backward pass shall. `device`: a name
+    from `table_data()`, or "" for the current one. Targets are contiguous: int64 class indices, or
+    probabilities of `dtype`. Raises ValueError for an unknown dtype, RuntimeError for arguments
+    that cross entropy refuses and for an unknown device.
     """
     import torch
 
@@ -60,7 +60,7 @@ def plan(
             weight,
             reduction=reduction,
             label_smoothing=label_smoothing,
-            gradient=gradient and reduction != "none",
+            gradient=gradient,
             device=device,
         )
     )

@@ -175,6 +175,8 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
     return;
   }
   switch (choose_backward(args)) {
+    case BackwardFamily::kFlatGradients:
+      return launch_flat_gradients(args, stream);
     case BackwardFamily::kIndexGradients:
       return launch_index_gradients(args, stream);
     case BackwardFamily::kPlaneRows:

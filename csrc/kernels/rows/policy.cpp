@@ -13,6 +13,7 @@
 #include "kernels/rows/long_rows_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/probability_rows_plan.h"
+#include "kernels/rows/row_cut.h"
 #include "kernels/rows/side_by_side_rows_plan.h"
 #include "kernels/rows/split_rows_plan.h"
 #include "kernels/rows/staged_rows_plan.h"
@@ -209,12 +210,27 @@ RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& devic
   return plan_of(loss, row_of(loss));
 }
 
-// Shorter rows would leave most of a warp's lanes without work. A choice, not measured.
+// A warp a part of a row would leave most of its lanes without work on shorter rows. A choice, not
+// measured.
 constexpr int64_t kLeastGradientBytes = 1024;
+// Of a row of flat_gradients_kernel. A team a row was at .13 to .25 of the floor for rows of 34 to
+// 586 bytes, a thread a row at .18 for 60 bytes, and a team still at .43 for 1516 and .41 for 3498;
+// of long rows it is at .59 to .61, where .667 is the limit (steps of "none", H200, 2026-11). So
+// the bound is a choice, not measured.
+constexpr int64_t kMostFlatBytes = 4096;
 
 BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
   if (plane_rows::takes_gradients(args)) {
     return BackwardFamily::kPlaneRows;
+  }
+  const int64_t row_bytes = args.num_classes * element_size(args.input.dtype);
+  // What the kernels of index_gradients.cu take.
+  const bool is_plain = !args.dense() && !args.acc_double && args.input.dtype != DType::kFloat64 &&
+                        !args.kept && args.grad_target.data == nullptr &&
+                        args.grad_input.data != args.input.data;
+  if (is_plain && row_bytes <= kMostFlatBytes && args.input_class_stride == 1 &&
+      is_run(args.rows, args.grad_input, args.grad_input_class_stride, args.num_classes)) {
+    return BackwardFamily::kFlatGradients;
   }
   if (!rows_are_contiguous(args, kFewClassesBackward) || args.grad_input_class_stride != 1) {
     return BackwardFamily::kStridedRows;
@@ -223,15 +239,15 @@ BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
   // floor, 8192x151936 .63 (H200, 2026-11).
   const bool is_aligned =
       rows_are_aligned(args, args.input) && rows_are_aligned(args, args.grad_input);
-  const bool is_large = args.num_classes * element_size(args.input.dtype) >= kLeastGradientBytes;
-  const bool can = !args.dense() && !args.acc_double && !args.kept &&
-                   args.grad_target.data == nullptr && args.grad_input.data != args.input.data;
-  return can && is_large && !is_aligned ? BackwardFamily::kIndexGradients
-                                        : BackwardFamily::kTeamRows;
+  return is_plain && row_bytes >= kLeastGradientBytes && !is_aligned
+             ? BackwardFamily::kIndexGradients
+             : BackwardFamily::kTeamRows;
 }
 
 const char* name_of(BackwardFamily family) {
   switch (family) {
+    case BackwardFamily::kFlatGradients:
+      return "flat_gradients";
     case BackwardFamily::kIndexGradients:
       return "index_gradients";
     case BackwardFamily::kPlaneRows:

@@ -33,6 +33,7 @@ RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& devic
 
 // What takes the rows of a backward pass of its own, which reads what forward left of them.
 enum class BackwardFamily : int8_t {
+  kFlatGradients,   // flat_gradients.cuh: a block a tile of short rows
   kIndexGradients,  // index_gradients.cu
   kPlaneRows,       // plane_rows.cu
   kTeamRows,        // a team of threads a row

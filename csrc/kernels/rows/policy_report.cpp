@@ -189,8 +189,12 @@ std::string explain_cross_entropy(const CrossEntropyForwardArgs& args, const std
                                           return other.object();
                                         }));
   json.add("writes_gradient", plan.writes_gradient);
-  json.add("backward",
-           plan.computes_again ? chosen->name : name_of(choose_backward(unit_backward(args))));
+  CrossEntropyBackwardArgs backward = unit_backward(args);
+  alignas(kVectorBytes) char aligned[kVectorBytes];  // never read
+  if (backward.grad_input.data == nullptr) {
+    backward.grad_input.data = aligned;  // not the logits', as if it were written over them
+  }
+  json.add("backward", plan.computes_again ? chosen->name : name_of(choose_backward(backward)));
   json.add("denominator_blocks", int64_t{plan.writes_gradient ? plan.denominator_blocks : 0});
   json.add_raw("device", json_of(limits));
   return json.object();

@@ -245,4 +245,89 @@ struct RowPart {
   }
 };
 
+// How the gradients of short rows are cut into tiles, a block each, for flat_gradients_kernel. The
+// rows follow one another in memory, so their gradients are one run of elements. A tile has whole
+// vectors of it, of 16 aligned bytes, which may begin and end within a row.
+struct FlatTiles {
+  static constexpr int kThreads = 256;
+  // Vectors of a thread: 16 KB of a block are then in flight, while it computes what it needs of
+  // its rows.
+  static constexpr int kThreadVectors = 4;
+  // Rows that a tile touches: a block keeps some numbers of each in shared memory.
+  static constexpr int kMostRows = 512;
+  // Elements and vectors of a run are numbered by 31 bits, beyond its last tile too.
+  static constexpr int64_t kMostElements = (int64_t{1} << 31) - (int64_t{1} << 16);
+
+  Divisor classes;
+  int elements = 0;  // of the run
+  int head = 0;      // elements of the first vector that are in front of the run
+  int size = 1;      // elements of a vector
+  int vectors = 0;   // of a tile
+
+  FlatTiles() = default;
+  FlatTiles(int64_t rows, int64_t num_classes, int64_t element_bytes, int head_)
+      : classes(static_cast<uint32_t>(num_classes)),
+        elements(static_cast<int>(rows * num_classes)),
+        head(head_),
+        size(1 << vector_shift_of(element_bytes)) {
+    // n elements touch at most (n - 2) / classes + 2 rows. In whole lines of 128 bytes, if a tile
+    // has one.
+    const int64_t most = ((kMostRows - 1) * num_classes + 1) / size;
+    const int64_t lines = most / 8 * 8;
+    vectors = static_cast<int>(
+        std::min<int64_t>(lines > 0 ? lines : most, int64_t{kThreads} * kThreadVectors));
+  }
+
+  int64_t blocks() const { return ceil_div(ceil_div(int64_t{elements} + head, size), vectors); }
+
+  // Of element 0 of a vector; negative in front of the run.
+  LOSSOPS_HOST_DEVICE int first_element(int vector) const { return vector * size - head; }
+  LOSSOPS_HOST_DEVICE bool is_whole(int vector) const {
+    const int first = first_element(vector);
+    return first >= 0 && first <= elements - size;
+  }
+
+  struct Tile {
+    int first_vector;
+    int end_vector;
+    int first_row;
+    int rows;  // that it touches
+  };
+  LOSSOPS_HOST_DEVICE Tile tile(int number) const {
+    Tile tile;
+    tile.first_vector = number * vectors;
+    tile.end_vector = tile.first_vector + vectors;
+    const int first = first_element(tile.first_vector);
+    const int last = first_element(tile.end_vector) - 1;
+    tile.first_row = row_of(first < 0 ? 0 : first);
+    tile.rows = row_of(last < elements ? last : elements - 1) - tile.first_row + 1;
+    return tile;
+  }
+  LOSSOPS_HOST_DEVICE int row_of(int element) const {
+    return static_cast<int>(classes.quotient(static_cast<uint32_t>(element)));
+  }
+};
+
+// Whether the rows of a slice follow one another in memory: they are a *run* of elements.
+inline bool is_run(const RowSlice& slice, const Operand& operand, int64_t class_stride,
+                   int64_t num_classes) {
+  const auto follows = [&](int dim, int64_t stride) {
+    return slice.sizes[dim] == 1 || operand.strides[dim] == stride;
+  };
+  return (class_stride == 1 || num_classes == 1) && follows(0, num_classes) &&
+         follows(1, slice.sizes[0] * num_classes);
+}
+
+// The same of all rows of a call.
+inline bool is_run(const IterationSpace& rows, const Operand& operand, int64_t class_stride,
+                   int64_t num_classes) {
+  bool follow = class_stride == 1 || num_classes == 1;
+  int64_t stride = num_classes;
+  for (int dim = 0; dim < rows.ndim; ++dim) {
+    follow = follow && (rows.sizes[dim] == 1 || operand.strides[dim] == stride);
+    stride *= rows.sizes[dim];
+  }
+  return follow;
+}
+
 }  // namespace lossops::cuda
