@@ -150,8 +150,8 @@ struct TokenArgs {
   Operand index;  // int64, int32 or uint8; null: no log-probabilities
   int64_t num_indices = 0;
   int64_t index_stride = 0;  // from one index of a row to its next
-  // Integers, floating-point numbers or bools; 0: the row's values and gradients are 0, and its
-  // logits are never read. Null: all rows count.
+  // Integers, floating-point numbers or bools; 0: the row's values and gradients are 0, whatever
+  // its logits are. Null: all rows count.
   Operand row_mask;
   bool has_entropy = false;
   bool acc_double = false;

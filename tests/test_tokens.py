@@ -110,9 +110,13 @@ def draw(
         (7,),  # one row
         (5, 1),  # one class
         (600, 3),  # more rows than a block, of few classes
+        (70, 2, 13),
         (3, 5, 256),  # the most classes of a short row on the CPU
         (3, 257),  # the least of a long one
+        (9, 1024),  # the most classes of a short row of fp32 on CUDA
         (2, 3, 4, 1025),
+        (9, 2048),  # of a half type
+        (9, 2049),
         (3, 40001),  # two pieces
     ],
 )
@@ -131,7 +135,9 @@ def test_dtypes_of_indices(dtype: torch.dtype, device: str) -> None:
     assert same_bits(lossops.selective_log_softmax(logits, index.to(dtype)), expected)
 
 
-@pytest.mark.parametrize("shape", [(40, 70), (33, 300), (4, 9, 1030), (2, 40001)])
+@pytest.mark.parametrize(
+    "shape", [(700, 13), (40, 70), (33, 300), (9, 1024), (4, 9, 1030), (9, 2048), (2, 40001)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts_have_equal_bits(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
     logits, index = draw(*shape, dtype=dtype, device=device, k=3)
@@ -151,7 +157,7 @@ def test_layouts_have_equal_bits(dtype: torch.dtype, shape: tuple[int, ...], dev
             assert same_bits(ours, theirs), f"index {name}"
 
 
-@pytest.mark.parametrize("num_classes", [50, 3000, 70000])
+@pytest.mark.parametrize("num_classes", [13, 50, 1000, 3000, 70000])
 def test_rows_do_not_depend_on_their_batch_nor_on_threads(num_classes: int, device: str) -> None:
     logits, index = draw(70, num_classes, device=device)
     logits.requires_grad_()

@@ -101,6 +101,22 @@ void check_parts(int64_t rows, int64_t num_classes, int64_t element_bytes) {
   }
 }
 
+// The lanes of a row have all its elements, and the rows of a block fit its memory.
+void check_short_rows(int64_t num_classes, int64_t element_bytes) {
+  if (!ShortRows::are_short(num_classes, element_bytes)) {
+    CHECK(num_classes == 0 || num_classes * element_bytes > 4096);
+    return;
+  }
+  const ShortRows plan(num_classes, element_bytes);
+  const int64_t bytes = num_classes * element_bytes;
+  CHECK(plan.lanes <= 32 && plan.rows * plan.lanes == kRowThreads);
+  CHECK(plan.rows * bytes <= ShortRows::kBlockBytes);
+  // Lanes would idle.
+  CHECK(plan.lanes == 1 || plan.lanes / 2 * ShortRows::kLaneBytes < bytes);
+  const int64_t rows = draw(1, 10000);
+  CHECK(plan.blocks(rows) * plan.rows >= rows && (plan.blocks(rows) - 1) * plan.rows < rows);
+}
+
 // Tiles have every vector of a run once, and know the rows of their elements.
 void check_tiles(int64_t rows, int64_t num_classes, int64_t element_bytes) {
   const int size = 1 << vector_shift_of(element_bytes);
@@ -202,6 +218,7 @@ int main() {
       test::subject() =
           std::to_string(c) + " classes of " + std::to_string(element_bytes) + " bytes";
       cuda::check_cut(c, element_bytes);
+      cuda::check_short_rows(c, element_bytes);
       if (c > 0) {
         cuda::check_parts(cuda::draw(1, 10000), c, element_bytes);
         cuda::check_tiles(cuda::draw(1, c < 100 ? 600 : 20), c, element_bytes);

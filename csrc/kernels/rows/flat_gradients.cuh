@@ -1,7 +1,7 @@
-// Gradients of short rows that follow one another in memory, for every loss whose gradient of a logit
-// depends on that logit and on numbers of its row. A block has a tile of the gradients (FlatTiles of
-// row_cut.h). Its threads first compute the numbers of the tile's rows, one row a thread, and then
-// write the tile, one vector a thread at a time, whatever the number of classes.
+// Gradients of short rows that follow one another in memory, for every loss whose gradient of a
+// logit depends on that logit and on numbers of its row. A block has a tile of the gradients
+// (FlatTiles of row_cut.h). Its threads first compute the numbers of the tile's rows, one row a
+// thread, and then write the tile, one vector a thread at a time, whatever the number of classes.
 //
 //   struct Gradients {
 //     using Gradient = ...;

@@ -245,6 +245,36 @@ struct RowPart {
   }
 };
 
+// How short rows are dealt out in a forward pass: a block copies rows to shared memory, and gives
+// each some lanes of a warp, which take its elements in turn. Like a RowCut it follows from the
+// number of classes and the size of a logit alone, for the same bits in any batch and layout.
+struct ShortRows {
+  // Of a row, for each of its lanes. What a row costs beside its elements is multiplied by lanes.
+  static constexpr int kLaneBytes = 128;
+  static constexpr int kBlockBytes = kRowThreads * kLaneBytes;
+
+  Divisor classes;
+  int num_classes = 0;
+  int lanes = 1;  // of a row
+  int rows = 0;   // of a block
+
+  // 4 KB.
+  static bool are_short(int64_t num_classes, int64_t element_bytes) {
+    return 0 < num_classes && num_classes * element_bytes <= 32 * kLaneBytes;
+  }
+
+  ShortRows() = default;
+  ShortRows(int64_t num_classes_, int64_t element_bytes)
+      : classes(static_cast<uint32_t>(num_classes_)), num_classes(static_cast<int>(num_classes_)) {
+    while (lanes * kLaneBytes < num_classes_ * element_bytes) {
+      lanes *= 2;
+    }
+    rows = kRowThreads / lanes;
+  }
+
+  int64_t blocks(int64_t of_rows) const { return ceil_div(of_rows, rows); }
+};
+
 // How the gradients of short rows are cut into tiles, a block each, for flat_gradients_kernel. The
 // rows follow one another in memory, so their gradients are one run of elements. A tile has whole
 // vectors of it, of 16 aligned bytes, which may begin and end within a row.

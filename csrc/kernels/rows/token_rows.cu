@@ -15,8 +15,10 @@
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
+#include "kernels/rows/flat_gradients.cuh"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/row_pass.cuh"
+#include "kernels/rows/short_token_rows.cuh"
 #include "launchers.h"
 #include "losses/rows/tokens.h"
 #include "strided.h"
@@ -172,28 +174,25 @@ __device__ __forceinline__ double load_row_grad(const TokenBackwardArgs& args,
   return grad.data != nullptr ? load_value(args, grad, place.offset(grad)) : 0.0;
 }
 
-// Lanes of a row in the kernels of its class indices: by their number alone, as all that decides
-// about bits.
-int index_lanes(const TokenBackwardArgs& args) {
-  return merging_lanes(args.grad_log_probs.data != nullptr
-                           ? static_cast<int>(std::min<int64_t>(args.num_indices, kWarpSize))
-                           : 1);
-}
+// So few class indices are added up by a thread, one after the other; more by a warp.
+constexpr int64_t kFewIndices = 32;
 
-// What the gradient of a row that counts is made of. By all of its lanes. What a row takes is
-// computed in fp64, as in token_values_kernel.
+// What the gradient of a row that counts is made of. By all lanes of a warp, if the row has more
+// than kFewIndices. What a row takes is computed in fp64, as in token_values_kernel.
 __device__ __forceinline__ TokenGradient<double> load_gradient(const TokenBackwardArgs& args,
-                                                               const RowGrid::Place& place,
-                                                               int lanes) {
+                                                               const RowGrid::Place& place) {
   double of_softmax = 0;
   const int64_t count = args.grad_log_probs.data != nullptr ? args.num_indices : 0;
+  const bool is_shared = args.num_indices > kFewIndices;
 #pragma unroll 1
-  for (int64_t k = static_cast<int>(threadIdx.x) & (lanes - 1); k < count; k += lanes) {
+  for (int64_t k = is_shared ? threadIdx.x % kWarpSize : 0; k < count;
+       k += is_shared ? kWarpSize : 1) {
     const int64_t c = load_index(args, place, k);
     of_softmax -=
         c >= 0 && c < args.num_classes ? load_grad(args, place, k) : math::quiet_nan<double>();
   }
-  of_softmax = warp_sum(of_softmax, lanes) + load_row_grad(args, place, args.grad_lse);
+  of_softmax = is_shared ? warp_sum(of_softmax) : of_softmax;
+  of_softmax += load_row_grad(args, place, args.grad_lse);
   const auto kept = [&](int64_t plane) {
     return load_as<double>(args.row_stats, stats_dtype(args), plane * args.rows.numel + place.row);
   };
@@ -243,7 +242,24 @@ struct TokenGradients {
                                          const Gradient&) const {}
 };
 
-// Leaves what row_gradients_kernel takes of each row, (rows,) TokenLogitGradient.
+// The numbers of a TokenLogitGradient.
+__device__ __forceinline__ void numbers_of(const TokenGradient<double>& gradient,
+                                           double (&numbers)[kGradientNumbers]) {
+  numbers[0] = gradient.stats.max;
+  numbers[1] = gradient.stats.mean_distance;
+  numbers[2] = gradient.of_softmax * gradient.inverse_sum;
+  numbers[3] = gradient.of_entropy * gradient.inverse_sum;
+}
+
+// The gradient at a class index of logit z after the map; slope: of the map; sum: of the gradients
+// of its log-probabilities.
+__device__ __forceinline__ double gradient_at(const TokenGradient<double>& gradient, double z,
+                                              double slope, double sum) {
+  return gradient.at_index(z, sum, gradient.of_softmax + sum) * slope;
+}
+
+// Leaves what row_gradients_kernel takes of each row, (rows,) TokenLogitGradient. lanes: of a row;
+// a warp, if it has more than kFewIndices.
 __global__ void __launch_bounds__(kRowThreads)
     token_gradients_kernel(const __grid_constant__ TokenBackwardArgs args,
                            const __grid_constant__ RowSource source,
@@ -251,13 +267,11 @@ __global__ void __launch_bounds__(kRowThreads)
   let_next_kernel_start();
   const uint32_t group = group_of_thread(lanes);
   const RowGrid::Place place = grid.place(group);
-  const TokenGradient<double> gradient = load_gradient(args, place, lanes);
-  if ((static_cast<int>(threadIdx.x) & (lanes - 1)) == 0 && group < grid.groups) {
-    const TokenStats<double>& stats = gradient.stats;
+  const TokenGradient<double> gradient = load_gradient(args, place);
+  if ((threadIdx.x & (lanes - 1)) == 0 && group < grid.groups) {
     const bool counts = source.counts(place);
-    const double numbers[kGradientNumbers] = {stats.max, stats.mean_distance,
-                                              gradient.of_softmax * gradient.inverse_sum,
-                                              gradient.of_entropy * gradient.inverse_sum};
+    double numbers[kGradientNumbers];
+    numbers_of(gradient, numbers);
 #pragma unroll
     for (int i = 0; i < kGradientNumbers; ++i) {
       store_as(of_rows, stats_dtype(args), place.row * kGradientNumbers + i,
@@ -266,21 +280,22 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// Rewrites the gradients at class indices. Those of repeated indices add up: the
-// first of them writes the sum. Like token_values_kernel for all dtypes.
+// Rewrites the gradients at class indices. Those of repeated indices add up: the first of them
+// writes the sum. Like token_values_kernel for all dtypes. lanes: of a row, which share its
+// indices; a warp, if it has more than kFewIndices.
 __global__ void __launch_bounds__(kRowThreads)
     token_classes_kernel(const __grid_constant__ TokenBackwardArgs args,
                          const __grid_constant__ RowSource source,
                          const __grid_constant__ RowGrid grid, int lanes) {
   const uint32_t group = group_of_thread(lanes);
   const RowGrid::Place place = grid.place(group);
-  const TokenGradient<double> gradient = load_gradient(args, place, lanes);
+  const TokenGradient<double> gradient = load_gradient(args, place);
   wait_for_previous_kernel();
   if (group >= grid.groups || !source.counts(place)) {
     return;
   }
 #pragma unroll 1
-  for (int64_t k = static_cast<int>(threadIdx.x) & (lanes - 1); k < args.num_indices; k += lanes) {
+  for (int64_t k = threadIdx.x & (lanes - 1); k < args.num_indices; k += lanes) {
     const int64_t c = load_index(args, place, k);
     if (c < 0 || c >= args.num_classes) {
       continue;
@@ -299,14 +314,88 @@ __global__ void __launch_bounds__(kRowThreads)
       const auto x = load_operand<double>(source.input, offset);
       double slope = 0;
       visit_logit_map<double>(args.map, [&](const auto& map) { slope = map.derivative(x); });
-      const double value =
-          gradient.at_index(mapped_logit(args, source, offset), sum, gradient.of_softmax + sum) *
-          slope;
       store_operand(args.grad_input,
-                    place.offset(args.grad_input) + c * args.grad_input_class_stride, value);
+                    place.offset(args.grad_input) + c * args.grad_input_class_stride,
+                    gradient_at(gradient, mapped_logit(args, source, offset), slope, sum));
     }
   }
 }
+
+// The same of short rows, for flat_gradients_kernel: by a thread each, with the gradient at the
+// class index, if a row has one.
+template <typename scalar_t>
+struct FlatTokenGradient {
+  static constexpr int kDoesNotCount = -2;
+  using acc_t = acc_type_t<scalar_t>;
+  TokenLogitGradient<scalar_t> of_logit;
+  acc_t at_index;
+  int index;
+
+  template <int kCount, typename Map>
+  __device__ __forceinline__ void replace(acc_t (&x)[kCount], const Map& map) const {
+    of_logit.replace(x, map);
+    if (index == kDoesNotCount) {
+#pragma unroll
+      for (acc_t& value : x) {
+        value = 0;
+      }
+    }
+  }
+};
+
+// As token_gradients_kernel and token_classes_kernel, with types that are known: a switch over
+// dtypes and the constants of a map would take most of a short row's time.
+template <typename scalar_t, typename Map, typename WideMap>
+struct FlatTokenGradients {
+  using Gradient = FlatTokenGradient<scalar_t>;
+  using acc_t = acc_type_t<scalar_t>;
+  TokenBackwardArgs args;  // operands are those of a slice
+  RowSource source;
+  RowType<scalar_t> type;
+  Map map;
+  WideMap wide_map;  // the same in fp64
+
+  __device__ __forceinline__ bool begin() const { return true; }
+
+  __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
+    Gradient result{{}, acc_t(0), Gradient::kDoesNotCount};
+    if (!source.counts(place)) {
+      return result;
+    }
+    const TokenGradient<double> gradient = load_gradient(args, place);
+    double numbers[kGradientNumbers];
+    numbers_of(gradient, numbers);
+    result.of_logit.max = static_cast<acc_t>(numbers[0]);
+    result.of_logit.mean_distance = static_cast<acc_t>(numbers[1]);
+    result.of_logit.of_softmax = static_cast<acc_t>(numbers[2]);
+    result.of_logit.of_entropy = static_cast<acc_t>(numbers[3]);
+    result.index = -1;
+    // token_classes_kernel rewrites the gradients at several indices.
+    if (args.grad_log_probs.data != nullptr && args.num_indices == 1) {
+      const int64_t c = load_index(args, place, 0);
+      if (c >= 0 && c < args.num_classes) {
+        const auto* const logits = static_cast<const scalar_t*>(source.input.data);
+        const scalar_t logit = logits[place.offset(source.input) + c * source.class_stride];
+        const acc_t x =
+            type.visit([&](auto like) { return to_acc<acc_t>(bits_as<decltype(like)>(logit)); });
+        result.index = static_cast<int>(c);
+        result.at_index = static_cast<acc_t>(
+            gradient_at(gradient, map.map(x), wide_map.derivative(x), load_grad(args, place, 0)));
+      }
+    }
+    return result;
+  }
+};
+
+template <template <typename> class Map, typename acc_t>
+Map<double> wide_map(const Map<acc_t>& /*map*/, const LogitMapParams& params) {
+  return Map<double>(params);
+}
+
+// Longer rows, of more bytes, take row_gradients_kernel. Its kernels around it cost too much for
+// short rows: rows of 26 bytes were at .01 of the floor, of 664 at .11 (step, H200, 2026-11). The
+// bound is a choice, not measured.
+constexpr int64_t kMostFlatTokenBytes = 4096;
 
 // ----------------------------------------------------------------------- launches
 
@@ -351,9 +440,18 @@ RowCut cut_of(const TokenArgs& args) {
   return RowCut::of(args.num_classes, element_size(args.input.dtype));
 }
 
+// Whether forward is short_token_values_kernel's. fp64 is rare, and spares its machine code.
+bool takes_short_rows(const TokenArgs& args) {
+  const int64_t element_bytes = element_size(args.input.dtype);
+  return element_bytes < 8 && ShortRows::are_short(args.num_classes, element_bytes);
+}
+
 }  // namespace
 
 int64_t token_forward_scratch(const TokenForwardArgs& args) {
+  if (takes_short_rows(args)) {
+    return 0;
+  }
   const int64_t state = args.input.dtype == DType::kFloat64 ? sizeof(EntropySoftmax<double>)
                                                             : sizeof(EntropySoftmax<float>);
   return args.rows.numel * cut_of(args).pieces * state / static_cast<int64_t>(sizeof(double));
@@ -367,7 +465,18 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
   visit_logits(args, params, [&](auto type, const auto& call_map) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Row = TokenRow<acc_type_t<scalar_t>>;
+    using Map = std::decay_t<decltype(call_map)>;
     const auto map = map_of_pass(call_map);
+    if constexpr (sizeof(scalar_t) < 8) {
+      if (takes_short_rows(args)) {
+        for_each_slice(args.rows, kMaxDividend, [&](const RowSlice& slice) {
+          const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
+          launch_short_token_values(slice, slice_of(slice, args), source, type, map, Map(args.map),
+                                    changes_signs, stream);
+        });
+        return;
+      }
+    }
     const RowCut cut = cut_of(args);
     const int lanes = merging_lanes(cut.pieces);
     auto* const states = reinterpret_cast<typename Row::State*>(scratch);
@@ -375,7 +484,7 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
       const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
       const RowGrid grid(slice, cut.pieces);
       launch_kernel("row_states_kernel",
-                    row_states_kernel<Row, scalar_t, std::decay_t<decltype(map)>>,
+                    row_states_kernel<Row, scalar_t, Map>,
                     {grid.blocks(cut.lanes), kRowThreads}, stream, source, grid, cut,
                     Row{args.entropy.data != nullptr}, type, map, changes_signs, states);
       const RowGrid rows(slice, 1);
@@ -397,9 +506,40 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
   if (args.num_classes == 0) {
     return;
   }
+  const bool has_indices = args.grad_log_probs.data != nullptr;
+  const int index_lanes =
+      merging_lanes(static_cast<int>(std::min<int64_t>(args.num_indices, kWarpSize)));
+  const auto launch_classes = [&](const RowSlice& slice, const RowSource& source) {
+    const RowGrid rows(slice, 1);
+    LaunchShape shape = {rows.blocks(index_lanes), kRowThreads};
+    shape.overlap = true;
+    launch_kernel("token_classes_kernel", token_classes_kernel, shape, stream,
+                  slice_of(slice, args), source, rows, index_lanes);
+  };
+  const bool is_flat =
+      args.num_classes * element_size(args.input.dtype) <= kMostFlatTokenBytes &&
+      args.num_indices <= kFewIndices &&
+      is_run(args.rows, args.grad_input, args.grad_input_class_stride, args.num_classes);
   visit_logits(args, args.map, [&](auto type, const auto& map) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Map = std::decay_t<decltype(map)>;
+    constexpr bool kMayBeFlat = sizeof(scalar_t) < 8;  // for little machine code: fp64 is rare
+    if constexpr (kMayBeFlat) {
+      if (is_flat) {
+        const auto wide = wide_map(map, args.map);
+        for_each_slice(args.rows, most_flat_rows(args.num_classes), [&](const RowSlice& slice) {
+          const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
+          const FlatTokenGradients<scalar_t, Map, std::decay_t<decltype(wide)>> rows{
+              slice_of(slice, args), source, type, map, wide};
+          launch_flat_gradients_of(slice, rows, source, rows.args.grad_input, args.num_classes,
+                                   type, map, stream);
+          if (has_indices && args.num_indices > 1) {
+            launch_classes(slice, source);
+          }
+        });
+        return;
+      }
+    }
     constexpr int kWarps = kRowThreads / kWarpSize;
     const int64_t resident_warps = int64_t{kRowBlocks<scalar_t>} * kWarps *
                                    std::max(current_device_limits().multiprocessors, 1);
@@ -407,24 +547,22 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
         RowParts::of(args.rows.numel, args.num_classes, sizeof(scalar_t), resident_warps);
     using Gradient = TokenLogitGradient<scalar_t>;
     auto* const of_rows = reinterpret_cast<Gradient*>(scratch);
-    const int lanes = index_lanes(args);
+    const int lanes = args.num_indices > kFewIndices ? kWarpSize : 1;
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const TokenBackwardArgs own = slice_of(slice, args);
       const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
       const RowGrid rows(slice, 1);
-      LaunchShape shape = {rows.blocks(lanes), kRowThreads};
-      launch_kernel("token_gradients_kernel", token_gradients_kernel, shape, stream, own, source,
-                    rows, lanes, of_rows);
+      launch_kernel("token_gradients_kernel", token_gradients_kernel,
+                    {rows.blocks(lanes), kRowThreads}, stream, own, source, rows, lanes, of_rows);
       LaunchShape passing = {grid.blocks(kWarpSize), kRowThreads};
-      shape.overlap = passing.overlap = true;
+      passing.overlap = true;
       launch_kernel("row_gradients_kernel",
                     row_gradients_kernel<TokenGradients<scalar_t>, scalar_t, Map>, passing, stream,
                     TokenGradients<scalar_t>{of_rows}, source, own.grad_input,
                     args.grad_input_class_stride, grid, plan, type, map);
-      if (args.grad_log_probs.data != nullptr) {
-        launch_kernel("token_classes_kernel", token_classes_kernel, shape, stream, own, source,
-                      rows, lanes);
+      if (has_indices) {
+        launch_classes(slice, source);
       }
     });
   });
