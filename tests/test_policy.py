@@ -92,12 +92,12 @@ def test_other_options() -> None:
     both = _plan.plan(shape, "bf16", label_smoothing=0.1, weights=True, device="h200")
     assert both["name"] == "team_rows"
     assert name_of(shape, "bf16", weights=True, gradient=True, device="h200") == "split_rows"
-    # Rows of a padded stride: aligned ones are split, others are not; their gradient is dense.
+    # Rows of a padded stride: aligned ones are split, others are not. Their gradient is padded too.
     assert name_of(shape, "bf16", strides=(32832, 1), gradient=True, device="h200") == "split_rows"
     odd = _plan.plan((64, 50257), "bf16", strides=(50304, 1), gradient=True, device="h200")
-    assert odd["name"] == "long_rows"
-    assert not odd["writes_gradient"]
-    assert odd["backward"] == "index_gradients"
+    assert odd["name"] == "staged_rows"
+    assert odd["writes_gradient"]
+    assert odd["backward"] == "team_rows"
     # Without a reduction the gradient has a pass of its own.
     none = _plan.plan(shape, "bf16", reduction="none", gradient=True, device="h200")
     assert none["name"] == "long_rows"

@@ -55,7 +55,10 @@ struct PlanePlace {
     const uint32_t plane = grid.groups_of_plane.quotient(own);
     const int64_t position = int64_t{own - plane * grid.groups_of_plane.value} * kRows;
     const int64_t left = grid.positions - position;
-    return {position, plane, group >= grid.groups ? 0 : left < kRows ? static_cast<int>(left) : kRows};
+    return {position, plane,
+            group >= grid.groups ? 0
+            : left < kRows       ? static_cast<int>(left)
+                                 : kRows};
   }
 
   __device__ __forceinline__ int64_t row(const PlaneGrid& grid) const {
@@ -189,8 +192,8 @@ struct PlaneRowsOf {
       x_at_index[i] = 0;
       if (i < place.rows) {
         indices[i] = checked_index(
-            args, load_class_index(args.target,
-                                   place.offset(args.target) + i * args.target.strides[0]));
+            args,
+            load_class_index(args.target, place.offset(args.target) + i * args.target.strides[0]));
       }
       if (indices[i] >= 0) {
         const scalar_t logit = first[indices[i] * args.input_class_stride + i];
@@ -204,9 +207,8 @@ struct PlaneRowsOf {
 // The rows' sums, in each warp of the team. shared: a team's kRows OthersSum for each thread.
 template <typename scalar_t>
 __device__ __forceinline__ void sum_of_others(
-    PlaneReader<scalar_t>& reader, const RowType<scalar_t>& type,
-    const PlaneRowsOf<scalar_t>& rows, int warp, int team, int num_chunks,
-    OthersSum<PlaneRowsOf<scalar_t>::kExact>* shared,
+    PlaneReader<scalar_t>& reader, const RowType<scalar_t>& type, const PlaneRowsOf<scalar_t>& rows,
+    int warp, int team, int num_chunks, OthersSum<PlaneRowsOf<scalar_t>::kExact>* shared,
     OthersSum<PlaneRowsOf<scalar_t>::kExact> (&totals)[PlaneReader<scalar_t>::kRows]) {
   constexpr bool kExact = PlaneRowsOf<scalar_t>::kExact;
   constexpr int kRows = PlaneReader<scalar_t>::kRows;
@@ -351,9 +353,10 @@ struct PlaneRow {
   RowSoftmax<float> softmax;
 };
 template <bool kExact>
-__device__ __noinline__ PlaneRow finish_plane_row(const OthersSum<kExact>& others,
-                                                  const IndexRow& known, bool is_known, int index,
-                                                  float x_at_index, float scale, float weight) {
+__device__ __attribute__((noinline)) PlaneRow finish_plane_row(const OthersSum<kExact>& others,
+                                                               const IndexRow& known, bool is_known,
+                                                               int index, float x_at_index,
+                                                               float scale, float weight) {
   PlaneRow row;
   row.reduced = is_known ? known
                          : IndexRow::of(RowTerms<kExact>(others.max), others.max,
@@ -424,9 +427,9 @@ __global__ void __launch_bounds__(kMostThreads)
       if (backward.exists() && is_there) {
         const RowStats<float> stats(const_cast<void*>(backward.row_stats), args.rows.numel);
         known = {stats.max[row], stats.rest[row]};
-        own_scale = load_grad_output<float>(
-            backward.grad_output,
-            place.offset(backward.grad_output) + i * backward.grad_output.strides[0]);
+        own_scale =
+            load_grad_output<float>(backward.grad_output, place.offset(backward.grad_output) +
+                                                              i * backward.grad_output.strides[0]);
         if (args.reduction == Reduction::kMean) {
           own_scale /= static_cast<float>(args.mean_terms[0]);
         }
@@ -461,9 +464,9 @@ void launch(const CrossEntropyForwardArgs& args, const PlaneBackward& backward,
             Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   const PlaneGrid grid(args, args.grad_input, args.grad_input_class_stride);
   const auto launch_as = [&](auto type) {
-    launch_kernel("plane_rows_kernel",
-                  plane_rows_kernel<typename decltype(type)::scalar_type>, shape, stream, args,
-                  backward, grid, type, denominator, grad_output, partials, finalize);
+    launch_kernel("plane_rows_kernel", plane_rows_kernel<typename decltype(type)::scalar_type>,
+                  shape, stream, args, backward, grid, type, denominator, grad_output, partials,
+                  finalize);
   };
   args.input.dtype == DType::kFloat32 ? launch_as(RowType<float>(args.input.dtype))
                                       : launch_as(RowType<any_half_t>(args.input.dtype));

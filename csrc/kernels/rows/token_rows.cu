@@ -345,15 +345,15 @@ struct FlatTokenGradient {
 
 // As token_gradients_kernel and token_classes_kernel, with types that are known: a switch over
 // dtypes and the constants of a map would take most of a short row's time.
-template <typename scalar_t, typename Map, typename WideMap>
+template <typename scalar_t>
 struct FlatTokenGradients {
   using Gradient = FlatTokenGradient<scalar_t>;
   using acc_t = acc_type_t<scalar_t>;
   TokenBackwardArgs args;  // operands are those of a slice
   RowSource source;
   RowType<scalar_t> type;
-  Map map;
-  WideMap wide_map;  // the same in fp64
+  LinearMap<acc_t> map;
+  LinearMap<double> wide_map;  // the same in fp64
 
   __device__ __forceinline__ bool begin() const { return true; }
 
@@ -386,11 +386,6 @@ struct FlatTokenGradients {
     return result;
   }
 };
-
-template <template <typename> class Map, typename acc_t>
-Map<double> wide_map(const Map<acc_t>& /*map*/, const LogitMapParams& params) {
-  return Map<double>(params);
-}
 
 // Longer rows, of more bytes, take row_gradients_kernel. Its kernels around it cost too much for
 // short rows: rows of 26 bytes were at .01 of the floor, of 664 at .11 (step, H200, 2026-11). The
@@ -440,10 +435,15 @@ RowCut cut_of(const TokenArgs& args) {
   return RowCut::of(args.num_classes, element_size(args.input.dtype));
 }
 
-// Whether forward is short_token_values_kernel's. fp64 is rare, and spares its machine code.
+// fp64 and softcaps of short rows are rare, and spare their machine code.
+template <typename scalar_t, typename Map>
+constexpr bool kHasShortKernels = sizeof(scalar_t) < 8 && std::is_same_v<Map, LinearMap<float>>;
+
+// Whether forward is short_token_values_kernel's.
 bool takes_short_rows(const TokenArgs& args) {
   const int64_t element_bytes = element_size(args.input.dtype);
-  return element_bytes < 8 && ShortRows::are_short(args.num_classes, element_bytes);
+  return element_bytes < 8 && args.map.softcap == 0 &&
+         ShortRows::are_short(args.num_classes, element_bytes);
 }
 
 }  // namespace
@@ -467,7 +467,7 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
     using Row = TokenRow<acc_type_t<scalar_t>>;
     using Map = std::decay_t<decltype(call_map)>;
     const auto map = map_of_pass(call_map);
-    if constexpr (sizeof(scalar_t) < 8) {
+    if constexpr (kHasShortKernels<scalar_t, Map>) {
       if (takes_short_rows(args)) {
         for_each_slice(args.rows, kMaxDividend, [&](const RowSlice& slice) {
           const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
@@ -483,8 +483,7 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
     for_each_slice(args.rows, kMaxDividend / cut.pieces, [&](const RowSlice& slice) {
       const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
       const RowGrid grid(slice, cut.pieces);
-      launch_kernel("row_states_kernel",
-                    row_states_kernel<Row, scalar_t, Map>,
+      launch_kernel("row_states_kernel", row_states_kernel<Row, scalar_t, Map>,
                     {grid.blocks(cut.lanes), kRowThreads}, stream, source, grid, cut,
                     Row{args.entropy.data != nullptr}, type, map, changes_signs, states);
       const RowGrid rows(slice, 1);
@@ -523,14 +522,12 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
   visit_logits(args, args.map, [&](auto type, const auto& map) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Map = std::decay_t<decltype(map)>;
-    constexpr bool kMayBeFlat = sizeof(scalar_t) < 8;  // for little machine code: fp64 is rare
-    if constexpr (kMayBeFlat) {
+    if constexpr (kHasShortKernels<scalar_t, Map>) {
       if (is_flat) {
-        const auto wide = wide_map(map, args.map);
+        const LinearMap<double> wide(args.map);
         for_each_slice(args.rows, most_flat_rows(args.num_classes), [&](const RowSlice& slice) {
           const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
-          const FlatTokenGradients<scalar_t, Map, std::decay_t<decltype(wide)>> rows{
-              slice_of(slice, args), source, type, map, wide};
+          const FlatTokenGradients<scalar_t> rows{slice_of(slice, args), source, type, map, wide};
           launch_flat_gradients_of(slice, rows, source, rows.args.grad_input, args.num_classes,
                                    type, map, stream);
           if (has_indices && args.num_indices > 1) {
