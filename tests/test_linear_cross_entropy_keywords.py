@@ -578,3 +578,18 @@ def test_never_waits_and_can_be_captured(keywords: str) -> None:
     torch.cuda.synchronize()
     for each, other in zip(found, expected, strict=True):
         assert same_bits(each, other)
+
+
+def test_no_rows_of_half_types_and_no_features(device: str) -> None:
+    empty = torch.zeros(0, 3, dtype=torch.half, device=device, requires_grad=True)
+    weight = torch.ones(5, 3, dtype=torch.half, device=device)
+    target = torch.zeros(0, dtype=torch.long, device=device)
+    options = {"softcap": 2.0, "label_smoothing": 0.1, "reduction": "sum"}
+    loss = lossops.linear_cross_entropy(empty, weight, target, **options)
+    loss.backward()
+    assert loss == 0
+    assert empty.grad is not None and empty.grad.shape == (0, 3)
+    no_features = torch.zeros(6, 0, device=device)
+    target = torch.arange(6, device=device)
+    loss = lossops.linear_cross_entropy(no_features, torch.zeros(11, 0, device=device), target)
+    torch.testing.assert_close(loss, torch.tensor(11.0, device=device).log())

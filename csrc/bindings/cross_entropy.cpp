@@ -224,7 +224,7 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
   };
   if (output_mask[0]) {
     if (overwritten == nullptr) {
-      results.push_back(empty_gradient(problem.input));
+      results.push_back(empty_like(problem.input));
     }
     add_gradient(overwritten == nullptr
                      ? results.back()
@@ -339,7 +339,8 @@ std::string cross_entropy_plan(Tensor input, Tensor target, OptionalTensor weigh
   args.weight = problem.weight ? aligned : nullptr;
   OptionalTensor grad_input;
   if (gradient) {
-    grad_input = empty_gradient(problem.input);
+    const bool is_kept = args.reduction != Reduction::kNone;
+    grad_input = is_kept ? empty_gradient(problem.input) : empty_like(problem.input);
     set_result(args.grad_input, *grad_input);
     // Without a reduction the backward pass alone writes it.
     args.grad_input.data = args.reduction == Reduction::kNone ? nullptr : aligned;

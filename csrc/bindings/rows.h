@@ -21,9 +21,9 @@ inline Dims without_class_dim(const Dims& dims) {
   return result;
 }
 
-// A new tensor for the gradient of logits. That of padded rows of (N, C) has rows whose vectors of
-// 16 bytes lie as those of the logits do, which kernels need that read a row once for loss and
-// gradient. It is padded by less than a vector a row, and by at most a 16th.
+// A new tensor for the gradient that forward keeps. That of padded rows of (N, C) has rows whose
+// vectors of 16 bytes lie as those of the logits do, which kernels need that read a row once for
+// loss and gradient. It is padded by less than a vector a row, and by at most a 16th.
 // src/lossops/_ops/cross_entropy.py says the same to the compiler.
 Tensor empty_gradient(const View& logits);
 

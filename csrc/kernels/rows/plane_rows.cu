@@ -1,5 +1,6 @@
-// Cross entropy of rows whose classes lie in planes, such as the pixels of an (N, C, H, W) tensor,
-// with class indices. Any number of classes and positions, at any address.
+// Cross entropy of rows whose classes are not neighbours, such as the pixels of an (N, C, H, W)
+// tensor, with class indices. Any number of classes and positions, at any address; it is made for
+// rows that lie side by side.
 //
 // A thread has neighbouring rows, as many as a word of 4 bytes holds. The warps of a team share
 // rows, eight classes a warp in turn, and merge what they have in shared memory. With a gradient
@@ -37,7 +38,7 @@ struct PlaneGrid {
   PlaneGrid(const CrossEntropyArgs& args, const Operand& gradient, int64_t gradient_class_stride)
       : groups(static_cast<uint32_t>(groups_of(args))),
         groups_of_plane(static_cast<uint32_t>(plane_rows::groups_of_plane(args))),
-        positions(args.rows.sizes[0]),
+        positions(positions_of(args)),
         team(warps_of_row(args.num_classes)),
         words(has_words(args, args.input, args.input_class_stride) &&
               (gradient.data == nullptr || has_words(args, gradient, gradient_class_stride))) {}
@@ -45,17 +46,19 @@ struct PlaneGrid {
 
 // A thread's group.
 struct PlanePlace {
+  const IterationSpace& space;
   int64_t position;  // of the first row, in its plane
   uint32_t plane;
   int rows;  // 0: all groups are others'
 
   template <int kRows>
-  static __device__ __forceinline__ PlanePlace of(const PlaneGrid& grid, uint32_t group) {
+  static __device__ __forceinline__ PlanePlace of(const IterationSpace& space,
+                                                  const PlaneGrid& grid, uint32_t group) {
     const uint32_t own = group < grid.groups ? group : grid.groups - 1;
     const uint32_t plane = grid.groups_of_plane.quotient(own);
     const int64_t position = int64_t{own - plane * grid.groups_of_plane.value} * kRows;
     const int64_t left = grid.positions - position;
-    return {position, plane,
+    return {space, position, plane,
             group >= grid.groups ? 0
             : left < kRows       ? static_cast<int>(left)
                                  : kRows};
@@ -65,7 +68,18 @@ struct PlanePlace {
     return plane * grid.positions + position;
   }
   __device__ __forceinline__ int64_t offset(const Operand& operand) const {
-    return position * operand.strides[0] + plane * operand.strides[1];
+    int64_t offset = position * operand.strides[0];
+    if (space.ndim <= 2) {
+      return offset + plane * operand.strides[1];
+    }
+    int64_t rest = plane;
+#pragma unroll 1
+    for (int dim = 1; dim < space.ndim; ++dim) {
+      const int64_t outer = rest / space.sizes[dim];
+      offset += (rest - outer * space.sizes[dim]) * operand.strides[dim];
+      rest = outer;
+    }
+    return offset;
   }
 };
 
@@ -78,9 +92,10 @@ class PlaneReader {
 
   // first: the rows' logits of class 0.
   __device__ __forceinline__ PlaneReader(const RowType<scalar_t>& type, const scalar_t* first,
-                                         int64_t class_stride, int num_classes, bool is_word,
-                                         int rows)
+                                         int64_t row_stride, int64_t class_stride, int num_classes,
+                                         bool is_word, int rows)
       : first_(first),
+        row_stride_(row_stride),
         class_stride_(class_stride),
         num_classes_(num_classes),
         is_word_(is_word),
@@ -128,11 +143,12 @@ class PlaneReader {
     keep_apart();
     const auto* const halves = reinterpret_cast<const uint16_t*>(from);
     const uint32_t first = halves[0];
-    return rows_ == kRows ? first | static_cast<uint32_t>(halves[kRows - 1]) << 16
+    return rows_ == kRows ? first | static_cast<uint32_t>(halves[row_stride_]) << 16
                           : first | first << 16;
   }
 
   const scalar_t* const first_;
+  const int64_t row_stride_;
   const int64_t class_stride_;
   const int num_classes_;
   const bool is_word_;
@@ -196,7 +212,8 @@ struct PlaneRowsOf {
             load_class_index(args.target, place.offset(args.target) + i * args.target.strides[0]));
       }
       if (indices[i] >= 0) {
-        const scalar_t logit = first[indices[i] * args.input_class_stride + i];
+        const scalar_t logit =
+            first[indices[i] * args.input_class_stride + i * args.input.strides[0]];
         x_at_index[i] =
             type.visit([&](auto like) { return to_acc<float>(bits_as<decltype(like)>(logit)); });
       }
@@ -284,8 +301,8 @@ template <typename scalar_t, typename Gradient>
 __device__ __forceinline__ void write_gradients(
     PlaneReader<scalar_t>& reader, const RowType<scalar_t>& type, const PlaneRowsOf<scalar_t>& rows,
     const Gradient (&gradients)[PlaneReader<scalar_t>::kRows],
-    const float (&at_index)[PlaneReader<scalar_t>::kRows], scalar_t* to, int64_t class_stride,
-    bool is_word, int count, int warp, int team, int num_classes) {
+    const float (&at_index)[PlaneReader<scalar_t>::kRows], scalar_t* to, int64_t row_stride,
+    int64_t class_stride, bool is_word, int count, int warp, int team, int num_classes) {
   constexpr int kRows = PlaneReader<scalar_t>::kRows;
   const int num_chunks = (num_classes + kChunk - 1) / kChunk;
   const bool any_has_loss = rows.any_has_loss();
@@ -329,7 +346,7 @@ __device__ __forceinline__ void write_gradients(
           auto* const halves = reinterpret_cast<uint16_t*>(own + u * class_stride);
           halves[0] = static_cast<uint16_t>(word);
           if (count == kRows) {
-            halves[kRows - 1] = static_cast<uint16_t>(word >> 16);
+            halves[row_stride] = static_cast<uint16_t>(word >> 16);
           }
         }
       }
@@ -405,12 +422,13 @@ __global__ void __launch_bounds__(kMostThreads)
   for (uint32_t first = blockIdx.x * teams * kWarpSize; first < grid.groups;
        first += gridDim.x * teams * kWarpSize) {
     const uint32_t group = first + warp_of_block / grid.team * kWarpSize + lane;
-    const PlanePlace place = PlanePlace::of<kRows>(grid, group);
+    const PlanePlace place = PlanePlace::of<kRows>(args.rows, grid, group);
     const auto* const logits =
         static_cast<const scalar_t*>(args.input.data) + place.offset(args.input);
     Rows rows;
     rows.load(args, place, type, logits);
-    Reader reader(type, logits, args.input_class_stride, num_classes, grid.words, place.rows);
+    Reader reader(type, logits, args.input.strides[0], args.input_class_stride, num_classes,
+                  grid.words, place.rows);
     OthersSum<kExact> others[kRows];
     if (!backward.exists()) {
       sum_of_others(reader, type, rows, warp, grid.team, rows.any_has_loss() ? num_chunks : 0,
@@ -450,8 +468,8 @@ __global__ void __launch_bounds__(kMostThreads)
     if (args.grad_input.data != nullptr) {
       write_gradients(reader, type, rows, gradients, at_index,
                       static_cast<scalar_t*>(args.grad_input.data) + place.offset(args.grad_input),
-                      args.grad_input_class_stride, grid.words, place.rows, warp, grid.team,
-                      num_classes);
+                      args.grad_input.strides[0], args.grad_input_class_stride, grid.words,
+                      place.rows, warp, grid.team, num_classes);
     }
   }
   if (args.reduction != Reduction::kNone && !grad_output.exists() && !backward.exists()) {

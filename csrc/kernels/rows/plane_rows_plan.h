@@ -30,33 +30,41 @@ constexpr int warps_of_row(int64_t classes) {
   return warps;
 }
 
+// Rows of the first dimension.
+inline int64_t positions_of(const CrossEntropyArgs& args) {
+  return args.rows.ndim == 0 ? 1 : args.rows.sizes[0];
+}
 inline int64_t groups_of_plane(const CrossEntropyArgs& args) {
-  return ceil_div(args.rows.sizes[0], rows_of_thread(element_size(args.input.dtype)));
+  return ceil_div(positions_of(args), rows_of_thread(element_size(args.input.dtype)));
 }
 inline int64_t groups_of(const CrossEntropyArgs& args) {
-  return args.rows.numel == 0 ? 0 : groups_of_plane(args) * (args.rows.numel / args.rows.sizes[0]);
+  return args.rows.numel == 0 ? 0 : groups_of_plane(args) * (args.rows.numel / positions_of(args));
 }
 
-// Whether the rows of all planes are neighbours, and few enough for 32 bits.
+// Decided by the classes, not by the rows: a row's bits shall not depend on the rows beside it.
+// More rows than 32 bits count would not fit any GPU's memory.
 inline bool lies_in_planes(const CrossEntropyArgs& args) {
-  return args.rows.ndim >= 1 && args.rows.ndim <= 2 && args.input.strides[0] == 1 &&
-         args.input_class_stride != 1 && args.rows.sizes[0] >= kWarpThreads &&
+  return args.input_class_stride != 1 && args.rows.numel > 0 &&
          groups_of(args) <= kMaxDividend - kMostThreads && args.num_classes <= kMaxDividend / 2;
 }
 
 // Whether words hold whole groups of rows of an operand.
 inline bool has_words(const CrossEntropyArgs& args, const Operand& operand, int64_t class_stride) {
   const int64_t group = rows_of_thread(element_size(operand.dtype));
-  return reinterpret_cast<uintptr_t>(operand.data) % 4 == 0 && args.rows.sizes[0] % group == 0 &&
-         class_stride % group == 0 && (args.rows.ndim == 1 || operand.strides[1] % group == 0);
+  bool whole = reinterpret_cast<uintptr_t>(operand.data) % 4 == 0 && args.rows.ndim > 0 &&
+               positions_of(args) % group == 0 && operand.strides[0] == 1 &&
+               class_stride % group == 0;
+  for (int dim = 1; dim < args.rows.ndim; ++dim) {
+    whole = whole && operand.strides[dim] % group == 0;
+  }
+  return whole;
 }
 
 // A backward pass of its own.
 inline bool takes_gradients(const CrossEntropyBackwardArgs& args) {
   return !args.dense() && !args.acc_double && !args.kept && args.row_stats != nullptr &&
          args.input.dtype != DType::kFloat64 && lies_in_planes(args) &&
-         args.grad_input.data != nullptr && args.grad_input.strides[0] == 1 &&
-         args.grad_input.data != args.input.data;
+         args.grad_input.data != nullptr && args.grad_input.data != args.input.data;
 }
 
 inline int threads_of(int64_t classes) {

@@ -52,7 +52,7 @@ const PolicyRow kPolicy[kFamilies] = {
      },
      true},
     {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
-     "side by side, 32 and more, wherever they start: more than 88 classes, class indices",
+     "strided classes (images, transposed logits), more than 88 of them, class indices",
      "a thread has the rows of a word, eight classes at a time; up to 32 warps share rows of many "
      "classes; for the gradient logits are read once more, from the L2 cache where they fit",
      "not measured yet. A thread a row reads fp32 twice, 2 bytes an access of half types, and for "
@@ -61,7 +61,7 @@ const PolicyRow kPolicy[kFamilies] = {
        return p.plain && p.indices && p.classes > side_by_side::kMaxColumnClasses &&
               plane_rows::lies_in_planes(p.args);
      },
-     plane_rows::plan, [](P p) { return p.args.grad_input.strides[0] == 1; }, true},
+     plane_rows::plan, always, true},
     {Family::kFewClasses, "few_classes", "class_index/few_classes.cu",
      "fp32, 2 to 15 classes, class indices; Hopper",
      "a thread has a row in registers, a warp copies the next 64 rows to shared memory "
@@ -224,9 +224,9 @@ BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
     return BackwardFamily::kPlaneRows;
   }
   const int64_t row_bytes = args.num_classes * element_size(args.input.dtype);
-  // What the kernels of index_gradients.cu take.
+  // What the kernels of index_gradients.cu take; more dimensions would be a launch for each index.
   const bool is_plain = !args.dense() && !args.acc_double && args.input.dtype != DType::kFloat64 &&
-                        !args.kept && args.grad_target.data == nullptr &&
+                        !args.kept && args.grad_target.data == nullptr && args.rows.ndim <= 2 &&
                         args.grad_input.data != args.input.data;
   if (is_plain && row_bytes <= kMostFlatBytes && args.input_class_stride == 1 &&
       is_run(args.rows, args.grad_input, args.grad_input_class_stride, args.num_classes)) {

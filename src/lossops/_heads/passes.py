@@ -84,9 +84,9 @@ class Problem:
         dtype = options.compute_dtype
         self.given, self.options, self.row = operands, options, options.row
         self.input = operands.input.to(dtype)
-        self.num_rows, features = self.input.shape
+        self.num_rows = self.input.size(0)
         self.classes = tuple(operands.linear_weight.shape[:-1])  # (C, d1, ...)
-        self.linear_weight = operands.linear_weight.to(dtype).reshape(-1, features)
+        self.linear_weight = operands.linear_weight.to(dtype).flatten(0, -2)
         bias = operands.linear_bias
         self.linear_bias = None if bias is None else bias.to(dtype).reshape(-1)
         self.target, self.weight = operands.target, operands.weight
@@ -95,7 +95,7 @@ class Problem:
         width = self.linear_weight.size(0)
         self.chunk_rows = chunks.rows_of_chunk(
             rows=self.num_rows,
-            features=features,
+            features=self.input.size(1),
             classes=width,
             dtype=dtype,
             device_type=self.input.device.type,
@@ -268,7 +268,7 @@ def as_matrix(gradient: Tensor, logits: Tensor) -> Tensor:
     """The gradient over the logits in rows that matrix products read well: else in their place."""
     # A view for classes in the last dimension, and one row a chunk has any stride.
     matrix = gradient.reshape(logits.shape)
-    if matrix.data_ptr() == logits.data_ptr():
+    if matrix.dtype == logits.dtype and matrix.data_ptr() == logits.data_ptr():
         return matrix
     if matrix.dtype == logits.dtype and matrix.stride(1) == 1 and logits.is_contiguous():
         return matrix

@@ -28,9 +28,9 @@ def logits(operands: Operands, dtype: torch.dtype) -> Tensor:
     """All logits, in a dtype."""
     input, linear_weight, linear_bias = operands[:3]
     classes = linear_weight.shape[:-1]
-    matrix = linear_weight.to(dtype).reshape(-1, linear_weight.size(-1))
+    matrix = linear_weight.to(dtype).flatten(0, -2)
     bias = None if linear_bias is None else linear_bias.to(dtype).reshape(-1)
-    return _linear(input.to(dtype), matrix, bias).reshape(-1, *classes)
+    return _linear(input.to(dtype), matrix, bias).unflatten(-1, classes)
 
 
 def output(operands: Operands, options: Options, keywords: Keywords) -> CrossEntropyOutput:

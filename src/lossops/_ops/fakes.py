@@ -49,7 +49,6 @@ def register(loss: Loss) -> None:
     def backward(*args: Any) -> list[Tensor]:
         arguments = ops.Backward(*args)
         operands = (arguments.input, arguments.target, arguments.weight)
-        new = (loss.fake_gradient, torch.empty_like, torch.empty_like)
         check_devices(
             name,
             arguments.input,
@@ -58,8 +57,8 @@ def register(loss: Loss) -> None:
             weight=arguments.weight,
         )
         return [
-            empty(operand)
-            for empty, operand, wanted in zip(new, operands, arguments.output_mask, strict=True)
+            torch.empty_like(operand)
+            for operand, wanted in zip(operands, arguments.output_mask, strict=True)
             if wanted and operand is not None
         ]
 
