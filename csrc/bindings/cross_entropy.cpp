@@ -224,7 +224,8 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
   };
   if (output_mask[0]) {
     if (overwritten == nullptr) {
-      results.push_back(empty_like(problem.input));
+      results.push_back(args.reduction == Reduction::kNone ? empty_like(problem.input)
+                                                           : empty_gradient(problem.input));
     }
     add_gradient(overwritten == nullptr
                      ? results.back()

@@ -21,10 +21,10 @@ inline Dims without_class_dim(const Dims& dims) {
   return result;
 }
 
-// A new tensor for the gradient that forward keeps. That of padded rows of (N, C) has rows whose
-// vectors of 16 bytes lie as those of the logits do, which kernels need that read a row once for
-// loss and gradient. It is padded by less than a vector a row, and by at most a 16th.
-// src/lossops/_ops/cross_entropy.py says the same to the compiler.
+// A new tensor for the gradient of a reduction, which forward may keep. That of padded rows of (N,
+// C) has rows whose vectors of 16 bytes lie as those of the logits do, which kernels need that read
+// a row once for loss and gradient. It is padded by less than a vector a row, and by at most a
+// 16th. src/lossops/_ops/cross_entropy.py says the same to the compiler.
 Tensor empty_gradient(const View& logits);
 
 // The rows as one launch runs over them, numbered in the row-major order of their shape. No other

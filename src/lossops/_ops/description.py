@@ -161,7 +161,7 @@ class Loss:
     # What *_forward_gradient returns beside the loss and the gradient, without data, from the
     # results of fake_forward.
     fake_saved: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-    # The gradient of input that *_forward_gradient returns, without data.
+    # The gradient of input of a reduction, without data.
     fake_gradient: Callable[[Tensor], Tensor]
     # Whether forward can compute the gradients that are needed, from input, target, weight, options
     # and whether target or weight needs one.

@@ -49,6 +49,9 @@ def register(loss: Loss) -> None:
     def backward(*args: Any) -> list[Tensor]:
         arguments = ops.Backward(*args)
         operands = (arguments.input, arguments.target, arguments.weight)
+        is_reduced = arguments.reduction != "none"
+        of_input = loss.fake_gradient if is_reduced else torch.empty_like
+        new = (of_input, torch.empty_like, torch.empty_like)
         check_devices(
             name,
             arguments.input,
@@ -57,8 +60,8 @@ def register(loss: Loss) -> None:
             weight=arguments.weight,
         )
         return [
-            torch.empty_like(operand)
-            for operand, wanted in zip(operands, arguments.output_mask, strict=True)
+            empty(operand)
+            for empty, operand, wanted in zip(new, operands, arguments.output_mask, strict=True)
             if wanted and operand is not None
         ]
 
