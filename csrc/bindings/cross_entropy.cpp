@@ -90,7 +90,7 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
   }
   if (extra == Extra::kGradient) {
     LOSSOPS_CHECK(kCrossEntropy, reduce, "there is no gradient in forward without a reduction");
-    result.grad_input = empty_gradient(problem.input);
+    result.grad_input = empty_gradient(problem.input, args.reduction);
     set_result(args.grad_input, *result.grad_input);
     space.add_classes(args.grad_input, args.grad_input_class_stride,
                       to_dims(result.grad_input->strides()));
@@ -224,8 +224,7 @@ std::vector<Tensor> cross_entropy_backward_pass(const Tensor& grad_output_, cons
   };
   if (output_mask[0]) {
     if (overwritten == nullptr) {
-      results.push_back(args.reduction == Reduction::kNone ? empty_like(problem.input)
-                                                           : empty_gradient(problem.input));
+      results.push_back(empty_gradient(problem.input, args.reduction));
     }
     add_gradient(overwritten == nullptr
                      ? results.back()
@@ -340,8 +339,7 @@ std::string cross_entropy_plan(Tensor input, Tensor target, OptionalTensor weigh
   args.weight = problem.weight ? aligned : nullptr;
   OptionalTensor grad_input;
   if (gradient) {
-    const bool is_kept = args.reduction != Reduction::kNone;
-    grad_input = is_kept ? empty_gradient(problem.input) : empty_like(problem.input);
+    grad_input = empty_gradient(problem.input, args.reduction);
     set_result(args.grad_input, *grad_input);
     // Without a reduction the backward pass alone writes it.
     args.grad_input.data = args.reduction == Reduction::kNone ? nullptr : aligned;

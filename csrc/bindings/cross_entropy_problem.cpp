@@ -90,8 +90,8 @@ void check_index_dtype(const View& target) {
                 name_of(target.dtype));
 }
 
-Tensor empty_gradient(const View& logits) {
-  if (logits.sizes.size != 2 || logits.strides[1] != 1) {
+Tensor empty_gradient(const View& logits, Reduction reduction) {
+  if (reduction == Reduction::kNone || logits.sizes.size != 2 || logits.strides[1] != 1) {
     return empty_like(logits);
   }
   constexpr int64_t kVectorBytes = 16;

@@ -21,11 +21,11 @@ inline Dims without_class_dim(const Dims& dims) {
   return result;
 }
 
-// A new tensor for the gradient of a reduction, which forward may keep. That of padded rows of (N,
-// C) has rows whose vectors of 16 bytes lie as those of the logits do, which kernels need that read
-// a row once for loss and gradient. It is padded by less than a vector a row, and by at most a
-// 16th. src/lossops/_ops/cross_entropy.py says the same to the compiler.
-Tensor empty_gradient(const View& logits);
+// A new tensor for the gradient of logits. With a reduction, forward may write it: then the rows of
+// padded logits (N, C) have gradients whose vectors of 16 bytes lie as those of the logits do.
+// Kernels need that which read a row once for loss and gradient. The padding is less than a vector
+// a row, and at most a 16th of it. src/lossops/_ops/cross_entropy.py says the same to the compiler.
+Tensor empty_gradient(const View& logits, Reduction reduction);
 
 // The rows as one launch runs over them, numbered in the row-major order of their shape. No other
 // code fills a space of rows and the strides of its operands.

@@ -26,12 +26,12 @@ LaunchRows launch_long_rows;
 LaunchRows launch_split_rows;
 LaunchRows launch_staged_rows;
 
-// Of a backward pass: what plane_rows_plan.h, takes_gradients() says.
+// Writes the gradients of a backward pass of which takes_gradients() of plane_rows_plan.h is true.
 void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 // Of a backward pass: fp32 and half types, class indices, contiguous classes of logits and
 // gradients, which do not share memory.
 void launch_index_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
-// The same of logits in any layout, where the gradients are a run of rows.
+// Gradients of class indices, of logits in any layout. The gradients are a run of rows.
 void launch_flat_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 
 }  // namespace lossops::cuda

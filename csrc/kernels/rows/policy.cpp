@@ -213,10 +213,10 @@ RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& devic
 // A warp a part of a row would leave most of its lanes without work on shorter rows. A choice, not
 // measured.
 constexpr int64_t kLeastGradientBytes = 1024;
-// Of a row of flat_gradients_kernel. A team a row was at .13 to .25 of the floor for rows of 34 to
-// 586 bytes, a thread a row at .18 for 60 bytes, and a team still at .43 for 1516 and .41 for 3498;
-// of long rows it is at .59 to .61, where .667 is the limit (steps of "none", H200, 2026-11). So
-// the bound is a choice, not measured.
+// The longest row that flat_gradients_kernel takes. A team a row was at .13 to .25 of the floor for
+// rows of 34 to 586 bytes, a thread a row at .18 for 60 bytes, and a team still at .43 for 1516 and
+// .41 for 3498; of long rows it is at .59 to .61, where .667 is the limit (steps of "none", H200,
+// 2026-11). So the bound is a choice, not measured.
 constexpr int64_t kMostFlatBytes = 4096;
 
 BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {

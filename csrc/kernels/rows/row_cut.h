@@ -249,7 +249,8 @@ struct RowPart {
 // each some lanes of a warp, which take its elements in turn. Like a RowCut it follows from the
 // number of classes and the size of a logit alone, for the same bits in any batch and layout.
 struct ShortRows {
-  // Of a row, for each of its lanes. What a row costs beside its elements is multiplied by lanes.
+  // A row has a lane for each so many bytes. What a row costs beside its elements is multiplied by
+  // its lanes.
   static constexpr int kLaneBytes = 128;
   static constexpr int kBlockBytes = kRowThreads * kLaneBytes;
 
@@ -338,26 +339,24 @@ struct FlatTiles {
   }
 };
 
-// Whether the rows of a slice follow one another in memory: they are a *run* of elements.
-inline bool is_run(const RowSlice& slice, const Operand& operand, int64_t class_stride,
-                   int64_t num_classes) {
-  const auto follows = [&](int dim, int64_t stride) {
-    return slice.sizes[dim] == 1 || operand.strides[dim] == stride;
-  };
-  return (class_stride == 1 || num_classes == 1) && follows(0, num_classes) &&
-         follows(1, slice.sizes[0] * num_classes);
-}
-
-// The same of all rows of a call.
-inline bool is_run(const IterationSpace& rows, const Operand& operand, int64_t class_stride,
+// Whether rows of these sizes follow one another in memory: they are a *run* of elements.
+inline bool is_run(const int64_t* sizes, int ndim, const Operand& operand, int64_t class_stride,
                    int64_t num_classes) {
   bool follow = class_stride == 1 || num_classes == 1;
   int64_t stride = num_classes;
-  for (int dim = 0; dim < rows.ndim; ++dim) {
-    follow = follow && (rows.sizes[dim] == 1 || operand.strides[dim] == stride);
-    stride *= rows.sizes[dim];
+  for (int dim = 0; dim < ndim; ++dim) {
+    follow = follow && (sizes[dim] == 1 || operand.strides[dim] == stride);
+    stride *= sizes[dim];
   }
   return follow;
+}
+inline bool is_run(const RowSlice& slice, const Operand& operand, int64_t class_stride,
+                   int64_t num_classes) {
+  return is_run(slice.sizes, 2, operand, class_stride, num_classes);
+}
+inline bool is_run(const IterationSpace& rows, const Operand& operand, int64_t class_stride,
+                   int64_t num_classes) {
+  return is_run(rows.sizes, rows.ndim, operand, class_stride, num_classes);
 }
 
 }  // namespace lossops::cuda

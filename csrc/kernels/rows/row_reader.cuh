@@ -200,7 +200,7 @@ class RowReader {
   static constexpr int kSize = kVectorSize<scalar_t>;
   RowVector vectors[kVectors];
 
-  // Of a block: groups of kLanes or more have their granules behind each other.
+  // Granules of a block. Those of groups of kLanes or more lie behind each other.
   template <int kLanes>
   static constexpr int kGranules = kRowThreads * kVectors + kRowThreads / kLanes;
 
