@@ -101,7 +101,8 @@ def test_infinite_probability_at_the_largest_logit(device: str) -> None:
     assert F.cross_entropy(x, p).item() == INF
     assert F.cross_entropy(x, p.roll(-1, 1)).item() == INF
     found = lossops.cross_entropy(x, p.roll(-1, 1))
-    assert found.isnan() if device == "cuda" else found.item() == INF
+    # Which of the two on CUDA depends on the kernel.
+    assert found.item() == INF or (device == "cuda" and found.isnan())
     for call, expected in (
         (lossops.cross_entropy, [[NAN, NAN, INF]]),
         (F.cross_entropy, [[NAN, INF, INF]]),

@@ -224,6 +224,9 @@ __device__ __forceinline__ float exp_times(float factor, float x, float lost) {
 __device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {
   return ::fmaf(a, b, -::__fmul_rn(c, d));
 }
+__device__ __forceinline__ double difference_of_products(double a, double b, double c, double d) {
+  return ::fma(a, b, -::__dmul_rn(c, d));
+}
 
 // Within 2 units in the last place, for a divisor up to 2^126; 0 beyond it. exactly 1 for equals.
 __device__ __forceinline__ float divide(float a, float b) {
@@ -525,11 +528,7 @@ LOSSOPS_HOST_DEVICE void add_exactly(acc_t& sum, acc_t x, acc_t& lost) {
   lost += is_nan(error) ? acc_t(0) : error;
 }
 
-#if defined(__CUDA_ARCH__)
-LOSSOPS_HOST_DEVICE double difference_of_products(double a, double b, double c, double d) {
-  return a * b - c * d;
-}
-#else
+#if !defined(__CUDA_ARCH__)
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t difference_of_products(acc_t a, acc_t b, acc_t c, acc_t d) {
   return a * b - c * d;

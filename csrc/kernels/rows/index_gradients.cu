@@ -99,7 +99,8 @@ struct IndexGradients {
     if (!target.has_loss()) {
       return {of_logit, gradient.without_loss(), -1};
     }
-    return {of_logit, gradient.at_index, static_cast<int>(target.index)};
+    // Else the compiler chooses between a number and the negative of another, with the sign of a NaN.
+    return {of_logit, unfolded(gradient.at_index), static_cast<int>(target.index)};
   }
 
   // The class index once more, by the warp that wrote it.
