@@ -11,6 +11,7 @@
 #include "kernels/grid/launch.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/flat_gradients.cuh"
+#include "kernels/rows/index_gradient.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/row_pass.cuh"
@@ -18,69 +19,6 @@
 
 namespace lossops::cuda {
 namespace {
-
-// Cross entropy takes logits as they are.
-struct NoMap {};
-
-// What replace() of a LogitGradient takes of a row, and no more: flat_gradients_kernel keeps it of
-// many rows in shared memory.
-template <bool kExact>
-struct LogitNumbers {
-  float max;
-  float factor;
-  math::MultipleOfExp multiple;
-  float lowest;
-
-  __device__ __forceinline__ explicit LogitNumbers(const LogitGradient<float, true>& of)
-      : max(of.softmax.max), factor(of.softmax.factor), multiple(of.multiple), lowest(of.lowest) {}
-
-  template <int kCount>
-  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
-    LogitGradient<float, true> of;
-    of.softmax.max = max;
-    of.softmax.factor = factor;
-    of.multiple = multiple;
-    of.lowest = lowest;
-    of.replace(x);
-  }
-};
-template <>
-struct LogitNumbers<false> {
-  float scale;
-  float offset;
-  float factor;
-
-  __device__ __forceinline__ explicit LogitNumbers(const LogitGradient<float, false>& of)
-      : scale(of.terms.scale), offset(of.terms.offset), factor(of.factor) {}
-
-  template <int kCount>
-  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
-    LogitGradient<float, false> of;
-    of.terms.scale = scale;
-    of.terms.offset = offset;
-    of.factor = factor;
-    of.replace(x);
-  }
-};
-
-// What the gradients of a row are made of.
-template <bool kExact>
-struct IndexGradient {
-  LogitNumbers<kExact> of_logit;
-  float at_index;  // if the row has no loss, of all logits
-  int index;       // -1: the row has no loss
-
-  template <int kCount>
-  __device__ __forceinline__ void replace(float (&x)[kCount], const NoMap& /*map*/) const {
-    of_logit.replace(x);
-    if (index < 0) {
-#pragma unroll
-      for (float& value : x) {
-        value = at_index;
-      }
-    }
-  }
-};
 
 template <bool kExact>
 struct IndexGradients {
@@ -95,12 +33,9 @@ struct IndexGradients {
         load_summary<false>(args, target, place.row, place.offset(args.input));
     const RowGradient<float, false, kExact> gradient(
         args, target, summary, row_scale<float>(args, place.offset(args.grad_output)));
-    const LogitNumbers<kExact> of_logit(gradient.logit_gradient);
-    if (!target.has_loss()) {
-      return {of_logit, gradient.without_loss(), -1};
-    }
-    // Else the compiler chooses between a number and the negative of another, with the sign of a NaN.
-    return {of_logit, unfolded(gradient.at_index), static_cast<int>(target.index)};
+    return target.has_loss() ? Gradient::of(gradient.logit_gradient, gradient.at_index,
+                                            static_cast<int>(target.index))
+                             : Gradient::without_loss(gradient.without_loss());
   }
 
   // The class index once more, by the warp that wrote it.

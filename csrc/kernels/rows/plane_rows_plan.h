@@ -6,36 +6,82 @@
 #include <cstdint>
 
 #include "kernels/rows/row_plan.h"
+#include "kernels/rows/side_by_side_rows_plan.h"
 
 namespace lossops::cuda::plane_rows {
 
-// Classes that a thread has in flight, of each of its rows.
-constexpr int kChunk = 8;
-constexpr int kWarpThreads = 32;
-constexpr int kFewestThreads = 128;
-constexpr int kMostThreads = 1024;
-// What the threads of a multiprocessor have read before they write gradients shall fit the L2
-// cache: they read it once more. A choice: half of an H200's 50 MB by 1024 threads each.
-constexpr int64_t kThreadBytes = 192;
+using side_by_side::group_rows;
+using side_by_side::kGroupBytes;
 
-// Neighbouring rows of a thread: those of a word.
-constexpr int64_t rows_of_thread(int64_t element_bytes) { return 4 / element_bytes; }
+constexpr int kMostThreads = 512;
+constexpr int kMostLanes = 128;
+// 64 bytes of a class at once: two sectors of memory.
+constexpr int kLeastLanes = 8;
+// Classes of a share, unless a block has too few threads for so many shares. A choice: with fewer
+// classes, what a share does once for its rows counts for more.
+constexpr int kShareClasses = 24;
+// Logits of a block, while it has more than kLeastLanes: four fit a multiprocessor. A choice.
+constexpr int64_t kBlockBytes = 48 << 10;
+// What a block has of static shared memory, at most.
+constexpr int kStaticBytes = 2048;
+// Numbers of a row in shared memory: a class index, and those of its gradient.
+constexpr int kRowNumbers = 8;
 
-// Warps that share a row: by its classes alone, as all that decides about bits.
-constexpr int warps_of_row(int64_t classes) {
-  int warps = 1;
-  while (warps * kWarpThreads < kMostThreads && classes * 4 > warps * kThreadBytes) {
-    warps *= 2;
-  }
-  return warps;
+// What a block may have of dynamic shared memory. device_bytes: of a multiprocessor.
+constexpr int64_t most_shared_bytes(int64_t device_bytes) {
+  constexpr int64_t kReserved = 1024;  // of each block, by the driver
+  return device_bytes - kReserved - kStaticBytes;
 }
+
+// How a block takes rows: a group of them a lane, whose classes are dealt out to shares, a thread
+// each. By the classes and the device alone, as all that decides about bits.
+struct Cut {
+  int lanes = kMostLanes;  // a power of two, and so is shares
+  int shares = 1;
+  int range = 0;      // classes in shared memory at a time: all of them, if they fit
+  int parts = 1;      // sums of a row that warps leave
+  int64_t bytes = 0;  // of shared memory
+
+  Cut() = default;
+  Cut(int64_t classes, int64_t element_bytes, int64_t device_shared_bytes) {
+    // The order of sums of side_by_side_rows has one share.
+    const int most_shares =
+        classes <= side_by_side::kMaxColumnClasses ? 1 : kMostThreads / kLeastLanes;
+    while (shares < most_shares && classes > int64_t{shares} * kShareClasses) {
+      shares *= 2;
+    }
+    while (lanes > kLeastLanes &&
+           (lanes * shares > kMostThreads || lanes * kGroupBytes * classes > kBlockBytes)) {
+      lanes /= 2;
+    }
+    const int64_t rows = lanes * group_rows(element_bytes);
+    parts = lanes < kWarpSize ? lanes * shares / kWarpSize : shares;
+    parts = std::max(parts, 1);
+    const int64_t numbers = rows * (kRowNumbers + 2 * (parts - 1)) * int64_t{sizeof(float)};
+    const int64_t most = most_shared_bytes(device_shared_bytes) - numbers;
+    const auto classes_in = [&](int64_t of_bytes) {
+      return std::max<int64_t>(of_bytes / (lanes * kGroupBytes) / shares * shares, shares);
+    };
+    int64_t of_range = classes;
+    if (classes > classes_in(most)) {
+      const int64_t ranges = ceil_div(classes, classes_in(most / 2));
+      of_range = ceil_div(ceil_div(classes, ranges), shares) * shares;
+    }
+    range = static_cast<int>(of_range);
+    bytes = logit_bytes() + numbers;
+  }
+
+  int threads() const { return lanes * shares; }
+  // Each thread has as many places as the first.
+  int64_t logit_bytes() const { return ceil_div(range, shares) * threads() * int64_t{kGroupBytes}; }
+};
 
 // Rows of the first dimension.
 inline int64_t positions_of(const CrossEntropyArgs& args) {
   return args.rows.ndim == 0 ? 1 : args.rows.sizes[0];
 }
 inline int64_t groups_of_plane(const CrossEntropyArgs& args) {
-  return ceil_div(positions_of(args), rows_of_thread(element_size(args.input.dtype)));
+  return ceil_div(positions_of(args), group_rows(element_size(args.input.dtype)));
 }
 inline int64_t groups_of(const CrossEntropyArgs& args) {
   return args.rows.numel == 0 ? 0 : groups_of_plane(args) * (args.rows.numel / positions_of(args));
@@ -45,19 +91,7 @@ inline int64_t groups_of(const CrossEntropyArgs& args) {
 // More rows than 32 bits count would not fit any GPU's memory.
 inline bool lies_in_planes(const CrossEntropyArgs& args) {
   return args.input_class_stride != 1 && args.rows.numel > 0 &&
-         groups_of(args) <= kMaxDividend - kMostThreads && args.num_classes <= kMaxDividend / 2;
-}
-
-// Whether words hold whole groups of rows of an operand.
-inline bool has_words(const CrossEntropyArgs& args, const Operand& operand, int64_t class_stride) {
-  const int64_t group = rows_of_thread(element_size(operand.dtype));
-  bool whole = reinterpret_cast<uintptr_t>(operand.data) % 4 == 0 && args.rows.ndim > 0 &&
-               positions_of(args) % group == 0 && operand.strides[0] == 1 &&
-               class_stride % group == 0;
-  for (int dim = 1; dim < args.rows.ndim; ++dim) {
-    whole = whole && operand.strides[dim] % group == 0;
-  }
-  return whole;
+         groups_of(args) <= kMaxDividend - kMostLanes && args.num_classes <= kMaxDividend / 2;
 }
 
 // A backward pass of its own.
@@ -67,23 +101,17 @@ inline bool takes_gradients(const CrossEntropyBackwardArgs& args) {
          args.grad_input.data != nullptr && args.grad_input.data != args.input.data;
 }
 
-inline int threads_of(int64_t classes) {
-  return std::max(warps_of_row(classes) * kWarpThreads, kFewestThreads);
-}
-
-inline int64_t blocks_of(const CrossEntropyArgs& args, int64_t most) {
-  const int64_t groups = threads_of(args.num_classes) / warps_of_row(args.num_classes);
-  return std::clamp<int64_t>(ceil_div(groups_of(args), groups), 1, most);
+inline int64_t blocks_of(const CrossEntropyArgs& args, const Cut& cut, int64_t most) {
+  return std::clamp<int64_t>(ceil_div(groups_of(args), cut.lanes), 1, most);
 }
 
 inline RowPlan plan(const RowProblem& problem) {
+  const Cut cut(problem.classes, problem.element_bytes, problem.device.shared_bytes);
   RowPlan plan;
-  plan.threads = threads_of(problem.classes);
-  plan.team = warps_of_row(problem.classes) * kWarpThreads;
-  plan.blocks = blocks_of(problem.args, kMaxLoopBlocks);
-  // The sums of teams, three numbers a row.
-  const int64_t rows = plan.threads * rows_of_thread(problem.element_bytes);
-  plan.shared_bytes = plan.team > kWarpThreads ? rows * 3 * int64_t{sizeof(float)} : 0;
+  plan.threads = cut.threads();
+  plan.team = cut.shares;
+  plan.blocks = blocks_of(problem.args, cut, kMaxLoopBlocks);
+  plan.shared_bytes = cut.bytes;
   return plan;
 }
 

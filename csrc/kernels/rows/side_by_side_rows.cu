@@ -12,8 +12,7 @@
 #include "kernels/primitives/integers.h"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
-#include "kernels/rows/row_words.cuh"
-#include "kernels/rows/side_by_side_rows.cuh"
+#include "kernels/rows/row_groups.cuh"
 #include "kernels/rows/side_by_side_rows_plan.h"
 
 namespace lossops::cuda {
@@ -25,52 +24,6 @@ using namespace side_by_side;
 // takes 10 % longer.
 template <typename scalar_t>
 constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7 : 6;
-template <typename scalar_t>
-constexpr int kGroupRows = static_cast<int>(group_rows(sizeof(scalar_t)));
-
-// The logits of one class, of a thread's rows.
-template <typename scalar_t>
-struct alignas(kGroupRows<scalar_t> * sizeof(scalar_t)) RowGroup {
-  static constexpr int kRows = kGroupRows<scalar_t>;
-  static constexpr int kWords = kRows / kWordElements<scalar_t>;
-  uint32_t words[kWords];
-
-  __device__ __forceinline__ float get(int row) const {
-    constexpr int kPerWord = kWordElements<scalar_t>;
-    return word_element<scalar_t>(words[row / kPerWord], row % kPerWord);
-  }
-
-  __device__ __forceinline__ void raise_to(const RowGroup& other) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      words[i] = max_of_words<scalar_t>(other.words[i], words[i]);
-    }
-  }
-
-  // The larger magnitudes; their signs mean nothing.
-  __device__ __forceinline__ void reach_to(const RowGroup& other) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      words[i] = reach_of_pairs<scalar_t>(other.words[i], words[i]);
-    }
-  }
-
-  static __device__ __forceinline__ RowGroup of(const float (&values)[kRows]) {
-    RowGroup result;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      result.words[i] = pack_word<scalar_t>(values + i * kWordElements<scalar_t>);
-    }
-    return result;
-  }
-};
-
-// What is stored at once, aligned to its size.
-template <typename T, int kCount>
-struct alignas(kCount * sizeof(T)) VectorOf {
-  T values[kCount];
-};
-
 // Where groups of rows are.
 struct ColumnShape {
   int64_t groups;
@@ -203,56 +156,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
       x_at_index[i] = to_acc<float>(logit);
       logit = scalars[count * kPitch + i];
     }
-    // The sums of terms of the rows.
     const auto sum_terms = [&](auto& totals, auto&& term, auto&& see) {
-      std::conditional_t<kExact, ExactSum, PlainSum> sums[kRows];
-      float last[kRows] = {};
-      const auto add_classes = [&](int c, auto& totals) {
-        Group x[kColumnUnroll];
-#pragma unroll
-        for (int u = 0; u < kColumnUnroll; ++u) {
-          x[u] = own[(c + u) * kWarpSize];
-          see(x[u]);
-        }
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          float values[kColumnUnroll];
-#pragma unroll
-          for (int u = 0; u < kColumnUnroll; ++u) {
-            values[u] = term(i, x[u].get(i));
-          }
-          totals[i] += pairwise_sum(values);
-        }
-      };
-      int c = 0;
-#pragma unroll 1
-      for (; c + 2 * kColumnUnroll <= count; c += 2 * kColumnUnroll) {
-        float both[kRows] = {};
-        add_classes(c, both);
-        add_classes(c + kColumnUnroll, both);
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          sums[i].add(both[i]);
-        }
-      }
-      if (c + kColumnUnroll <= count) {
-        add_classes(c, last);
-        c += kColumnUnroll;
-      }
-#pragma unroll 1
-      for (; c < count; ++c) {
-        const Group x = own[c * kWarpSize];
-        see(x);
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          last[i] += term(i, x.get(i));
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        sums[i].add(last[i]);
-        totals[i] = sums[i].total();
-      }
+      sum_group<kExact, scalar_t>(own, kWarpSize, count, totals, term, see, [](auto&) {});
     };
     // Gradients in the place of the logits. replace(x): of one class.
     const auto write = [&](auto&& replace) {

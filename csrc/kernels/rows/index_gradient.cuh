@@ -1,0 +1,90 @@
+// The numbers that all gradients of a row with a class index are made of.
+#pragma once
+
+#include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/cross_entropy_row.cuh"
+
+namespace lossops::cuda {
+
+// Cross entropy takes logits as they are.
+struct NoMap {};
+
+// What replace() of a LogitGradient takes of a row, and no more: kernels keep it of many rows in
+// shared memory.
+template <bool kExact>
+struct LogitNumbers {
+  float max;
+  float factor;
+  math::MultipleOfExp multiple;
+  float lowest;
+
+  LogitNumbers() = default;
+  __device__ __forceinline__ explicit LogitNumbers(const LogitGradient<float, true>& of)
+      : max(of.softmax.max), factor(of.softmax.factor), multiple(of.multiple), lowest(of.lowest) {}
+
+  template <int kCount>
+  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
+    LogitGradient<float, true> of;
+    of.softmax.max = max;
+    of.softmax.factor = factor;
+    of.multiple = multiple;
+    of.lowest = lowest;
+    of.replace(x);
+  }
+  // Of a logit above `lowest`.
+  __device__ __forceinline__ float usual(float x) const { return multiple(x); }
+};
+template <>
+struct LogitNumbers<false> {
+  float scale;
+  float offset;
+  float factor;
+
+  LogitNumbers() = default;
+  __device__ __forceinline__ explicit LogitNumbers(const LogitGradient<float, false>& of)
+      : scale(of.terms.scale), offset(of.terms.offset), factor(of.factor) {}
+
+  template <int kCount>
+  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
+    LogitGradient<float, false> of;
+    of.terms.scale = scale;
+    of.terms.offset = offset;
+    of.factor = factor;
+    of.replace(x);
+  }
+  __device__ __forceinline__ float usual(float x) const {
+    float value[1] = {x};
+    replace(value);
+    return value[0];
+  }
+};
+
+// What the gradients of a row are made of.
+template <bool kExact>
+struct IndexGradient {
+  LogitNumbers<kExact> of_logit;
+  float at_index;  // if the row has no loss, of all logits
+  int index;       // negative: the row has no loss
+
+  static __device__ __forceinline__ IndexGradient of(const LogitGradient<float, kExact>& gradient,
+                                                     float at_index, int index) {
+    // Else the compiler may choose between a number and another's negative, with the sign of a NaN.
+    return {LogitNumbers<kExact>(gradient), unfolded(at_index), index};
+  }
+  static __device__ __forceinline__ IndexGradient without_loss(float value) {
+    return {LogitNumbers<kExact>(LogitGradient<float, kExact>()), value, -1};
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void replace(float (&x)[kCount], const NoMap& /*map*/ = {}) const {
+    of_logit.replace(x);
+    if (index < 0) {
+#pragma unroll
+      for (float& value : x) {
+        value = at_index;
+      }
+    }
+  }
+};
+
+}  // namespace lossops::cuda

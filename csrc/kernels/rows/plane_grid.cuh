@@ -1,0 +1,173 @@
+// How plane_rows.cu deals rows out to a block: where groups of rows are, and what a block keeps of
+// its rows in shared memory.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/primitives/integers.h"
+#include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/index_gradient.cuh"
+#include "kernels/rows/plane_rows_plan.h"
+#include "kernels/rows/row_groups.cuh"
+
+namespace lossops::cuda::plane_rows {
+
+// How the rows are dealt out, for the kernel.
+struct PlaneGrid {
+  uint32_t groups;
+  Divisor groups_of_plane;
+  int64_t positions;  // of a plane
+  int lanes;
+  int lane_bits;  // log2(lanes)
+  int share_bits;
+  int range;
+  int parts;
+  bool whole;  // all groups are whole and aligned, of logits and gradient
+
+  PlaneGrid(const CrossEntropyArgs& args, const Cut& cut, const Operand& gradient,
+            int64_t gradient_class_stride)
+      : groups(static_cast<uint32_t>(groups_of(args))),
+        groups_of_plane(static_cast<uint32_t>(plane_rows::groups_of_plane(args))),
+        positions(positions_of(args)),
+        lanes(cut.lanes),
+        lane_bits(log2_of(cut.lanes)),
+        share_bits(log2_of(cut.shares)),
+        range(cut.range),
+        parts(cut.parts),
+        whole(side_by_side::lies_in_columns(args, args.input, args.input_class_stride) &&
+              (gradient.data == nullptr ||
+               side_by_side::lies_in_columns(args, gradient, gradient_class_stride))) {}
+
+  static int log2_of(int power) {
+    int bits = 0;
+    while (1 << bits < power) {
+      ++bits;
+    }
+    return bits;
+  }
+};
+
+// Where a group of rows is.
+struct PlanePlace {
+  const IterationSpace& space;
+  int64_t position;  // of the first row, in its plane
+  uint32_t plane;
+  int rows;  // 0: all groups are others'
+
+  template <int kRows>
+  static __device__ __forceinline__ PlanePlace of(const IterationSpace& space,
+                                                  const PlaneGrid& grid, uint32_t group) {
+    const uint32_t own = group < grid.groups ? group : grid.groups - 1;
+    const uint32_t plane = grid.groups_of_plane.quotient(own);
+    const int64_t position = int64_t{own - plane * grid.groups_of_plane.value} * kRows;
+    const int64_t left = grid.positions - position;
+    return {space, position, plane,
+            group >= grid.groups ? 0
+            : left < kRows       ? static_cast<int>(left)
+                                 : kRows};
+  }
+
+  __device__ __forceinline__ int64_t row(const PlaneGrid& grid) const {
+    return plane * grid.positions + position;
+  }
+  __device__ __forceinline__ int64_t offset(const Operand& operand) const {
+    return position * operand.strides[0] +
+           (space.ndim <= 2 ? plane * operand.strides[1] : of_dimensions(space, operand, plane));
+  }
+
+ private:
+  // Not inlined: it is long, rare, and asked for in many places.
+  static __device__ __attribute__((noinline)) int64_t of_dimensions(const IterationSpace& space,
+                                                                    const Operand& operand,
+                                                                    uint32_t plane) {
+    int64_t offset = 0;
+    uint32_t rest = plane;
+#pragma unroll 1
+    for (int dim = 1; dim < space.ndim; ++dim) {
+      const auto size = static_cast<uint32_t>(space.sizes[dim]);
+      const uint32_t outer = rest / size;
+      offset += (rest - outer * size) * operand.strides[dim];
+      rest = outer;
+    }
+    return offset;
+  }
+};
+
+// Numbers of a block's rows in shared memory: number k of all rows, then number k + 1.
+struct RowNumbers {
+  // The largest other logit and the sum of a part; the logit of the class index. Then, in their
+  // place, the numbers of a gradient.
+  static constexpr int kReference = 0;
+  static constexpr int kTotal = 1;
+  static constexpr int kLogit = 2;
+  static constexpr int kIndex = kRowNumbers - 1;
+
+  float* numbers;
+  int rows;
+
+  __device__ __forceinline__ float* of(int number) const { return numbers + number * rows; }
+  // Of a part of the sums: the first is among the numbers of the rows, the others behind them.
+  __device__ __forceinline__ float* of_part(int part, int number) const {
+    return of(part == 0 ? number : kRowNumbers + 2 * (part - 1) + number);
+  }
+  __device__ __forceinline__ int& index(int row) const {
+    return reinterpret_cast<int*>(of(kIndex))[row];
+  }
+
+  // Numbers of neighbouring rows.
+  template <int kRows>
+  static __device__ __forceinline__ void load(const float* from, float (&values)[kRows]) {
+    const auto loaded = *reinterpret_cast<const VectorOf<float, kRows>*>(from);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      values[i] = loaded.values[i];
+    }
+  }
+  template <int kRows>
+  static __device__ __forceinline__ void store(float* to, const float (&values)[kRows]) {
+    VectorOf<float, kRows> stored;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      stored.values[i] = values[i];
+    }
+    *reinterpret_cast<VectorOf<float, kRows>*>(to) = stored;
+  }
+
+  template <bool kExact>
+  __device__ __forceinline__ void put(int row, const IndexGradient<kExact>& gradient) const {
+    constexpr int kCount = sizeof(LogitNumbers<kExact>) / sizeof(float);
+    static_assert(kCount + 2 <= kRowNumbers, "of_logit, at_index, index");
+    float values[kCount];
+    memcpy(values, &gradient.of_logit, sizeof(values));
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      of(k)[row] = values[k];
+    }
+    of(kCount)[row] = gradient.at_index;
+  }
+  // row: the first of a group. indices: theirs.
+  template <bool kExact, int kRows>
+  __device__ __forceinline__ void get(int row, const int (&indices)[kRows],
+                                      IndexGradient<kExact> (&gradients)[kRows]) const {
+    constexpr int kCount = sizeof(LogitNumbers<kExact>) / sizeof(float);
+    float values[kCount + 1][kRows];
+#pragma unroll
+    for (int k = 0; k <= kCount; ++k) {
+      load(of(k) + row, values[k]);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      float own[kCount];
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        own[k] = values[k][i];
+      }
+      memcpy(&gradients[i].of_logit, own, sizeof(own));
+      gradients[i].at_index = values[kCount][i];
+      gradients[i].index = indices[i];
+    }
+  }
+};
+
+}  // namespace lossops::cuda::plane_rows

@@ -1,0 +1,123 @@
+// Rows that lie side by side, in groups: 8 bytes of each class, which a thread takes at once. And
+// the order in which their classes are summed, the same wherever the rows lie.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/primitives/thread_reduce.cuh"
+#include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/plain_rows.cuh"
+#include "kernels/rows/row_words.cuh"
+#include "kernels/rows/side_by_side_rows.cuh"
+#include "kernels/rows/side_by_side_rows_plan.h"
+
+namespace lossops::cuda {
+
+template <typename scalar_t>
+constexpr int kGroupRows = static_cast<int>(side_by_side::group_rows(sizeof(scalar_t)));
+
+// The logits of one class, of a group of rows.
+template <typename scalar_t>
+struct alignas(kGroupRows<scalar_t> * sizeof(scalar_t)) RowGroup {
+  static constexpr int kRows = kGroupRows<scalar_t>;
+  static constexpr int kWords = kRows / kWordElements<scalar_t>;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ float get(int row) const {
+    constexpr int kPerWord = kWordElements<scalar_t>;
+    return word_element<scalar_t>(words[row / kPerWord], row % kPerWord);
+  }
+
+  __device__ __forceinline__ void raise_to(const RowGroup& other) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = max_of_words<scalar_t>(other.words[i], words[i]);
+    }
+  }
+
+  // The larger magnitudes; their signs mean nothing.
+  __device__ __forceinline__ void reach_to(const RowGroup& other) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = reach_of_pairs<scalar_t>(other.words[i], words[i]);
+    }
+  }
+
+  static __device__ __forceinline__ RowGroup of(const float (&values)[kRows]) {
+    RowGroup result;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      result.words[i] = pack_word<scalar_t>(values + i * kWordElements<scalar_t>);
+    }
+    return result;
+  }
+};
+
+// What is stored at once, aligned to its size.
+template <typename T, int kCount>
+struct alignas(kCount * sizeof(T)) VectorOf {
+  T values[kCount];
+};
+
+// The sums of `count` terms of a thread's rows: term(i, x) of logit x of row i. Class c is
+// own[c * pitch]. see(x): what else is done with each class. add_last(sums): adds one more term to
+// each.
+template <bool kExact, typename scalar_t, typename Term, typename See, typename Last>
+__device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pitch, int count,
+                                          float (&totals)[RowGroup<scalar_t>::kRows], Term&& term,
+                                          See&& see, Last&& add_last) {
+  using Group = RowGroup<scalar_t>;
+  constexpr int kRows = Group::kRows;
+  std::conditional_t<kExact, ExactSum, PlainSum> sums[kRows];
+  float last[kRows] = {};
+  const auto add_classes = [&](int c, auto& of_rows) {
+    Group x[kColumnUnroll];
+#pragma unroll
+    for (int u = 0; u < kColumnUnroll; ++u) {
+      x[u] = own[(c + u) * pitch];
+      see(x[u]);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      float values[kColumnUnroll];
+#pragma unroll
+      for (int u = 0; u < kColumnUnroll; ++u) {
+        values[u] = term(i, x[u].get(i));
+      }
+      of_rows[i] += pairwise_sum(values);
+    }
+  };
+  int c = 0;
+#pragma unroll 1
+  for (; c + 2 * kColumnUnroll <= count; c += 2 * kColumnUnroll) {
+    float both[kRows] = {};
+    add_classes(c, both);
+    add_classes(c + kColumnUnroll, both);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      sums[i].add(both[i]);
+    }
+  }
+  if (c + kColumnUnroll <= count) {
+    add_classes(c, last);
+    c += kColumnUnroll;
+  }
+#pragma unroll 1
+  for (; c < count; ++c) {
+    const Group x = own[c * pitch];
+    see(x);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      last[i] += term(i, x.get(i));
+    }
+  }
+  add_last(last);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    sums[i].add(last[i]);
+    totals[i] = sums[i].total();
+  }
+}
+
+}  // namespace lossops::cuda
