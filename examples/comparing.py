@@ -24,10 +24,17 @@ class Run:
     losses: list[float]
     milliseconds: float  # of a step, median
     peak_mib: float | None  # of GPU memory
+    model: torch.nn.Module  # trained
 
 
-def parse(description: str | None, *, steps_cpu: int, steps_cuda: int) -> argparse.Namespace:
-    """The options of an example, whose docstring is the description."""
+def parse(
+    description: str | None,
+    *,
+    steps_cpu: int,
+    steps_cuda: int,
+    more: Callable[[argparse.ArgumentParser], object] = lambda _: None,
+) -> argparse.Namespace:
+    """The options of an example, whose docstring is the description. more: adds its own."""
     parser = argparse.ArgumentParser(
         description=description,
         epilog="Prints for each loss function the first and the last loss, the median time of a\n"
@@ -64,6 +71,7 @@ def parse(description: str | None, *, steps_cpu: int, steps_cuda: int) -> argpar
         metavar="FILE",
         help="write a picture of the loss curves, as curves.png; needs matplotlib (default: none)",
     )
+    more(parser)
     options = parser.parse_args()
     if options.steps is None:
         options.steps = steps_cuda if options.device.startswith("cuda") else steps_cpu
@@ -105,7 +113,7 @@ def train(
         times.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
     late = times[len(times) // 4 :]  # past the warm-up
-    return Run([x.item() for x in losses], 1e3 * statistics.median(late), peak)
+    return Run([x.item() for x in losses], 1e3 * statistics.median(late), peak, model)
 
 
 def compare(

@@ -41,26 +41,33 @@ struct PlaneBackward {
 template <bool kExact>
 __device__ __forceinline__ IndexRow merge_parts(const RowNumbers& numbers, int row, int parts,
                                                 float x_at_index) {
-  float largest = -math::infinity<float>();
-  bool all_plain = !kExact;
+  const auto part = [&](int n) {
+    return OthersSum{numbers.of_part(n, RowNumbers::kReference)[row],
+                     numbers.of_part(n, RowNumbers::kTotal)[row]};
+  };
+  if constexpr (!kExact) {
+    ExactSum sum;
+    bool all_plain = true;
 #pragma unroll 1
-  for (int part = 0; part < parts; ++part) {
-    const float reference = numbers.of_part(part, RowNumbers::kReference)[row];
-    all_plain = all_plain && OthersSum::is_plain(reference);
-    largest = math::max_number(reference, largest);
+    for (int n = 0; n < parts; ++n) {
+      all_plain = all_plain && OthersSum::is_plain(part(n).reference);
+      sum.add(part(n).total);
+    }
+    if (all_plain && IndexRow::may_be_plain(::fabsf(x_at_index), sum.total())) {
+      return IndexRow::plain(sum.total());
+    }
   }
-  largest += 0.0f;
+  float largest = -math::infinity<float>();
+#pragma unroll 1
+  for (int n = 0; n < parts; ++n) {
+    largest = math::max_number(part(n).template near_largest<kExact>().reference, largest);
+  }
   ExactSum sum;
 #pragma unroll 1
-  for (int part = 0; part < parts; ++part) {
-    const OthersSum of_part{numbers.of_part(part, RowNumbers::kReference)[row],
-                            numbers.of_part(part, RowNumbers::kTotal)[row]};
-    sum.add(of_part.template relative_to<kExact>(largest));
+  for (int n = 0; n < parts; ++n) {
+    sum.add(part(n).template near_largest<kExact>().template relative_to<kExact>(largest));
   }
-  const float others = sum.total();
-  return all_plain && IndexRow::may_be_plain(::fabsf(x_at_index), others)
-             ? IndexRow::plain(others)
-             : IndexRow::of(RowTerms<kExact>(largest), largest, others, x_at_index);
+  return IndexRow::of(RowTerms<kExact>(largest), largest, sum.total(), x_at_index);
 }
 
 // The class indices of a block's rows, from group `first` on.
@@ -151,9 +158,12 @@ __global__ void __launch_bounds__(kMostThreads, 2)
       float totals[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
+        for (int offset = kWarpSize / 2; offset >= grid.lanes; offset /= 2) {
+          sums[i].template add<kExact>({__shfl_xor_sync(kAllLanes, sums[i].reference, offset),
+                                        __shfl_xor_sync(kAllLanes, sums[i].total, offset)});
+        }
         references[i] = sums[i].reference;
-        totals[i] =
-            over_shares_of_warp(sums[i].total, grid.lanes, [](float a, float b) { return a + b; });
+        totals[i] = sums[i].total;
       }
       const int in_warp = static_cast<int>(threadIdx.x) % kWarpSize;
       if (in_warp < grid.lanes) {

@@ -45,6 +45,13 @@ struct OthersSum {
       return before.scale == after.scale ? math::exp2(after.offset - before.offset) : 0.0f;
     }
   }
+  // The same relative to a number that is as large as the largest logit, or a little larger: beside
+  // a sum of other reference, 0 may be so far above all logits that 1 would hide them.
+  template <bool kExact>
+  __device__ __forceinline__ OthersSum near_largest() const {
+    return kExact || !is_plain(reference) ? *this : relative_to_log(total);
+  }
+  // Of a near_largest().
   template <bool kExact>
   __device__ __forceinline__ float relative_to(float larger) const {
     return reference < larger ? total * ratio<kExact>(reference, larger) : total;
@@ -56,17 +63,31 @@ struct OthersSum {
       total += other.total;
       return;
     }
-    const float larger = math::max_number(reference, other.reference) + 0.0f;
-    total = relative_to<kExact>(larger) + other.relative_to<kExact>(larger);
-    reference = larger;
+    *this = merged<kExact>(near_largest<kExact>(), other.near_largest<kExact>());
+  }
+
+ private:
+  // Not inlined, as ratio().
+  template <bool kExact>
+  static __device__ __attribute__((noinline)) OthersSum merged(const OthersSum& a,
+                                                               const OthersSum& b) {
+    const float larger = math::max_number(a.reference, b.reference);
+    return {larger,
+            a.template relative_to<kExact>(larger) + b.template relative_to<kExact>(larger)};
+  }
+  static __device__ __attribute__((noinline)) OthersSum relative_to_log(float total) {
+    if (total == 0.0f) {
+      return {};
+    }
+    const float largest = math::log(total);
+    return {largest, RowTerms<false>(largest).unit};
   }
 };
 
-// Over the lanes of a warp that share a group.
-template <typename Op>
-__device__ __forceinline__ float over_shares_of_warp(float value, int lanes, const Op& op) {
+// The largest of the lanes of a warp that share a group.
+__device__ __forceinline__ float largest_of_shares(float value, int lanes) {
   for (int offset = kWarpSize / 2; offset >= lanes; offset /= 2) {
-    value = op(value, __shfl_xor_sync(kAllLanes, value, offset));
+    value = math::max_number(value, __shfl_xor_sync(kAllLanes, value, offset));
   }
   return value;
 }
@@ -116,8 +137,7 @@ class GroupShare {
   }
 
   // Adds the classes of a range to the rows' sums, all but the class index, of which `logits` gets
-  // the logit. The last class takes its place. reference: of all sums of the lanes that share the
-  // group.
+  // the logit. The last class takes its place.
   template <typename element_t>
   __device__ __forceinline__ void add_range(TypeTag<element_t>, int first, float* logits,
                                             OthersSum (&sums)[kRows]) const {
@@ -196,9 +216,7 @@ class GroupShare {
         float max = largest.get(i);
         max = math::max_number(has_index[i] ? max : math::max_number(last[i], max),
                                -math::infinity<float>());
-        maxima[i] = over_shares_of_warp(max, grid_.lanes,
-                                        [](float a, float b) { return math::max_number(a, b); }) +
-                    0.0f;
+        maxima[i] = largest_of_shares(max, grid_.lanes) + 0.0f;  // never -0
         terms[i] = RowTerms<kExact>(maxima[i]);
       }
       float of_shifted[kRows];
