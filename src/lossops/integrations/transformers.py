@@ -14,6 +14,7 @@ import functools
 import inspect
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +33,18 @@ _STATE = "_lossops_head"  # the attribute of a model whose head is fused
 _HALF = (torch.float16, torch.bfloat16)
 
 
+# The loss of (logits of a head, labels, or None, and labels already shifted, or None; the further
+# arguments of ForCausalLMLoss; keywords of a head).
+Loss = Callable[..., Tensor]
+
+
 @dataclass
 class _State:
     """What a fused model knows. A copy of the model has a copy."""
 
     labels_position: int | None  # of the argument `labels` in a call by position
     keywords: dict[str, Any]  # of linear_cross_entropy
+    loss: Loss
     call: Call | None = None  # the call that runs
 
 
@@ -110,7 +117,7 @@ def fuse_head(
     parameters = list(inspect.signature(type(model).forward).parameters)[1:]
     position = parameters.index("labels") if "labels" in parameters else None
     keywords = {"accum_dtype": accum_dtype, "max_workspace_bytes": max_workspace_bytes}
-    setattr(model, _STATE, _State(position, keywords))
+    setattr(model, _STATE, _State(position, keywords, loss=causal_lm_loss))
     if not hasattr(type(model), "_lossops_fused"):  # FSDP2's class keeps it after remove()
         model.__class__ = _fused_class(type(model))
     return FusedHead(model)
@@ -155,7 +162,7 @@ def _fused_class(base: Any) -> type:
         state = getattr(self, _STATE, None)
         if state is None or state.call is None:
             return own
-        return functools.partial(_loss, state, own)
+        return functools.partial(_checked_loss, state, own)
 
     namespace = {
         "__module__": base.__module__,
@@ -198,18 +205,10 @@ def _fused_call(
         call.runs = False
 
 
-def _loss(
-    state: _State,
-    own: Any,
-    logits: Tensor,
-    labels: Tensor | None,
-    vocab_size: int,
-    num_items_in_batch: Tensor | float | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **_: Any,
+def _checked_loss(
+    state: _State, own: Any, logits: Tensor, labels: Tensor | None, vocab_size: int, **more: Any
 ) -> Tensor:
-    """`ForCausalLMLoss` of deferred logits: its arguments, and its result within rounding."""
+    """What a model calls in place of its own loss function, with the same arguments."""
     assert state.call is not None
     name = state.call.model
     _check_loss(name, own)
@@ -218,7 +217,7 @@ def _loss(
             f"fuse_head: {name} does not fit. What reaches its loss function is not the logits of "
             "get_output_embeddings()"
         )
-    hidden, weight, bias = logits.operands
+    weight = logits.operands.weight
     if vocab_size != weight.shape[0]:
         raise NotImplementedError(
             f"fuse_head: {name} does not fit. Its loss function is told of {vocab_size} classes, "
@@ -229,15 +228,25 @@ def _loss(
             f"fuse_head: the weight of {name}'s head is sharded again before the loss. Use "
             "fully_shard(..., reshard_after_forward=False) for the head"
         )
+    return state.loss(logits, labels, **more, keywords=state.keywords)
+
+
+def causal_lm_loss(
+    logits: DeferredLogits,
+    labels: Tensor | None,
+    *,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    keywords: dict[str, Any],
+    **_: Any,
+) -> Tensor:
+    """`ForCausalLMLoss` of deferred logits: its arguments, and its result within rounding."""
+    hidden, weight, bias = logits.operands
     if shift_labels is None:  # position i predicts label i + 1
         assert labels is not None
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    logit_scale, softcap = logits.map()
-    # transformers converts logits to float32 for the loss. Autocast does it within the call.
-    is_half = hidden.dtype in _HALF and weight.dtype is hidden.dtype
-    device = hidden.device.type
-    dtype = hidden.dtype if is_half else torch.get_autocast_dtype(device)
-    with torch.autocast(device, dtype, is_half or torch.is_autocast_enabled(device)):
+    with as_float32(hidden, weight):
         loss: Tensor = linear_cross_entropy(
             hidden.flatten(0, -2),
             weight,
@@ -246,11 +255,23 @@ def _loss(
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
             num_items_in_batch=num_items_in_batch,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            **state.keywords,
+            **logits.map()._asdict(),
+            **keywords,
         )
     return loss
+
+
+def as_float32(hidden: Tensor, weight: Tensor) -> torch.autocast:
+    """Makes the loss of half-precision logits float32, as it is after `logits.float()`.
+
+    Autocast does it, to the dtype that hidden and weight have, where it is off.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) or hidden.dtype not in _HALF:
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    else:
+        dtype, enabled = hidden.dtype, weight.dtype is hidden.dtype
+    return torch.autocast(device, dtype, enabled)
 
 
 # ---------------------------------------------------------------- what does not fit
