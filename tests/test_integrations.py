@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ NOTES = Path(__file__).resolve().parents[1] / "docs" / "integrations.md"
 SECTIONS: dict[str, tuple[str, ...]] = {
     "PyTorch Lightning": ("lightning",),
     "Hugging Face Trainer": ("transformers", "accelerate"),
+    "The head of a transformers model": ("transformers", "accelerate"),
+    "TRL": ("transformers", "trl", "datasets"),
     "torch.compile": (),
     "torch.export": (),
     "DDP and FSDP": (),
@@ -31,7 +34,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Code that you do not edit": (),
 }
 PROCESSES = "DDP and FSDP"
-TRAINERS = ("PyTorch Lightning", "Hugging Face Trainer")
+TRAINERS = tuple(title for title, packages in SECTIONS.items() if packages)
 
 
 def sections() -> dict[str, str]:
@@ -58,14 +61,18 @@ def test_every_section_is_tested() -> None:
     assert list(sections()) == list(SECTIONS)
 
 
-def torch_as_lossops() -> types.ModuleType:
-    """What `import lossops` gives to the runs that are compared with."""
+def torch_as_lossops() -> dict[str, types.ModuleType]:
+    """What `import lossops` gives to the runs that are compared with, by the modules' names."""
     module = types.ModuleType("lossops")
     module.cross_entropy = F.cross_entropy
     module.CrossEntropyLoss = torch.nn.CrossEntropyLoss
     module.patch = module.unpatch = lambda: None
     module.patch_report = lambda: {"cross_entropy": "torch's"}
-    return module
+    found = {"lossops": module}
+    for package, function in (("transformers", "fuse_head"), ("trl", "add_fused_lm_head")):
+        module = found[f"lossops.integrations.{package}"] = types.ModuleType(package)
+        setattr(module, function, mock.MagicMock())  # leaves the model as it is
+    return found
 
 
 def run(code: str) -> dict[str, Any]:
@@ -78,7 +85,8 @@ def run(code: str) -> dict[str, Any]:
 def run_with_torch(code: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """With torch's losses under the name of lossops, and uncompiled."""
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "lossops", torch_as_lossops())
+        for name, module in torch_as_lossops().items():
+            patch.setitem(sys.modules, name, module)
         patch.setattr(torch, "compile", lambda **options: lambda function: function)
         return run(code)
 
