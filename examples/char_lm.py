@@ -1,11 +1,12 @@
-"""A small language model of characters: F.cross_entropy beside lossops.cross_entropy.
+"""A small language model of characters: F.cross_entropy, lossops.cross_entropy, lossops' head.
 
-    python examples/char_lm.py [--device cuda] [--compile] [--autocast] [--plot curves.png]
+    python examples/char_lm.py [--device cuda] [--classes 8192] [--compile] [--plot curves.png]
 
-Trains the same model twice on the same batches, once with each loss, and compares them. The text is
-nine sonnets of Shakespeare's. On the CPU the model has a class for each character. On a GPU it has
-32768 classes, as many as a real language model, of which the text uses few: there the loss takes
-most of a step.
+Trains the same model on the same batches, once with each loss, and compares them. The head,
+lossops.linear_cross_entropy, computes the loss of the model's last layer without its logits. The
+text is nine sonnets of Shakespeare's. On the CPU the model has a class for each character. On a GPU
+it has 32768 classes, as many as a real language model, of which the text uses few: there the loss
+takes most of a step.
 """
 
 from __future__ import annotations
@@ -37,10 +38,37 @@ class CharacterModel(torch.nn.Module):
         mask = torch.nn.Transformer.generate_square_subsequent_mask(length)
         self.register_buffer("mask", mask)
 
+    def hidden(self, characters: Tensor) -> Tensor:
+        """What the last layer, self.output, gets: (batch, length, width)."""
+        length = characters.shape[1]
+        x = self.embedding(characters) + self.position[:length]
+        mask = self.mask[:length, :length]
+        states: Tensor = self.layer(x, src_mask=mask, is_causal=True)
+        return states
+
     def forward(self, characters: Tensor) -> Tensor:
-        x = self.embedding(characters) + self.position
-        logits: Tensor = self.output(self.layer(x, src_mask=self.mask, is_causal=True))
+        logits: Tensor = self.output(self.hidden(characters))
         return logits
+
+
+def of_logits(loss: Loss) -> Loss:
+    def composed(model: CharacterModel, characters: Tensor, targets: Tensor) -> Tensor:
+        return loss(model(characters).flatten(0, 1), targets.flatten())
+
+    return composed
+
+
+def of_hidden_states(model: CharacterModel, characters: Tensor, targets: Tensor) -> Tensor:
+    return lossops.linear_cross_entropy(
+        model.hidden(characters), model.output.weight, targets, linear_bias=model.output.bias
+    )
+
+
+LOSSES = {
+    "F.cross_entropy": of_logits(F.cross_entropy),
+    "lossops.cross_entropy": of_logits(lossops.cross_entropy),
+    "lossops.linear_cross_entropy": of_hidden_states,
+}
 
 
 def batches(steps: int, rows: int, length: int, device: str) -> Iterator[tuple[Tensor, ...]]:
@@ -53,15 +81,15 @@ def batches(steps: int, rows: int, length: int, device: str) -> Iterator[tuple[T
 
 
 def step(model: torch.nn.Module, batch: tuple[Tensor, ...], loss: Loss) -> Tensor:
-    logits = model(batch[0])
-    return loss(logits.flatten(0, 1), batch[1].flatten())
+    return loss(model, *batch)
 
 
 def main() -> None:
-    options = parse(__doc__, steps_cpu=200, steps_cuda=200)
+    alphabet = len(set(TEXT))
+    options = parse(__doc__, steps_cpu=200, steps_cuda=200, classes_cpu=alphabet)
     torch.manual_seed(0)
     large = options.device.startswith("cuda")
-    classes, width = (32768, 256) if large else (len(set(TEXT)), 64)
+    classes, width = options.classes, 256 if large else 64
     rows, length = (64, 128) if large else (16, 64)
     model = CharacterModel(classes, width, length).to(options.device)
     compare(
@@ -69,7 +97,7 @@ def main() -> None:
         model,
         batches(options.steps, rows, length, options.device),
         step,
-        {"F.cross_entropy": F.cross_entropy, "lossops.cross_entropy": lossops.cross_entropy},
+        LOSSES,
         options,
     )
 
