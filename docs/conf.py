@@ -49,11 +49,22 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False  # "The loss: a scalar" is a description, not a type
 napoleon_custom_sections = ["Shape"]
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["transformers", "trl"]  # lossops.integrations; the build has only torch
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 
 # torch's documentation is not looked up: the build needs no network.
-nitpick_ignore = [("py:class", "torch.Tensor"), ("py:class", "collections.abc.Iterator")]
+nitpick_ignore = [
+    ("py:class", name)
+    for name in (
+        "Tensor",
+        "collections.abc.Iterator",
+        "torch.Tensor",
+        "torch.dtype",
+        "torch.nn.modules.module.Module",
+        "transformers.PreTrainedModel",
+    )
+]
 
 # Where files of the repository outside of docs/ are found on the site; see `lead_links`.
 PAGES = {
