@@ -433,3 +433,13 @@ def test_library_runs_without_a_visible_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "1.0"
+
+
+def test_integrations_are_imported_on_demand() -> None:
+    """Their packages are no requirements of lossops."""
+    code = (
+        "import sys, lossops; names = ('lossops.integrations', 'transformers', 'trl', 'peft'); "
+        "assert not [name for name in names if name in sys.modules]"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
