@@ -148,7 +148,7 @@ def main() -> None:
     for name, policy in POLICIES.items():
         generator = torch.Generator(options.device).manual_seed(0)
         training = Training(copy.deepcopy(model), policy, vowels, generator)
-        runs[name] = timed(training, data, options)
+        runs[name] = timed(training.model, training, data, options)
         text = written(training.model, data[0][0][:1], generator)[0].tolist()
         print(
             f"{name} writes: {''.join(alphabet[i] if i < len(alphabet) else '?' for i in text)!r}"

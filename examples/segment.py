@@ -124,7 +124,9 @@ def write_pictures(models: dict[str, nn.Module], image: Tensor, target: Tensor, 
     from matplotlib import pyplot
     from matplotlib.colors import ListedColormap
 
-    colours = ListedColormap(["#e8e8e8", "#4477aa", "#ee6677", "#228833"]).with_extremes(over="black")
+    colours = ListedColormap(["#e8e8e8", "#4477aa", "#ee6677", "#228833"]).with_extremes(
+        over="black"
+    )
     columns = {"picture": image.clamp(0, 1).movedim(1, -1), "classes; black: ignored": target}
     columns |= {name: model(image).argmax(1) for name, model in models.items()}
     figure, axes = pyplot.subplots(

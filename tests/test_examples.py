@@ -14,7 +14,7 @@ import lossops
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # How many runs each compares.
-RUNS = {"char_lm": 3, "distill": 2, "grpo": 2, "regression": 2}
+RUNS = {"char_lm": 3, "distill": 2, "grpo": 2, "regression": 2, "segment": 2}
 
 
 @pytest.mark.parametrize("name", RUNS)
