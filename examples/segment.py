@@ -1,12 +1,12 @@
-"""Segmentation, a small network learns to find shapes: F.cross_entropy beside lossops.cross_entropy.
+"""Segmentation, a small network learns to find shapes: F.cross_entropy and lossops.cross_entropy.
 
     python examples/segment.py [--device cuda] [--compile] [--autocast] [--plot curves.png]
                                [--pictures pictures.png]
 
-Trains the same network twice on the same pictures, once with each loss, and compares them. Discs,
-squares and triangles of random colours lie on a noisy ground, one over another. Each pixel has the
-class of its shape, and pixels around an edge have the class index 255, which the loss ignores. A
-picture has 513 x 513 pixels on a GPU and 65 x 65 on the CPU.
+Trains the same network twice on the same pictures, once with each loss, and compares them. Plain
+discs, striped squares and chequered triangles of random colours lie on a noisy ground, one over
+another. Each pixel has the class of its shape, and pixels around an edge have the class index 255,
+which the loss ignores. A picture has 513 x 513 pixels on a GPU and 65 x 65 on the CPU.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def draw(pictures: int, size: int, shapes: int, generator: torch.Generator) -> t
     target = torch.zeros(pictures, size, size, dtype=torch.int64)
     for _ in range(shapes):
         centre = uniform(0, size, 2, 1, 1)
-        radius = uniform(0.08 * size, 0.25 * size, 1, 1)
+        radius = uniform(0.12 * size, 0.25 * size, 1, 1)
         angle = uniform(0, 2 * torch.pi, 1, 1)
         x = axis[None, None, :] - centre[:, 0]
         y = axis[None, :, None] - centre[:, 1]
@@ -90,12 +90,15 @@ def draw(pictures: int, size: int, shapes: int, generator: torch.Generator) -> t
         distance = torch.full_like(x, torch.inf)
         for shape in range(1, len(NAMES)):
             distance = torch.where(kind == shape, distance_to(shape, x, y, radius), distance)
+        stripes, rows = torch.cos(2.0 * x), torch.cos(2.0 * y)
+        pattern = torch.where(kind == 2, stripes, torch.where(kind == 3, stripes * rows, 0.0))
         inside = distance <= 0
         target = torch.where(inside, kind, target)
         target = torch.where(distance.abs() <= EDGE, IGNORED, target)
-        image = torch.where(inside[:, None], uniform(0, 1, 3, 1, 1), image)
+        shade = uniform(0, 1, 3, 1, 1) + 0.3 * pattern[:, None]
+        image = torch.where(inside[:, None], shade, image)
     noise = torch.randn(image.shape, generator=generator)
-    return image + 0.15 * noise, target
+    return image + 0.1 * noise, target
 
 
 def batches(steps: int, pictures: int, size: int, device: str) -> Iterator[tuple[Tensor, ...]]:
@@ -145,7 +148,7 @@ def write_pictures(models: dict[str, nn.Module], image: Tensor, target: Tensor, 
 def main() -> None:
     options = parse(
         __doc__,
-        steps_cpu=500,
+        steps_cpu=300,
         steps_cuda=300,
         more=lambda parser: parser.add_argument(
             "--pictures",
