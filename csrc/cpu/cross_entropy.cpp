@@ -223,14 +223,12 @@ LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int
   return static_cast<acc_t>(sum.total());
 }
 
-// Completes rows [first, first + count) by their class indices, and leaves behind their
-// statistics and losses. A sum of states has added up terms_per_sum terms one after the other.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
-                                     const Coefficients<acc_t>& coefficients,
-                                     const ForwardWalker& walker, int64_t first, int count,
-                                     int64_t terms_per_sum, RowStates<acc_t>& states,
-                                     ChunkSums& chunk) {
+LOSSOPS_HOST_DEVICE void finish_rows_inline(const CrossEntropyForwardArgs& args,
+                                            const Coefficients<acc_t>& coefficients,
+                                            const ForwardWalker& walker, int64_t first, int count,
+                                            int64_t terms_per_sum, RowStates<acc_t>& states,
+                                            ChunkSums& chunk) {
   const int width = padded(count);
   acc_t x[kBlock];  // the logit at the class index
   acc_t q[kBlock];
@@ -309,6 +307,20 @@ LOSSOPS_HOST_DEVICE void finish_rows(const CrossEntropyForwardArgs& args,
     chunk.loss.add_unpadded(loss, count);
     chunk.weight.add_unpadded(weight, count);
   }
+}
+
+// Completes rows [first, first + count) by their class indices, and leaves behind their
+// statistics and losses. A sum of states has added up terms_per_sum terms one after the other.
+// Both walks call one copy: a second one is 25 KB of the wheel.
+template <typename acc_t>
+__attribute__((noinline)) void finish_rows(const CrossEntropyForwardArgs& args,
+                                           const Coefficients<acc_t>& coefficients,
+                                           const ForwardWalker& walker, int64_t first, int count,
+                                           int64_t terms_per_sum, RowStates<acc_t>& states,
+                                           ChunkSums& chunk) {
+  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+    finish_rows_inline(args, coefficients, walker, first, count, terms_per_sum, states, chunk);
+  });
 }
 
 // ------------------------------------------------------------ forward, row by row
@@ -595,11 +607,11 @@ struct RowGradients {
   acc_t q_at_index[kBlock] = {};
   BlockTargets<acc_t> targets;
 
-  // Rows [first, first + count), which lie in target and grad_output as given.
-  LOSSOPS_HOST_DEVICE void load(const CrossEntropyBackwardArgs& args,
-                                const Coefficients<acc_t>& coefficients,
-                                const BlockOffsets& target_at, const BlockOffsets& grad_output_at,
-                                int64_t first, int count) {
+  LOSSOPS_HOST_DEVICE void load_inline(const CrossEntropyBackwardArgs& args,
+                                       const Coefficients<acc_t>& coefficients,
+                                       const BlockOffsets& target_at,
+                                       const BlockOffsets& grad_output_at, int64_t first,
+                                       int count) {
     const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
     const int width = padded(count);
     if (args.reduction == Reduction::kNone) {
@@ -621,6 +633,18 @@ struct RowGradients {
       factor[j] = row.factor;
       log_sum[j] = row.log_sum;
     }
+  }
+
+  // Rows [first, first + count), which lie in target and grad_output as given. All walks call
+  // one copy: the other two were 59 KB of the wheel.
+  __attribute__((noinline)) void load(const CrossEntropyBackwardArgs& args,
+                                      const Coefficients<acc_t>& coefficients,
+                                      const BlockOffsets& target_at,
+                                      const BlockOffsets& grad_output_at, int64_t first,
+                                      int count) {
+    with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+      load_inline(args, coefficients, target_at, grad_output_at, first, count);
+    });
   }
 
   LOSSOPS_HOST_DEVICE RowSoftmax<acc_t> softmax(int j) const {

@@ -32,11 +32,10 @@ LOSSOPS_HOST_DEVICE acc_t block_max(const acc_t* values, int width) {
                              [](acc_t a, acc_t b) LOSSOPS_ALWAYS_INLINE { return a > b ? a : b; });
 }
 
-// values[i] = data[offset + i * stride + index[i] * index_stride]
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE void gather(const void* data, DType dtype, int64_t offset, int64_t stride,
-                                const int64_t* index, int64_t index_stride, int count,
-                                acc_t* values) {
+LOSSOPS_HOST_DEVICE void gather_inline(const void* data, DType dtype, int64_t offset,
+                                       int64_t stride, const int64_t* index, int64_t index_stride,
+                                       int count, acc_t* __restrict values) {
   const auto gather_typed = [&](const auto* from) LOSSOPS_ALWAYS_INLINE {
     for (int i = 0; i < count; ++i) {
       values[i] = to_acc<acc_t>(from[offset + i * stride + index[i] * index_stride]);
@@ -56,6 +55,17 @@ LOSSOPS_HOST_DEVICE void gather(const void* data, DType dtype, int64_t offset, i
         values[i] = load_as<acc_t>(data, dtype, offset + i * stride + index[i] * index_stride);
       }
   }
+}
+
+// values[i] = data[offset + i * stride + index[i] * index_stride]. All callers share one copy:
+// the others were 26 KB of the wheel.
+template <typename acc_t>
+__attribute__((noinline)) void gather(const void* data, DType dtype, int64_t offset, int64_t stride,
+                                      const int64_t* index, int64_t index_stride, int count,
+                                      acc_t* values) {
+  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+    gather_inline(data, dtype, offset, stride, index, index_stride, count, values);
+  });
 }
 
 // Class indices of a block of rows.
