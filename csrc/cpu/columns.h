@@ -65,11 +65,9 @@ struct ColumnsAt {
   }
 };
 
-// to[c * to_stride + r] = from[r * from_stride + c], in squares of four; memory outside of the
-// caches is walked in its own order, from or to.
 template <bool kInOrderOfFrom, typename T>
-LOSSOPS_HOST_DEVICE void transpose(const T* from, int64_t from_stride, int rows, int columns, T* to,
-                                   int64_t to_stride) {
+LOSSOPS_HOST_DEVICE void transpose_inline(const T* from, int64_t from_stride, int rows, int columns,
+                                          T* to, int64_t to_stride) {
   const auto copy = [&](int first_row, int last_row, int first_column, int last_column)
                         LOSSOPS_ALWAYS_INLINE {
                           for (int r = first_row; r < last_row; ++r) {
@@ -128,6 +126,17 @@ LOSSOPS_HOST_DEVICE void transpose(const T* from, int64_t from_stride, int rows,
 #endif
 }
 
+// to[c * to_stride + r] = from[r * from_stride + c], in squares of four; memory outside of the
+// caches is walked in its own order, from or to. One copy serves all callers, and what is passed is
+// copied to parameters: squares are stored as bytes, behind which the compiler would read it again.
+template <bool kInOrderOfFrom, typename T>
+__attribute__((noinline)) void transpose(const T* from, int64_t from_stride, int rows, int columns,
+                                         T* to, int64_t to_stride) {
+  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+    transpose_inline<kInOrderOfFrom>(from, from_stride, rows, columns, to, to_stride);
+  });
+}
+
 // Asks for what the block behind this one will read of class c: its rows are a short run of memory
 // per class, too short for the processor to foresee.
 LOSSOPS_HOST_DEVICE void prefetch_next_rows(const Operand& operand, const ColumnsAt& at, int c) {
@@ -146,10 +155,10 @@ LOSSOPS_HOST_DEVICE void prefetch_next_rows(const Operand& operand, const Column
 }
 
 // Reads a block, its rows padded with zeros: in place where memory holds just that, else into
-// buffer, by way of staging.
+// buffer, by way of staging. Not inlined, as store_columns(): their copies were 26 KB of the wheel.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE Columns<acc_t> load_columns(const Operand& operand, const ColumnsAt& at,
-                                                acc_t* buffer, acc_t* staging) {
+__attribute__((noinline)) Columns<acc_t> load_columns(const Operand& operand, const ColumnsAt& at,
+                                                      acc_t* buffer, acc_t* staging) {
   const int width = padded(at.count);
   const bool same_type = operand.dtype == dtype_of<acc_t>::value;
   if (same_type && at.rows.stride == 1 && width == at.count && at.count <= at.rows.first_length) {
@@ -191,8 +200,8 @@ LOSSOPS_HOST_DEVICE Columns<acc_t> load_columns(const Operand& operand, const Co
 
 // Writes a block whose columns are padded(count) apart, by way of staging.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE void store_columns(const Operand& operand, const ColumnsAt& at,
-                                       const acc_t* values, acc_t* staging) {
+__attribute__((noinline)) void store_columns(const Operand& operand, const ColumnsAt& at,
+                                             const acc_t* values, acc_t* staging) {
   const int width = padded(at.count);
   if (!at.rows_are_runs()) {
     for (int c = 0; c < at.classes; ++c) {
