@@ -128,7 +128,7 @@ Operand prepare_target(const ElementwiseForwardArgs& args, const Term& term, dou
 // Losses of elements [begin, end): stored, or summed into partial[0], their weights
 // into partial[1]. Leaves the gradients for a grad_output of 1 that are wanted, scale being
 // what all elements share; the operations are those of BackwardBlock.
-template <bool kGradient, typename acc_t, typename Term>
+template <typename acc_t, typename Term>
 LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const Term& term,
                                        const Operand& prepared, acc_t scale, int64_t begin,
                                        int64_t end, double* partial) {
@@ -174,7 +174,7 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
         loss[j] *= weight[j];
       }
     }
-    if (kGradient && args.grad_input.data != nullptr) {
+    if (args.grad_input.data != nullptr) {
       for (int j = 0; j < width; ++j) {
         const acc_t factor = has_weight ? weight[j] * scale : scale;
         if constexpr (Term::kPreparesTarget) {
@@ -185,7 +185,7 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
       }
       store_block(args.grad_input, walker[4], count, grad);
     }
-    if (kGradient && args.grad_target.data != nullptr) {
+    if (args.grad_target.data != nullptr) {
       for (int j = 0; j < width; ++j) {
         grad[j] = (has_weight ? weight[j] * scale : scale) * term.backward_target(x[j], t[j]);
       }
@@ -480,8 +480,7 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
       const int64_t end = std::min(begin + kChunk, args.space.numel);
       double* partial = none ? nullptr : scratch + 2 * chunk;
       with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
-        with_gradient ? forward_chunk<true>(args, term, prepared, scale, begin, end, partial)
-                      : forward_chunk<false>(args, term, prepared, scale, begin, end, partial);
+        forward_chunk(args, term, prepared, scale, begin, end, partial);
       });
     });
     // fault: cpu-chunks }
