@@ -251,8 +251,18 @@ class BackwardBlock {
     }
   }
 
+  // All callers share one copy: the others were 56 KB of the wheel.
   template <typename Term>
-  LOSSOPS_HOST_DEVICE void gradient(Wanted wanted, const Term& term, int width, acc_t* grad) const {
+  __attribute__((noinline)) void gradient(Wanted wanted, const Term& term, int width,
+                                          acc_t* grad) const {
+    with_widest_vectors([&]()
+                            LOSSOPS_ALWAYS_INLINE { gradient_inline(wanted, term, width, grad); });
+  }
+
+ private:
+  template <typename Term>
+  LOSSOPS_HOST_DEVICE void gradient_inline(Wanted wanted, const Term& term, int width,
+                                           acc_t* grad) const {
     if (wanted == Wanted::kInput) {
       for (int j = 0; j < width; ++j) {
         grad[j] = weighted_[j] * term.backward_input(x_[j], t_[j]);
@@ -270,7 +280,6 @@ class BackwardBlock {
     }
   }
 
- private:
   const ElementwiseBackwardArgs& args_;
   const BackwardScalars<acc_t> scalars_;
   const acc_t* x_ = nullptr;
