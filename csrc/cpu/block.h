@@ -287,7 +287,7 @@ LOSSOPS_HOST_DEVICE void store_typed(scalar_t* data, const BlockOffsets& at, int
 template <typename acc_t>
 __attribute__((noinline)) void load_block(const Operand& operand, const BlockOffsets& at, int count,
                                           acc_t* values, acc_t padding = acc_t(1)) {
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
     switch (operand.dtype) {
       case DType::kFloat64:
         detail::load_typed(static_cast<const double*>(operand.data), at, count, values);
@@ -331,7 +331,7 @@ LOSSOPS_HOST_DEVICE const acc_t* view_block(const Operand& operand, const BlockO
 template <typename acc_t>
 __attribute__((noinline)) void store_block(const Operand& operand, const BlockOffsets& at,
                                            int count, const acc_t* values) {
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
     switch (operand.dtype) {
       case DType::kFloat64:
         return detail::store_typed(static_cast<double*>(operand.data), at, count, values);

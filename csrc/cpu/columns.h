@@ -132,7 +132,7 @@ LOSSOPS_HOST_DEVICE void transpose_inline(const T* from, int64_t from_stride, in
 template <bool kInOrderOfFrom, typename T>
 __attribute__((noinline)) void transpose(const T* from, int64_t from_stride, int rows, int columns,
                                          T* to, int64_t to_stride) {
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<T>([&]() LOSSOPS_ALWAYS_INLINE {
     transpose_inline<kInOrderOfFrom>(from, from_stride, rows, columns, to, to_stride);
   });
 }

@@ -318,7 +318,7 @@ __attribute__((noinline)) void finish_rows(const CrossEntropyForwardArgs& args,
                                            const ForwardWalker& walker, int64_t first, int count,
                                            int64_t terms_per_sum, RowStates<acc_t>& states,
                                            ChunkSums& chunk) {
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
     finish_rows_inline(args, coefficients, walker, first, count, terms_per_sum, states, chunk);
   });
 }
@@ -642,7 +642,7 @@ struct RowGradients {
                                       const BlockOffsets& target_at,
                                       const BlockOffsets& grad_output_at, int64_t first,
                                       int count) {
-    with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+    with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       load_inline(args, coefficients, target_at, grad_output_at, first, count);
     });
   }
@@ -958,7 +958,7 @@ void weight_gradient(const CrossEntropyBackwardArgs& args, const Coefficients<ac
     const int64_t begin = std::min(split * plan.rows_per_split, args.rows.numel);
     const int64_t end = std::min(begin + plan.rows_per_split, args.rows.numel);
     double* sums = scratch + split * args.num_classes + first_class;
-    with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+    with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       sum_weight_gradient(args, coefficients, first_class, begin, end, sums);
     });
   });
@@ -1023,7 +1023,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args,
       const int64_t begin = chunk * chunk_rows;
       const int64_t end = std::min(begin + chunk_rows, args.rows.numel);
       ChunkSums sums;
-      with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+      with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
         walk == Walk::kRowByRow ? forward_row_by_row(args, coefficients, begin, end, sums)
                                 : forward_class_by_class(args, coefficients, begin, end, sums);
       });
@@ -1075,7 +1075,7 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
       parallel_for_each(context, num_chunks(args, walk), [&](int64_t chunk) {
         const int64_t begin = chunk * chunk_rows;
         const int64_t end = std::min(begin + chunk_rows, args.rows.numel);
-        with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+        with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
           walk == Walk::kRowByRow ? backward_row_by_row(args, coefficients, begin, end)
                                   : backward_class_by_class(args, coefficients, begin, end);
         });

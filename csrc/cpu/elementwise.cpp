@@ -107,7 +107,7 @@ Operand prepare_target(const ElementwiseForwardArgs& args, const Term& term, dou
   prepared.dtype = dtype_of<acc_t>::value;
   acc_t* const values = reinterpret_cast<acc_t*>(scratch);
   parallel_for_each(context, num_chunks(own), [&](int64_t chunk) {
-    with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+    with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       const int64_t end = std::min((chunk + 1) * kChunk, own.numel);
       BlockWalker<1> walker(own, {&target}, chunk * kChunk);
       acc_t t[kBlock];
@@ -255,8 +255,8 @@ class BackwardBlock {
   template <typename Term>
   __attribute__((noinline)) void gradient(Wanted wanted, const Term& term, int width,
                                           acc_t* grad) const {
-    with_widest_vectors([&]()
-                            LOSSOPS_ALWAYS_INLINE { gradient_inline(wanted, term, width, grad); });
+    with_widest_vectors<acc_t>(
+        [&]() LOSSOPS_ALWAYS_INLINE { gradient_inline(wanted, term, width, grad); });
   }
 
  private:
@@ -488,7 +488,7 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
       const int64_t begin = chunk * kChunk;
       const int64_t end = std::min(begin + kChunk, args.space.numel);
       double* partial = none ? nullptr : scratch + 2 * chunk;
-      with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+      with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
         forward_chunk(args, term, prepared, scale, begin, end, partial);
       });
     });
@@ -528,7 +528,7 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& given, Context c
     parallel_for_each(context, num_chunks(args.space), [&](int64_t chunk) {
       const int64_t begin = chunk * kChunk;
       const int64_t end = std::min(begin + kChunk, args.space.numel);
-      with_widest_vectors(
+      with_widest_vectors<acc_t>(
           [&]() LOSSOPS_ALWAYS_INLINE { backward_chunk<acc_t>(args, scalars, term, begin, end); });
     });
   });
@@ -562,7 +562,7 @@ void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& giv
       const int64_t begin = std::min(split * terms_per_split, plan.reduced);
       const int64_t end = std::min(begin + terms_per_split, plan.reduced);
       double* sums = scratch + split * plan.kept + first;
-      with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+      with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
         if (plan.reduced_inner) {
           reduce_along_terms(args, scalars, wanted, term, plan, first, last, begin, end, sums);
         } else {

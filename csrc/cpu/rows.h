@@ -63,7 +63,7 @@ template <typename acc_t>
 __attribute__((noinline)) void gather(const void* data, DType dtype, int64_t offset, int64_t stride,
                                       const int64_t* index, int64_t index_stride, int count,
                                       acc_t* values) {
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
     gather_inline(data, dtype, offset, stride, index, index_stride, count, values);
   });
 }

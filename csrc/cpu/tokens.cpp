@@ -52,7 +52,7 @@ __attribute__((noinline)) const acc_t* map_block(const LogitMapParams& params, c
   if (params.is_identity()) {
     return x;
   }
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
     visit_logit_map<acc_t>(params, [&](const auto& map) LOSSOPS_ALWAYS_INLINE {
       for (int i = 0; i < count; ++i) {
         z[i] = map.map(x[i]);
@@ -69,7 +69,7 @@ __attribute__((noinline)) void unmap_gradient(const LogitMapParams& params, cons
   if (params.is_identity()) {
     return;
   }
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
     visit_logit_map<acc_t>(params, [&](const auto& map) LOSSOPS_ALWAYS_INLINE {
       for (int i = 0; i < count; ++i) {
         grad[i] *= map.derivative(x[i]);
@@ -124,7 +124,7 @@ struct RowBlock {
   }
 
   __attribute__((noinline)) void entropies(int width, acc_t* values) const {
-    with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+    with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       for (int j = 0; j < width; ++j) {
         const acc_t entropy = stats(j).entropy();
         values[j] = is_counted[j] != acc_t(0) ? entropy : acc_t(0);
@@ -133,7 +133,7 @@ struct RowBlock {
   }
 
   __attribute__((noinline)) void lses(int width, acc_t* values) const {
-    with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+    with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       for (int j = 0; j < width; ++j) {
         const acc_t lse = stats(j).lse();
         values[j] = is_counted[j] != acc_t(0) ? lse : acc_t(0);
@@ -143,7 +143,7 @@ struct RowBlock {
 
   // Of one class of each row, whose mapped logits are z.
   __attribute__((noinline)) void log_probs(int width, const acc_t* z, acc_t* values) const {
-    with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+    with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       for (int j = 0; j < width; ++j) {
         const acc_t log_prob = stats(j).log_prob(z[j]);
         values[j] = is_counted[j] != acc_t(0) ? log_prob : acc_t(0);
@@ -297,7 +297,7 @@ LOSSOPS_HOST_DEVICE void add_block(State& state, const acc_t* z, int width) {
 // Folds in a block of mapped logits, padded with -inf.
 template <bool kEntropy, typename acc_t>
 __attribute__((noinline)) void fold_block(State& state, const acc_t* z, int width) {
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
     const acc_t max = block_max(z, width);
     state.raise_max(static_cast<double>(max));
     static_cast<double>(max) == state.max ? add_block<true, kEntropy>(state, z, width)
@@ -364,7 +364,7 @@ void reduce_far_rows(const TokenArgs& args, const BlockOffsets& rows, int count,
 template <bool kEntropy, typename acc_t>
 __attribute__((noinline)) void reduce_columns(const Columns<acc_t>& z, int classes, int width,
                                               RowBlock<acc_t>& rows) {
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
     for (int first = 0; first < width; first += kVector) {
       acc_t max[kVector];
       acc_t shifts[kVector];
@@ -569,7 +569,7 @@ struct IndexedVector {
   acc_t common[kVector];
 
   __attribute__((noinline)) void evaluate(acc_t* results) const {
-    with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+    with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       for (int i = 0; i < kVector; ++i) {
         const TokenGradient<acc_t> gradient{
             {max[i], rest[i], mean_distance[i]}, of_softmax[i], of_entropy[i], inverse_sum[i]};
@@ -616,7 +616,7 @@ void gradients_at_indices(const RowGradients<acc_t>& rows, size_t& next, int64_t
 template <bool kEntropy, typename acc_t>
 __attribute__((noinline)) void gradient_block(const TokenGradient<acc_t>& row, const acc_t* z,
                                               int width, acc_t* grad) {
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
     const TokenGradient<acc_t> gradient = row;
     for (int i = 0; i < width; ++i) {
       grad[i] = gradient.template of_class<kEntropy>(z[i]);
@@ -667,7 +667,7 @@ template <bool kEntropy, typename acc_t>
 __attribute__((noinline)) void gradient_columns(const Columns<acc_t>& z,
                                                 const RowGradients<acc_t>& rows, int classes,
                                                 int width, acc_t* grad) {
-  with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
+  with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
     for (int first = 0; first < width; first += kVector) {
       acc_t max[kVector];
       acc_t mean_distance[kVector];
