@@ -177,9 +177,9 @@ __device__ __forceinline__ MultipleOfExp divide_by_one_plus_times_exp(float a, f
 #if defined(__CUDA_ARCH__)
 
 __device__ __forceinline__ float log(float x) { return ::logf(x); }
-__device__ __forceinline__ double log(double x) { return ::log(x); }
 __device__ __forceinline__ float exp(float x) { return ::expf(x); }
 // Calls, for little machine code: fp64 is rare.
+static __device__ __attribute__((noinline)) double log(double x) { return ::log(x); }
 static __device__ __attribute__((noinline)) double exp(double x) { return ::exp(x); }
 __device__ __forceinline__ float log1p(float x) { return ::log1pf(x); }
 static __device__ __attribute__((noinline)) double log1p(double x) { return ::log1p(x); }
@@ -232,7 +232,7 @@ __device__ __forceinline__ double difference_of_products(double a, double b, dou
 __device__ __forceinline__ float divide(float a, float b) {
   return a == b ? 1.0f : ::__fdividef(a, b);
 }
-__device__ __forceinline__ double divide(double a, double b) { return a / b; }
+static __device__ __attribute__((noinline)) double divide(double a, double b) { return a / b; }
 
 // a / (1 + b), b >= 0.
 __device__ __forceinline__ float divide_by_one_plus(float a, float b) {
