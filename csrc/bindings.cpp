@@ -210,6 +210,9 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "Tensor? weight, Tensor row_stats, Tensor? mean_terms, int ignore_index, str reduction, "
       "float label_smoothing) -> ()");
   m.def(
+      "cross_entropy_forward_inplace(Tensor(a!) input, Tensor target, Tensor? weight, "
+      "Tensor? denominator, int ignore_index, float label_smoothing) -> Tensor");
+  m.def(
       "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
       "Tensor row_stats, Tensor? mean_terms, int ignore_index, str reduction, "
       "float label_smoothing, bool[] output_mask) -> Tensor[]");
@@ -253,6 +256,7 @@ void implement_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
   m.impl("cross_entropy_value", TORCH_BOX(&cross_entropy_value));
   m.impl("cross_entropy_forward_gradient", TORCH_BOX(&cross_entropy_forward_gradient));
+  m.impl("cross_entropy_forward_inplace", TORCH_BOX(&cross_entropy_forward_inplace));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("cross_entropy_backward_kept", TORCH_BOX(&cross_entropy_backward_kept));
   m.impl("cross_entropy_backward_inplace", TORCH_BOX(&cross_entropy_backward_inplace));

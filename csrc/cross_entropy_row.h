@@ -124,7 +124,7 @@ inline CrossEntropyBackwardArgs unit_backward(const CrossEntropyForwardArgs& arg
   CrossEntropyBackwardArgs backward;
   static_cast<CrossEntropyArgs&>(backward) = args;
   backward.row_stats = args.row_stats;
-  backward.mean_terms = args.mean_terms;
+  backward.mean_terms = args.denominator != nullptr ? args.denominator : args.mean_terms;
   backward.grad_input = args.grad_input;
   backward.grad_input_class_stride = args.grad_input_class_stride;
   return backward;

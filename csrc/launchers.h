@@ -114,11 +114,20 @@ struct CrossEntropyForwardArgs : CrossEntropyArgs {
   // none, as CrossEntropyPlan::needs_row_stats says.
   void* row_stats = nullptr;
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; mean only
-  // The gradient for a grad_output of 1; null: not wanted. Reductions only.
+  // One element, in the memory of the tensors: what the gradient of a mean is divided by, where the
+  // rows are a part of those that the mean is of. The loss is then their sum. Null: all rows.
+  const double* denominator = nullptr;
+  // The gradient for a grad_output of 1; null: not wanted. Reductions only. May be the input
+  // itself, with the input's strides.
   Operand grad_input;
   int64_t grad_input_class_stride = 1;
   // Out, CPU only: the first row whose class index is out of range, or -1.
   int64_t* first_invalid_row = nullptr;
+
+  // The gradient takes the place of the logits.
+  LOSSOPS_HOST_DEVICE bool is_in_place() const {
+    return grad_input.data != nullptr && grad_input.data == input.data;
+  }
 };
 
 struct CrossEntropyBackwardArgs : CrossEntropyArgs {

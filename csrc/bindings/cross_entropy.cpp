@@ -61,6 +61,15 @@ struct SavedLayout {
   }
 };
 
+const double* check_denominator(const Tensor& tensor, const View& input) {
+  const View view(tensor);
+  LOSSOPS_CHECK(kCrossEntropy, view.sizes.numel() == 1 && view.dtype == ScalarType::Double,
+                "denominator must be a float64 tensor of one element, but is ", view.sizes, " ",
+                name_of(view.dtype));
+  check_device(kCrossEntropy, "denominator", view, input);
+  return static_cast<const double*>(tensor.const_data_ptr());
+}
+
 struct CrossEntropyResult {
   Tensor loss;
   OptionalTensor row_stats;   // Extra::kBackwardTerms
@@ -69,15 +78,22 @@ struct CrossEntropyResult {
   OptionalTensor saved;       // Extra::kGradient
 };
 
+// is_in_place: the gradient takes the place of input. denominator: what a mean divides by, where
+// the caller knows it.
 CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor& target,
                                               const OptionalTensor& weight, int64_t ignore_index,
                                               const std::string& reduction, double label_smoothing,
-                                              bool float32_result, Extra extra) {
+                                              bool float32_result, Extra extra,
+                                              bool is_in_place = false,
+                                              const OptionalTensor& denominator = std::nullopt) {
   CrossEntropyForwardArgs args;
   const CrossEntropyProblem problem(input, target, weight, ignore_index, reduction, label_smoothing,
                                     float32_result, args);
   const bool reduce = args.reduction != Reduction::kNone;
   const bool mean = args.reduction == Reduction::kMean;
+  if (denominator) {
+    args.denominator = check_denominator(*denominator, problem.input);
+  }
   CrossEntropyResult result{empty_dense(reduce ? Dims{} : problem.rows,
                                         widen_if(float32_result, problem.result_dtype), input),
                             std::nullopt, std::nullopt, std::nullopt, std::nullopt};
@@ -90,7 +106,7 @@ CrossEntropyResult cross_entropy_forward_pass(const Tensor& input, const Tensor&
   }
   if (extra == Extra::kGradient) {
     LOSSOPS_CHECK(kCrossEntropy, reduce, "there is no gradient in forward without a reduction");
-    result.grad_input = empty_gradient(problem.input, args.reduction);
+    result.grad_input = is_in_place ? input : empty_gradient(problem.input, args.reduction);
     set_result(args.grad_input, *result.grad_input);
     space.add_classes(args.grad_input, args.grad_input_class_stride,
                       to_dims(result.grad_input->strides()));
@@ -288,6 +304,15 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward_gradient(
       cross_entropy_forward_pass(input, target, weight, ignore_index, reduction, label_smoothing,
                                  float32_result, Extra::kGradient);
   return {result.loss, *result.grad_input, *result.saved};
+}
+
+Tensor cross_entropy_forward_inplace(Tensor input, Tensor target, OptionalTensor weight,
+                                     OptionalTensor denominator, int64_t ignore_index,
+                                     double label_smoothing) {
+  return cross_entropy_forward_pass(input, target, weight, ignore_index,
+                                    denominator ? "mean" : "sum", label_smoothing, true,
+                                    Extra::kGradient, true, denominator)
+      .loss;
 }
 
 std::vector<Tensor> cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target,

@@ -26,6 +26,13 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward_gradient(
     Tensor input, Tensor target, OptionalTensor weight, int64_t ignore_index, std::string reduction,
     double label_smoothing, bool float32_result);
 
+// The sum of the losses, in float32 for half types. Writes its gradient, divided by the denominator
+// where there is one, over input, which shares memory with no other argument. It is for a part of
+// the rows that a mean is of.
+Tensor cross_entropy_forward_inplace(Tensor input, Tensor target, OptionalTensor weight,
+                                     OptionalTensor denominator, int64_t ignore_index,
+                                     double label_smoothing);
+
 std::vector<Tensor> cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target,
                                            OptionalTensor weight, Tensor row_stats,
                                            OptionalTensor mean_terms, int64_t ignore_index,

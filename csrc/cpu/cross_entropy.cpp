@@ -1038,7 +1038,7 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args,
   });
   if (!none) {
     double result = fold_partials(scratch, chunks, 2);
-    if (args.reduction == Reduction::kMean) {
+    if (args.reduction == Reduction::kMean && args.denominator == nullptr) {
       args.mean_terms[0] = fold_partials(scratch + 1, chunks, 2);  // fault: ce-mean-terms
       result = args.mean_terms[0] == 0 && has_mean_of_indices(args) ? math::quiet_nan<double>()
                                                                     : result / args.mean_terms[0];

@@ -194,13 +194,12 @@ def count_versions(library: torch.library.Library, name: str) -> None:
     """Makes autograd notice that the operator changes its first argument, as its schema says."""
     overload = getattr(torch.ops.lossops, name).default
 
-    def kernel(keyset: Any, changed: Tensor, *args: Any) -> None:
+    def kernel(keyset: Any, changed: Tensor, *args: Any) -> Any:
         torch.autograd.graph.increment_version(changed)  # fault: overwritten-version
         if _BelowInplaceOrView is None or _after_inplace_or_view is None:
-            _kernel_of(overload, (changed, *args))
-            return
+            return _kernel_of(overload, (changed, *args))
         with _BelowInplaceOrView():
-            overload.redispatch(keyset & _after_inplace_or_view, changed, *args)
+            return overload.redispatch(keyset & _after_inplace_or_view, changed, *args)
 
     library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 

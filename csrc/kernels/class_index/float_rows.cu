@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       static_cast<int>(min(int64_t{shares.size(blockIdx.x)}, args.rows.numel - first_row));
   const float* const first_logits = input + row_offset(args.rows, args.input, first_row + team);
   const auto all = share.accesses(team < count);
-  if (!denominator.is_computed() && gridDim.x <= kMaxOverlappingBlocks) {
+  if (!denominator.is_left() && gridDim.x <= kMaxOverlappingBlocks) {
     wait_for_previous_kernel();
   }
 #pragma unroll
@@ -301,6 +301,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   float x_of_lane = 0;  // at its row's class index; asked for here, so that no barrier waits for it
   if ((kGradient || thread < kWarpSize) && has_row && rows[lane].index >= 0) {
     x_of_lane = input[rows[lane].logits + rows[lane].index];
+  }
+  if (kGradient && grad_input == input) {
+    __syncthreads();  // before another team writes the first row
   }
 #pragma unroll 1
   for (int n = team; n < count; n += teams) {
@@ -442,7 +445,7 @@ void launch_float_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                     cross_entropy_float_rows_kernel<typename decltype(share)::type,
                                                     decltype(gradient)::value>,
                     {plan.blocks, plan.threads, shared_bytes(plan.block_shares.large, warps), 1,
-                     denominator.is_computed() || plan.blocks <= kMaxOverlappingBlocks},
+                     denominator.is_left() || plan.blocks <= kMaxOverlappingBlocks},
                     stream, args, warps, teams, plan.block_shares, denominator, partials, finalize);
     });
   };

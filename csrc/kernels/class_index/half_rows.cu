@@ -417,7 +417,7 @@ void launch_half_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
             "cross_entropy_half_rows_kernel",
             cross_entropy_half_rows_kernel<typename decltype(type)::type, decltype(aligned)::value,
                                            decltype(gradient)::value>,
-            {plan.blocks, plan.threads, 0, 1, denominator.is_computed()}, stream, args, plan.rows,
+            {plan.blocks, plan.threads, 0, 1, denominator.is_left()}, stream, args, plan.rows,
             denominator, partials, finalize);
       });
     });

@@ -128,12 +128,16 @@ void launch_cross_entropy_forward(const CrossEntropyForwardArgs& all_args,
   Finalize finalize;
   finalize.output = args.output.data;
   finalize.dtype = args.output.dtype;
-  finalize.mean = args.reduction == Reduction::kMean;
+  finalize.mean = args.reduction == Reduction::kMean && args.denominator == nullptr;
   finalize.denominator_is_weight = true;  // fault: ce-cuda-mean
   finalize.nan_over_zero = has_mean_of_indices(args);
   finalize.mean_terms = args.mean_terms;
   Denominator denominator;
-  if (plan.writes_gradient && (finalize.mean || plan.index_bytes > 0)) {
+  if (args.denominator != nullptr) {
+    denominator.partials = args.denominator;  // the sum of one
+    denominator.count = 1;
+    denominator.is_given = true;
+  } else if (plan.writes_gradient && (finalize.mean || plan.index_bytes > 0)) {
     denominator.count = plan.denominator_blocks;
     if (denominator.count > 0) {
       double* const sums = scratch + plan.blocks * kPartialDoubles;

@@ -26,9 +26,12 @@ struct Denominator {
   const double* partials = nullptr;  // one, or kMaxDenominatorBlocks: those of no block are 0
   int count = 0;                     // blocks
   const int8_t* indices = nullptr;  // checked_index() of every row, where the same kernel left them
+  bool is_given = false;            // by the caller: no kernel of this call leaves it
 
-  // By the kernel before this one.
   __host__ __device__ bool is_computed() const { return partials != nullptr; }
+  // By the kernel before this one, with which a kernel may overlap: there are logits to read by the
+  // time it lets this one start.
+  __host__ __device__ bool is_left() const { return is_computed() && !is_given; }
 
   // By the blocks of the kernel that computes it; total: of a block, in its first thread.
   static __device__ __forceinline__ void leave(double total, double* partials) {
@@ -100,7 +103,7 @@ struct GradOutput {
 // Whether a kernel that takes these calls wait_for_previous_kernel().
 inline bool waits_for_previous_kernel(const Denominator& denominator,
                                       const GradOutput& grad_output) {
-  return denominator.is_computed() || grad_output.exists();
+  return denominator.is_left() || grad_output.exists();
 }
 
 // A row's offsets into input, target and output (or gradient). kRolled: strided_offsets()'.

@@ -50,16 +50,15 @@ const PolicyRow kPolicy[kFamilies] = {
        return side_by_side::lies_in_columns(p.args, p.args.grad_input,
                                             p.args.grad_input_class_stride);
      },
-     true},
+     true, never},
     {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
      "strided classes (images, transposed logits), class indices",
      "a block copies all classes of 8 to 128 groups of rows to shared memory; more than 88 are "
-     "dealt "
-     "out to 4 to 64 threads a group; the gradient reads what does not fit once more",
+     "dealt out to 4 to 64 threads a group; the gradient reads what does not fit once more",
      "not measured yet. Before it, for 8x21x513x513 of fp32, a thread a row: .40 / .34; for "
      "8x150x512x512 of bf16, words of 4 bytes a thread from memory: .30 / .33",
      [](P p) { return p.plain && p.indices && plane_rows::lies_in_planes(p.args); },
-     plane_rows::plan, always, true},
+     plane_rows::plan, always, true, never},
     {Family::kFewClasses, "few_classes", "class_index/few_classes.cu",
      "fp32, 2 to 15 classes, class indices; Hopper",
      "a thread has a row in registers, a warp copies the next 64 rows to shared memory "
@@ -70,7 +69,7 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) {
        return p.hopper_fp32 && p.indices && p.classes >= 2 && p.classes <= few_classes::kMaxClasses;
      },
-     few_classes::plan, always, true},
+     few_classes::plan, always, true, never},
     {Family::kFloatTiles, "float_tiles", "class_index/float_tiles.cu",
      "fp32, 1 and 16 to 500 classes, class indices; Hopper",
      "a warp copies a tile of rows in bulk, writes their gradients over them and copies these "
@@ -79,14 +78,14 @@ const PolicyRow kPolicy[kFamilies] = {
      "by the other tiles: 4194304x16 164 / 271 us, 524288x256 171 / 328 us; this 106 / 214, 134 "
      "/ 291 us",
      [](P p) { return p.hopper_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
-     float_tiles::plan, always, true},
+     float_tiles::plan, always, true, never},
     {Family::kTiles, "tiles", "class_index/tiles.cu",
      "fp16 and bf16, to 2000 bytes, class indices; Hopper",
      "a warp copies a tile of rows in bulk; 1, 2 or 8 lanes a row, in turn",
      "bf16 262144x64 by a thread a row .08 / .11; rows of 4000 bytes are read 1.2 times as fast "
      "by a warp each",
      [](P p) { return p.hopper_half && p.indices && p.bytes <= tiles::kMaxRowBytes; }, tiles::plan,
-     always, true},
+     always, true, never},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
      "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
      "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its "
@@ -97,7 +96,7 @@ const PolicyRow kPolicy[kFamilies] = {
        return p.hopper_half && p.indices && p.whole_vectors && p.bytes >= kMinStagedBytes &&
               p.classes <= half_rows::kMaxClasses;
      },
-     half_rows::plan, contiguous_gradient, false},
+     half_rows::plan, contiguous_gradient, false, always},
     {Family::kFloatRows, "float_rows", "class_index/float_rows.cu",
      "fp32, 501 to 4096 classes, class indices; not those beyond 1024 that leave 7/32 of their "
      "warps' room empty, unless they are whole vectors; Hopper",
@@ -109,7 +108,7 @@ const PolicyRow kPolicy[kFamilies] = {
        return p.hopper_fp32 && p.indices && p.bytes >= kMinStagedBytes &&
               p.classes <= float_rows::kMaxClasses && float_rows::fills_team(p);
      },
-     float_rows::plan, contiguous_gradient, false},
+     float_rows::plan, contiguous_gradient, false, always},
     {Family::kRegisterRows, "register_rows", "rows/team_rows.cuh",
      "class indices: fp32 to 32 KB in whole vectors; without Hopper from 2 KB and any fp32 to "
      "32 KB, half types to 16 KB",
@@ -118,7 +117,7 @@ const PolicyRow kPolicy[kFamilies] = {
        return register_rows::fits(p) &&
               (!p.hopper || (p.args.input.dtype == DType::kFloat32 && p.whole_vectors));
      },
-     register_rows::plan, contiguous_gradient, false},
+     register_rows::plan, contiguous_gradient, false, always},
     {Family::kProbabilityRows, "probability_rows", "rows/probability_rows.cu",
      "fp16 and bf16 with probabilities of their dtype, aligned whole vectors, 2 to 64 KB a row, "
      "no weights; without a gradient to 8 KB; Hopper",
@@ -128,7 +127,7 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) {
        return probability_rows::fits(p) && (p.gradient || p.bytes < probability_rows::kLongBytes);
      },
-     probability_rows::plan, contiguous_gradient, false},
+     probability_rows::plan, contiguous_gradient, false, never},
     {Family::kLongRows, "long_rows", "rows/long_rows.cu",
      "fp16 and bf16 without a gradient, class indices in pieces of 6 to 8 KB, from 12 KB a row, "
      "with smoothing in aligned whole vectors; probabilities as in the line above from 8 KB; "
@@ -136,32 +135,34 @@ const PolicyRow kPolicy[kFamilies] = {
      "a piece of the row in the registers of a warp, its next one on its way; the pieces and "
      "the order of sums of staged rows",
      "bf16 forward: 16384x32768 staged .90, this .96; 8192x131072 .88, 1.00; 32768x8192 .65, .87",
-     long_rows::fits, long_rows::plan, never, false},
+     long_rows::fits, long_rows::plan, never, false, never},
     {Family::kSplitRows, "split_rows", "rows/split_rows.cu",
      "fp16 and bf16 with a gradient, aligned whole vectors, class indices without smoothing, 8 "
      "pieces and more; Hopper",
      "a quarter of a piece in registers and the rest in shared memory, so that blocks hold rows "
      "of 128 KB and clusters are half as large; the pieces and the order of sums of staged rows",
      "bf16 step: 8192x131072 staged .83, this .90; 4096x262144 .79, .87; 8192x128256 .78, .87",
-     split_rows::fits, split_rows::plan, always, false},
+     split_rows::fits, split_rows::plan, always, false, always},
     {Family::kStagedRows, "staged_rows", "rows/staged_rows.cu",
      "from 2 to 576 KB; class indices, with smoothing or weights, and probabilities of the "
      "logits' dtype to 288 KB without weights; Hopper",
      "a piece of a row a warp, a block or a cluster of blocks a row",
      "each logit is read once, for the gradient too; by team rows fp32 65536x21843 .67 / .41",
-     staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); }, false},
+     staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); }, false,
+     [](P p) { return p.indices; }},
     {Family::kTeamRows, "team_rows", "rows/team_rows.cuh",
      "more than 128 classes, or 32 with smoothing or probabilities: fp64, short rows, weights with "
      "smoothing or probabilities, longer rows",
      "a team of threads a row: part of a warp, or a block",
      "100 classes with the gradient: a thread a row reaches .6 of this speed",
      [](P p) { return rows_are_contiguous(p.args, few_classes_forward(p.args)); }, team_rows::plan,
-     [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; }, false},
+     [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; }, false,
+     always},
     {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
      "the rest, any layout and dtypes: strided classes, few classes",
      "a thread a row, so that a warp reads neighbouring rows",
      "10 classes: 6 times as fast as a team a row; 100 classes forward 5 times", always,
-     strided_rows::plan, never, false},
+     strided_rows::plan, never, false, never},
 };
 
 // ------------------------------------------------------------------------ the decision
@@ -200,7 +201,9 @@ RowPlan plan_of(P p, const PolicyRow& row) {
 RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& device) {
   const RowProblem problem{args, device, args.grad_input.data != nullptr};
   const PolicyRow& row = row_of(problem);
-  if (!problem.gradient || row.writes_gradient(problem)) {
+  const bool writes =
+      row.writes_gradient(problem) && (!args.is_in_place() || row.writes_in_place(problem));
+  if (!problem.gradient || writes) {
     return plan_of(problem, row);
   }
   // The backward kernels write it, after the loss.

@@ -315,8 +315,8 @@ void launch_split_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
     allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);
     launch_kernel(
         "cross_entropy_split_rows_kernel", kernel,
-        {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_computed()},
-        stream, args, plan.pieces, plan.shares, plan.cluster, denominator, partials, finalize);
+        {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_left()}, stream,
+        args, plan.pieces, plan.shares, plan.cluster, denominator, partials, finalize);
   });
 }
 

@@ -346,8 +346,20 @@ struct RowBatches {
   __device__ __forceinline__ void prepare(int batch) {
     const int n = batch * kBatch + lane;
     if (lane < kBatch && n < count) {
-      block.rows[batch % 2][lane] = find_row<scalar_t, kKind>(args, number(n));
+      const StagedRow<kKind> row = find_row<scalar_t, kKind>(args, number(n));
+      block.rows[batch % 2][lane] = row;
+      if constexpr (kKind == RowKind::kIndex) {
+        if (args.is_in_place()) {
+          // Before it is overwritten, in the place of what these rows have no use for.
+          block.states[batch % 2][lane].distance = x_at_index(row);
+        }
+      }
     }
+  }
+
+  __device__ __forceinline__ float x_at_index(const StagedRow<kKind>& row) const {
+    return row.index >= 0 ? to_acc<float>(static_cast<const scalar_t*>(row.logits)[row.index])
+                          : 0.0f;
   }
 
   __device__ __forceinline__ void clear_sums() {
@@ -360,7 +372,12 @@ struct RowBatches {
   // By a warp with the state of a row in each of its lanes.
   __device__ __forceinline__ void keep(int n, const PieceState& state) {
     if (lane == 0) {
-      block.states[n / kBatch % 2][n % kBatch] = KeptState::of(state);
+      KeptState kept = KeptState::of(state);
+      KeptState& place = block.states[n / kBatch % 2][n % kBatch];
+      if constexpr (kKind == RowKind::kIndex) {
+        kept.distance = place.distance;
+      }
+      place = kept;
       if constexpr (kKind == RowKind::kProbability) {
         block.q_sums[n / kBatch % 2][n % kBatch] = state.q_sum;
       }
@@ -373,8 +390,11 @@ struct RowBatches {
     if (lane < kBatch && n < count) {
       const StagedRow<kKind>& row = this->row(n);
       float x_at_index = 0;
-      if (kKind != RowKind::kProbability && row.index >= 0) {
-        x_at_index = to_acc<float>(static_cast<const scalar_t*>(row.logits)[row.index]);
+      if constexpr (kKind == RowKind::kIndex) {
+        x_at_index =
+            args.is_in_place() ? block.states[batch % 2][lane].distance : this->x_at_index(row);
+      } else if constexpr (kKind == RowKind::kSmooth) {
+        x_at_index = this->x_at_index(row);
       }
       Partial partial;
       finish_kept_row<kKind>(args, row.index, row.weight, block.states[batch % 2][lane],
@@ -685,8 +705,8 @@ void launch_staged_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan
                        kMaxSharedBytes);
     launch_kernel(
         "a kernel of staged rows", kernel,
-        {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_computed()},
-        stream, args, plan.pieces, plan.shares, plan.piece_bytes, argument, denominator, partials,
+        {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_left()}, stream,
+        args, plan.pieces, plan.shares, plan.piece_bytes, argument, denominator, partials,
         finalize);
   };
   visit_float_or_half(args.input.dtype, [&](auto type) {

@@ -591,7 +591,7 @@ void forward_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
     if (plan.family == Family::kRegisterRows) {
       launch_kernel("cross_entropy_forward_register_kernel",
                     cross_entropy_forward_register_kernel<scalar_t, kGradient>,
-                    {plan.blocks, plan.threads, 0, 1, denominator.is_computed()}, stream, args,
+                    {plan.blocks, plan.threads, 0, 1, denominator.is_left()}, stream, args,
                     denominator, partials, finalize);
       return;
     }

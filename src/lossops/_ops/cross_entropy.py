@@ -8,13 +8,14 @@ coefficients. mean_terms has the denominator of a mean, and the mean before roun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .description import Operators, widened
+from .. import _privates
+from .description import Operators, library, widened
 from .fakes import DTYPES, FLOATING, check_devices, check_dtype
 
 CLASS_INDICES = (torch.int64, torch.int32, torch.uint8)
@@ -67,6 +68,19 @@ def fake_forward(name: str, arguments: Any) -> tuple[Tensor, ...]:
     is_mean = arguments.reduction == "mean"
     mean_terms = input.new_empty((2 if is_mean else 0,), dtype=torch.float64)
     return loss, row_stats, mean_terms
+
+
+def make_forward_inplace() -> Callable[..., Tensor]:
+    """The operator that writes the gradient over the logits, in the pass that computes the loss."""
+    name = "cross_entropy_forward_inplace"
+
+    @torch.library.register_fake(f"lossops::{name}")
+    def _(input: Tensor, *_: Any) -> Tensor:
+        return input.new_empty((), dtype=widened(input.dtype, True))
+
+    op = _privates.without_autograd(library, name)
+    _privates.count_versions(library, name)
+    return op
 
 
 def can_keep(

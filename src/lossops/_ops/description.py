@@ -11,6 +11,8 @@ itself calls those after name_backward:
                           and what is needed to compute it again
     name_backward_kept    turns that gradient into the one for another grad_output, in place
     name_backward_inplace writes the gradient over input (cross entropy alone has it)
+    name_forward_inplace  the sum of the losses of some rows; writes its gradient, divided by
+                          the denominator of a mean, over input (likewise)
 
 Elementwise losses have two more:
 
