@@ -101,7 +101,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
     return (
         loss,
-        row_stats if with_stats else input.new_empty(0),
+        row_stats if with_stats and not any(kept) else input.new_empty(0),
         *(gradient(*each) for each in zip((input, linear_weight, linear_bias), kept, strict=True)),
         input.new_empty((), dtype=torch.float64) if scaled and any(kept) else input.new_empty(0),
     )
@@ -151,7 +151,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor
             for gradient, operand, needs in zip(gradients, operands, needed, strict=False)
         ]
         return *each, None, None, *others
-    stats = row_stats if ctx.with_stats else None
+    stats = row_stats if ctx.with_stats and not any(ctx.kept) else None
     found = iter(backward_op(grad, *operands, stats, *flat(ctx.options), needed))
     return *(next(found) if needs else None for needs in needed), *others
 

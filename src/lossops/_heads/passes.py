@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import _privates
-from .._ops.cross_entropy import raise_first_invalid
+from .._ops.cross_entropy import make_forward_inplace, raise_first_invalid
+from .._ops.description import widened
 from .._ops.losses import CROSS_ENTROPY
 from . import chunks, products
 
@@ -23,6 +24,7 @@ _NAME = "linear_cross_entropy"
 _ops = CROSS_ENTROPY.loss.ops
 _forward_rows = _privates.below_autograd(_ops.forward)
 _backward_rows = _privates.below_autograd(_ops.backward)
+_forward_inplace = make_forward_inplace()
 _overwrite = torch.ops.lossops.cross_entropy_backward_inplace.default
 _OVERWRITE_ARGUMENTS = tuple(_privates.schema_of(_overwrite)[0])
 
@@ -104,6 +106,7 @@ class Problem:
             batch_chunk_size=options.batch_chunk_size,
             tensors=tensors,
         )
+        self.is_single = self.chunk_rows >= self.num_rows
         padded = chunks.padded_classes(width, dtype)
         self.buffer = self.input.new_empty((min(self.chunk_rows, self.num_rows), padded))
 
@@ -140,6 +143,27 @@ class Problem:
                 loss, row_stats, _ = _forward_rows(*arguments)
                 return loss, row_stats
             return _ops.value(*arguments), None
+        except IndexError:  # on the CPU; it names the row of the chunk
+            raise_first_invalid(_NAME, self.target, self.classes[0], self.row.ignore_index)
+            raise
+
+    def overwrite_in_forward(
+        self, logits: Tensor, rows: slice, denominator: Tensor | None
+    ) -> Tensor:
+        """The sum of a chunk's losses. Writes its gradient, divided by the denominator, over the
+        logits; where there is a kernel for that, in the pass that reads them.
+
+        denominator: a float64 scalar. None: 1.
+        """
+        try:
+            return _forward_inplace(
+                self.by_class(logits),
+                self.target[rows],
+                self.weight,
+                denominator,
+                self.row.ignore_index,
+                self.row.label_smoothing,
+            )
         except IndexError:  # on the CPU; it names the row of the chunk
             raise_first_invalid(_NAME, self.target, self.classes[0], self.row.ignore_index)
             raise
@@ -196,9 +220,11 @@ class Problem:
 
     def total(self, loss_of_chunks: list[Tensor], dtype: torch.dtype) -> Tensor:
         """The reduced loss. It is divided before it is rounded to a half type."""
-        total = torch.stack(loss_of_chunks).sum(dtype=torch.float64)
+        total = loss_of_chunks[0]
+        if len(loss_of_chunks) > 1:
+            total = torch.stack(loss_of_chunks).sum(dtype=torch.float64)
         if self.row.reduction == "mean":
-            total = total / self.denominator
+            total = total.double() / self.denominator
         return total.to(dtype)
 
     def scaled(self, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,10 +254,9 @@ class Sums:
 
     def __init__(self, problem: Problem, needed: Sequence[bool], *, is_scaled: bool) -> None:
         self.problem = problem
-        is_single = problem.chunk_rows >= problem.num_rows
         given = problem.given
         wide = torch.float32 if is_scaled else None
-        sums = wide or (None if is_single else problem.options.accum_dtype)
+        sums = wide or (None if problem.is_single else problem.options.accum_dtype)
         self.is_first = True
         self.input = self.linear_weight = self.linear_bias = None
         if needed[0]:
@@ -277,6 +302,10 @@ def as_matrix(gradient: Tensor, logits: Tensor) -> Tensor:
 
 def result_dtype(operands: Operands, options: Options) -> torch.dtype:
     """The dtype of the loss. It raises what is wrong with the arguments of the row operators."""
+    is_known = options.row.reduction in ("none", "mean", "sum")
+    if is_known and not operands.target.is_floating_point() and operands.weight is None:
+        # The operators of the first chunk raise the rest.
+        return widened(options.compute_dtype, options.row.float32_result)
     classes = operands.linear_weight.shape[:-1]
     nothing = operands.input.new_empty((0, *classes), dtype=options.compute_dtype)
     loss: Tensor = _ops.value(nothing, operands.target[:0], operands.weight, *options.row)
@@ -305,12 +334,15 @@ def forward(
 ) -> Found:
     """The loss; and for a reduced one the gradients of input, linear_weight and linear_bias.
 
-    kept: which of these gradients are wanted. with_stats: whether `backward` may follow.
+    kept: which of these gradients are wanted. with_stats: whether `backward` may follow, if none
+    is: else it computes the statistics again.
     """
     dtype = result_dtype(operands, options)
     keeps = any(kept)
     problem = Problem(operands, options, adds_up_weight=kept[1])
-    found = _forward(problem, dtype, kept if keeps else None, with_stats or keeps)
+    if not keeps:
+        return _forward(problem, dtype, with_stats)
+    found = _forward_with_gradients(problem, dtype, kept)
     if is_scaled(options):
         return found
     del problem  # the conversion may take the memory of the logits
@@ -318,38 +350,37 @@ def forward(
     return found._replace(kept=Kept(gradients, None))
 
 
-def _forward(
-    problem: Problem, dtype: torch.dtype, kept: Sequence[bool] | None, with_stats: bool
-) -> Found:
-    row, options = problem.row, problem.options
-    sums, factor, grad = None, None, problem.input
-    if kept is not None:
-        sums = Sums(problem, kept, is_scaled=is_scaled(options))
-        grad = torch.ones((), dtype=torch.float64, device=problem.input.device)
-        if row.reduction == "mean":
-            grad = grad / problem.denominator
-        if is_scaled(options):
-            grad, factor = problem.scaled(grad)
+def _forward(problem: Problem, dtype: torch.dtype, with_stats: bool) -> Found:
     losses, stats = [], []
     for rows in problem.chunks():
         logits = problem.logits(rows)
         loss, row_stats = problem.row_loss(logits, rows, with_stats=with_stats)
         losses.append(loss)
-        if with_stats:
-            stats.append(row_stats)
-        if sums is not None:
-            problem.overwrite(logits, rows, row_stats, grad)
-            sums.add(rows, logits)
-    is_single = len(losses) == 1
-    if problem.is_reduced:
-        result = problem.total(losses, dtype)
-    else:
-        result = losses[0] if is_single else torch.cat(losses)
-    all_stats = None
-    if with_stats:
-        all_stats = stats[0] if is_single else torch.cat(stats, dim=1)
-    gradients = (None, None, None) if sums is None else sums.gradients()
-    return Found(result, all_stats, Kept(gradients, factor))
+        stats.append(row_stats)
+    result = problem.total(losses, dtype) if problem.is_reduced else joined(losses, dim=0)
+    all_stats = joined(stats, dim=1) if with_stats else None
+    return Found(result, all_stats, Kept((None, None, None), None))
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Of one chunk, or of several."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _forward_with_gradients(problem: Problem, dtype: torch.dtype, kept: Sequence[bool]) -> Found:
+    sums = Sums(problem, kept, is_scaled=is_scaled(problem.options))
+    denominator = problem.denominator if problem.row.reduction == "mean" else None
+    factor = None
+    if is_scaled(problem.options):
+        one = torch.ones((), dtype=torch.float64, device=problem.input.device)
+        scale, factor = problem.scaled(one if denominator is None else one / denominator)
+        denominator = 1 / scale  # of powers of two, and of 1/0
+    losses = []
+    for rows in problem.chunks():
+        logits = problem.logits(rows)
+        losses.append(problem.overwrite_in_forward(logits, rows, denominator))
+        sums.add(rows, logits)
+    return Found(problem.total(losses, dtype), None, Kept(sums.gradients(), factor))
 
 
 def finished(kept: Kept, dtypes: Dtypes, grad: Tensor, *, is_one: bool) -> Gradients:
