@@ -34,6 +34,7 @@ BINDING_SOURCES = [
     "csrc/bindings/elementwise.cpp",
     "csrc/bindings/elementwise_problem.cpp",
     "csrc/bindings/launch.cpp",
+    "csrc/bindings/scale.cpp",
     "csrc/bindings/tensors.cpp",
     "csrc/bindings/tokens.cpp",
 ]
@@ -41,6 +42,7 @@ BINDING_SOURCES = [
 CPU_SOURCES = [
     "csrc/cpu/cross_entropy.cpp",
     "csrc/cpu/elementwise.cpp",
+    "csrc/cpu/scale.cpp",
     "csrc/cpu/tokens.cpp",
     "csrc/kernels/rows/policy.cpp",
     "csrc/kernels/rows/policy_report.cpp",
@@ -52,6 +54,7 @@ CUDA_SOURCES = [
     "csrc/kernels/class_index/half_rows.cu",
     "csrc/kernels/class_index/tiles.cu",
     "csrc/kernels/elements/elementwise.cu",
+    "csrc/kernels/elements/scale.cu",
     "csrc/kernels/grid/driver.cu",
     "csrc/kernels/grid/grid_reduce.cu",
     "csrc/kernels/rows/cross_entropy.cu",

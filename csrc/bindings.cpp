@@ -13,6 +13,7 @@
 #include "bindings/cross_entropy.h"
 #include "bindings/elementwise.h"
 #include "bindings/launch.h"
+#include "bindings/scale.h"
 #include "bindings/tokens.h"
 #include "losses/elementwise/registry.h"
 
@@ -216,6 +217,7 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
       "Tensor row_stats, Tensor? mean_terms, int ignore_index, str reduction, "
       "float label_smoothing, bool[] output_mask) -> Tensor[]");
+  m.def("scale_kept(Tensor(a!) gradient, Tensor factor) -> ()");
   m.def("first_invalid_target(Tensor target, int num_classes, int ignore_index) -> Tensor");
   m.def(
       "cross_entropy_plan(Tensor input, Tensor target, Tensor? weight=None, *, "
@@ -260,6 +262,7 @@ void implement_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("cross_entropy_backward_kept", TORCH_BOX(&cross_entropy_backward_kept));
   m.impl("cross_entropy_backward_inplace", TORCH_BOX(&cross_entropy_backward_inplace));
+  m.impl("scale_kept", TORCH_BOX(&scale_kept));
   m.impl("first_invalid_target", TORCH_BOX(&first_invalid_target));
   m.impl("token_values_forward", TORCH_BOX(&token_values_forward));
   m.impl("token_values_backward", TORCH_BOX(&token_values_backward));

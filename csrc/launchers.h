@@ -84,6 +84,15 @@ struct ElementwiseBackwardReduceArgs : ElementwiseBackwardArgs {
   int num_kept = 0;
 };
 
+// A dense tensor that is multiplied by one number, in place; nothing to do where that is 1.
+struct ScaleArgs {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t numel = 0;
+  const void* factor = nullptr;
+  DType factor_dtype = DType::kFloat32;
+};
+
 // -------------------------------------------------------------- cross entropy
 
 struct CrossEntropyArgs {
@@ -231,6 +240,7 @@ inline CrossEntropyForwardArgs forward_of(const CrossEntropyBackwardArgs& args) 
   int64_t elementwise_backward_reduce_scratch(const ElementwiseBackwardReduceArgs& args);        \
   void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& args,             \
                                           double* scratch, Context);                             \
+  void launch_scale(const ScaleArgs& args, Context);                                             \
   CrossEntropyPlan plan_cross_entropy_forward(const CrossEntropyForwardArgs& args);              \
   void launch_cross_entropy_forward(const CrossEntropyForwardArgs& args,                         \
                                     const CrossEntropyPlan& plan, double* scratch, Context);     \

@@ -5,6 +5,8 @@ Its results have the bits of two calls, of which the second writes a new tensor.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from checks import assert_raises
@@ -182,3 +184,37 @@ def test_wrong_denominator(device: str, denominator: Tensor, words: tuple[str, .
     x, target = problem(5, 10, torch.float32, device)
     call = lambda: OP(x, target, None, denominator.to(device), -100, 0.0)  # noqa: E731
     assert_raises(RuntimeError, call, *words)
+
+
+# ---------------------------------------------------------------- scale_kept
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 1000, 100_003])
+def test_scale_kept(device: str, dtype: torch.dtype, numel: int) -> None:
+    """As a product; from an address that is not of a whole vector, too."""
+    scale = torch.ops.lossops.scale_kept
+    memory = torch.randn(numel + 1, device=device).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    for x in (memory[:numel], memory[1:]):
+        for factor in (1.0, 0.37, -(2.0**-20), math.inf, math.nan):
+            for factor_dtype in (dtype, torch.float32, torch.float64):
+                number = torch.tensor(factor, dtype=factor_dtype, device=device)
+                expected = (x.to(wide) * number.to(wide)).to(dtype)
+                found = memory.clone()
+                part = found[:numel] if x.storage_offset() == 0 else found[1:]
+                scale(part, number)
+                torch.testing.assert_close(part, expected, rtol=0, atol=0, equal_nan=True)
+                untouched = found[numel:] if x.storage_offset() == 0 else found[:1]
+                assert untouched.item() == memory[-1 if x.storage_offset() == 0 else 0].item()
+
+
+def test_scale_kept_wrongly(device: str) -> None:
+    scale = torch.ops.lossops.scale_kept
+    x, factor = torch.randn(4, 6, device=device), torch.ones((), device=device)
+    assert_raises(RuntimeError, lambda: scale(x.t(), factor), "gradient", "contiguous")
+    assert_raises(RuntimeError, lambda: scale(x, x), "factor", "one element")
+    assert_raises((RuntimeError, NotImplementedError), lambda: scale(x.int(), factor), "gradient")
+    version = x._version
+    scale(x, factor)
+    assert x._version == version + 1

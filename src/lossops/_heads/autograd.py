@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import _privates
 from .._ops import by_torch, errors, settings
-from .._ops.autograd import _is_one
 from .._ops.cross_entropy import check_differentiable
 from .._ops.cross_entropy_by_rows import CrossEntropyOutput, Keywords
 from . import keyword_operators, keyword_passes, operators, passes, reference
@@ -127,8 +126,7 @@ class _HeadFunction(torch.autograd.Function):
             return (None,) * 6
         plain = is_plain(grad)
         if kept is not None and plain:
-            is_one = grad.is_cpu and _is_one(grad)
-            return *passes.finished(kept, ctx.dtypes, grad, is_one=is_one), None, None, None
+            return *passes.finished(kept, ctx.dtypes, grad), None, None, None
         saved = errors.saved_tensors(_NAME, ctx)
         operands, row_stats = Operands(*saved[:-1]), saved[-1]
         needed = list(ctx.needs_input_grad[:-1])
@@ -201,9 +199,7 @@ class _KeywordFunction(torch.autograd.Function):
             return (None,) * 7
         plain = all(map(is_plain, present))
         if kept is not None and plain and len(present) == 1 and given[0] is not None:
-            is_one = given[0].is_cpu and _is_one(given[0])
-            found = passes.finished(kept, ctx.dtypes, given[0], is_one=is_one)
-            return *found, None, None, None, None
+            return *passes.finished(kept, ctx.dtypes, given[0]), None, None, None, None
         *saved, token_weight, num_items = errors.saved_tensors(_NAME, ctx)
         operands = Operands(*saved)
         keywords = ctx.keywords._replace(token_weight=token_weight, num_items_in_batch=num_items)

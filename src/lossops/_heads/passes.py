@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import _privates
 from .._ops.cross_entropy import make_forward_inplace, raise_first_invalid
 from .._ops.description import widened
+from .._ops.overwriting import scale_kept
 from .._ops.losses import CROSS_ENTROPY
 from . import chunks, products
 
@@ -383,11 +384,17 @@ def _forward_with_gradients(problem: Problem, dtype: torch.dtype, kept: Sequence
     return Found(problem.total(losses, dtype), None, Kept(sums.gradients(), factor))
 
 
-def finished(kept: Kept, dtypes: Dtypes, grad: Tensor, *, is_one: bool) -> Gradients:
-    """The kept gradients times grad_output, in their own memory."""
+def finished(kept: Kept, dtypes: Dtypes, grad: Tensor) -> Gradients:
+    """The kept gradients times grad_output, in their own memory. A grad_output of 1 costs nothing:
+    the kernel looks at it."""
     factor = grad if kept.factor is None else kept.factor * grad
     for gradient in kept.gradients:
-        if gradient is not None and not (is_one and kept.factor is None):
+        if gradient is None:
+            continue
+        rows = gradient if gradient.is_contiguous() or gradient.dim() != 2 else gradient.t()
+        if rows.is_contiguous():
+            scale_kept(rows, factor)
+        else:
             gradient.mul_(factor)
     return converted(kept.gradients, dtypes)
 

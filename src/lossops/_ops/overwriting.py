@@ -1,4 +1,6 @@
-"""inplace_backward of cross entropy: the backward pass writes the gradient over the logits.
+"""Operators that write over tensors.
+
+inplace_backward of cross entropy: the backward pass writes the gradient over the logits.
 
 Anything that would compute with the overwritten numbers must raise instead. Autograd raises where
 it sees that the version of the logits was counted up. This module checks what it cannot see.
@@ -17,6 +19,11 @@ from .._privates import functorch_is_active, has_tangents, is_batched, is_tracin
 from . import by_torch, fakes
 from .autograd import Differentiable
 from .description import library
+
+# Multiplies a contiguous gradient, in place. It costs nothing where the factor is 1.
+scale_kept = _privates.without_autograd(library, "scale_kept")
+_privates.count_versions(library, "scale_kept")
+fakes.register_overwriting("scale_kept")
 
 _PROBLEM = "cross_entropy: inplace_backward=True "
 
