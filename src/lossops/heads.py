@@ -136,8 +136,9 @@ def linear_cross_entropy(
         max_workspace_bytes: limit of the memory of a chunk's logits; a chunk has at least one row.
             None: all rows are one chunk while their logits take no more memory than a float32
             tensor of linear_weight's shape; beyond that, a chunk takes as much memory as the
-            gradient of linear_weight, or 256 MiB (64 MiB on the CPU) if that is more. Twice as
-            much if the workspace holds more than logits.
+            gradient of linear_weight, or 256 MiB (64 MiB on the CPU) if that is more. 512 MiB (64
+            MiB) if linear_weight needs no gradient. Twice as much if the workspace holds more than
+            logits.
 
     Returns:
         The loss: a scalar, or for "none" of the target's shape, without classes. Differentiable

@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import _privates
 from .._ops.cross_entropy import make_forward_inplace, raise_first_invalid
 from .._ops.description import widened
-from .._ops.overwriting import scale_kept
 from .._ops.losses import CROSS_ENTROPY
+from .._ops.overwriting import scale_kept
 from . import chunks, products
 
 _NAME = "linear_cross_entropy"
@@ -225,7 +225,7 @@ class Problem:
         if len(loss_of_chunks) > 1:
             total = torch.stack(loss_of_chunks).sum(dtype=torch.float64)
         if self.row.reduction == "mean":
-            total = total.double() / self.denominator
+            total = total / self.denominator  # in float64
         return total.to(dtype)
 
     def scaled(self, grad: Tensor) -> tuple[Tensor, Tensor]:
