@@ -457,6 +457,18 @@ def test_autocast(keywords: str, targets: str, device: str) -> None:
 
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "temperature 0": (ValueError, "temperature", {"temperature": 0.0}),
+    "temperature bool": (TypeError, "temperature", {"temperature": True}),
+    "temperature of 400 digits": (ValueError, "temperature", {"temperature": 10**400}),
+    "items on meta": (
+        RuntimeError,
+        "num_items_in_batch",
+        {"num_items_in_batch": torch.ones((), device="meta")},
+    ),
+    "sparse items": (
+        ValueError,
+        "num_items_in_batch",
+        {"num_items_in_batch": torch.ones(1).to_sparse()},
+    ),
     "softcap text": (TypeError, "softcap", {"softcap": "3"}),
     "scale inf": (ValueError, "logit_scale", {"logit_scale": float("inf")}),
     "z-loss NaN": (ValueError, "lse_square_scale", {"lse_square_scale": float("nan")}),
@@ -506,6 +518,57 @@ def test_wrong_arguments(name: str) -> None:
         "linear_cross_entropy: ",
         words,
     )
+
+
+@pytest.mark.parametrize("more", [{}, {"softcap": 3.0}], ids=["plain", "keywords"])
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (("weight requires grad",), {"weight": torch.ones(7, requires_grad=True)}),
+        (("weight", "shape"), {"weight": torch.ones(6)}),
+        (("label_smoothing",), {"label_smoothing": 1.5}),
+    ],
+    ids=["weight's gradient", "weight's shape", "smoothing"],
+)
+def test_wrong_arguments_of_compiled_calls(
+    words: tuple[str, ...], wrong: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """While a call is traced, and at the latest when it runs. The error names the function."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lossops.linear_cross_entropy, backend="aot_eager")
+    input, weight = torch.randn(6, 5), torch.randn(7, 5, requires_grad=True)
+    call = lambda: compiled(input, weight, torch.arange(6), **wrong, **more)  # noqa: E731
+    assert_raises(RuntimeError, call, "linear_cross_entropy: ", *words)
+
+
+def test_no_limit_is_too_large(device: str) -> None:
+    call = make(device=device)
+    expected = call.run(lossops.linear_cross_entropy)
+    found = call.run(lossops.linear_cross_entropy, max_workspace_bytes=10**400)
+    assert all(same_bits(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_float16_z_loss_beside_ignored_nan(device: str, scaled: bool) -> None:
+    """What float16 gradients are multiplied by does not depend on ignored rows."""
+    input = torch.randn(8, 5, device=device).half()
+    weight = torch.randn(7, 5, device=device).half()
+    target = torch.randint(7, (8,), device=device)
+    target[2] = -100
+    factor = 2.0**10 if scaled else 1.0
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        loss = lossops.linear_cross_entropy(x, weight, target, lse_square_scale=1e-3)
+        (loss.float() * factor).backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient(input)
+    input[2] = float("nan")
+    found = gradient(input)
+    assert (found[2] == 0).all()
+    assert same_bits(found, expected)
 
 
 def test_defaults_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

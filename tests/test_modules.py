@@ -148,3 +148,27 @@ def test_replaces_torchs_in_a_training_step(loss: Loss, device: str) -> None:
         losses.append(torch.stack(values))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
     assert losses[0][-1] < losses[0][0]
+
+
+def test_linear_cross_entropy_loss_shows_what_is_not_the_default() -> None:
+    module = lossops.LinearCrossEntropyLoss(4, 6, softcap=30.0, token_weight=torch.ones(8))
+    assert "softcap=30.0, token_weight=Tensor(8,)" in repr(module)
+    assert "temperature" not in repr(module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (ValueError, {"temperature": 0.0}),
+        (TypeError, {"return_lse": 1}),
+        (TypeError, {"max_workspace_bytes": "3"}),
+        (ValueError, {"max_workspace_bytes": 0}),
+        (TypeError, {"accum_dtype": "float32"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_linear_cross_entropy_loss_checks_when_it_is_made(
+    kind: type[Exception], wrong: dict[str, object]
+) -> None:
+    with pytest.raises(kind, match=next(iter(wrong))):
+        lossops.LinearCrossEntropyLoss(4, 6, **wrong)

@@ -111,7 +111,8 @@ def linear_cross_entropy(
     the gradients too, chunk by chunk, and keeps them for the first backward pass.
 
     Args:
-        input: hidden states of shape (H,) or (..., H).
+        input: hidden states of shape (H,) or (..., H). Those of ignored rows must be finite too:
+            the gradient of linear_weight sums over all rows, and 0 times NaN is NaN.
         linear_weight: (C, H) for C classes, or (C, d1, ..., dK, H) with an input (N, H).
         target: class indices of shape (), (...) or (N, d1, ..., dK) and dtype int64, int32 or
             uint8; or class probabilities of shape (C,), (..., C) or (N, C, d1, ..., dK) in a
@@ -199,7 +200,7 @@ def linear_cross_entropy(
             made = Options(CROSS_ENTROPY.loss.ops.Options(**row), *sizes)
             return _shaped(autograd.call_with_keywords(operands, made, keywords), shape, keywords)
         kept = autograd.kept_gradients(operands, reduction)
-        with_stats = autograd.needs_gradient(operands)
+        with_stats = autograd.needs_checked(operands)
         loss: Tensor = operators.forward_op(*operands, *row.values(), *sizes, kept, with_stats)[0]
         return loss.reshape(shape) if reduction == "none" else loss
     try:

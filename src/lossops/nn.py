@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from . import functional, heads
+from ._heads import arguments
 from ._ops import errors
+from ._ops.cross_entropy_by_rows import Keywords
 from .functional import BatchReduction, Reduction
 
 __all__ = ["CrossEntropyLoss", "KLDivLoss", "LinearCrossEntropyLoss", "MSELoss"]
@@ -233,6 +236,9 @@ _TorchLinearCrossEntropyLoss: Any = getattr(
 )
 
 
+_IN_EVERY_REPR = ("in_features", "num_classes", "out_features", "bias", "reduction")
+
+
 class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
     """`lossops.linear_cross_entropy` as a module that owns the weight of its linear layer.
 
@@ -258,6 +264,8 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
 
     Raises:
         RuntimeError: weight is not of shape (C,), or label_smoothing is not in [0, 1].
+        TypeError, ValueError: an argument from options on is not as `lossops.linear_cross_entropy`
+            takes it.
 
     Shape:
         input (H,) or (..., H); target as of `lossops.linear_cross_entropy`; the result is a scalar,
@@ -293,6 +301,22 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
         accum_dtype: torch.dtype = torch.float32,
         max_workspace_bytes: int | None = None,
     ) -> None:
+        arguments.keywords(
+            Keywords(
+                logit_scale,
+                softcap,
+                temperature,
+                lse_square_scale,
+                token_weight,
+                num_items_in_batch,
+                return_lse,
+                return_entropy,
+                return_z_loss,
+                return_token_accuracy,
+                return_predicted_tokens,
+            )
+        )
+        arguments.sizes(options, accum_dtype, max_workspace_bytes)
         super().__init__(
             in_features,
             num_classes,
@@ -360,8 +384,16 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
         )
 
     def extra_repr(self) -> str:
-        return (
+        """The sizes, and what is not the default."""
+        parts = [
             f"in_features={self.linear.in_features}, num_classes={self.num_classes}, "
             f"out_features={self.out_features}, bias={self.linear.bias is not None}, "
             f"reduction={self.reduction}"
-        )
+        ]
+        for name, parameter in inspect.signature(LinearCrossEntropyLoss).parameters.items():
+            value = getattr(self, name, parameter.default)
+            if name in _IN_EVERY_REPR or value is parameter.default or value == parameter.default:
+                continue
+            is_tensor = isinstance(value, Tensor)
+            parts.append(f"{name}={f'Tensor{tuple(value.shape)}' if is_tensor else value}")
+        return ", ".join(parts)

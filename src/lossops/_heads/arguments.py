@@ -21,6 +21,8 @@ from .token_passes import TokenOperands
 
 _NAME = "linear_cross_entropy"
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# More than any memory has: what an operator's integer can be.
+_MOST_BYTES = 1 << 62
 # torch's options of its own function, which torch has from 2.13 on.
 TorchOptions: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
 
@@ -162,6 +164,7 @@ def sizes(
             raise ValueError(
                 f"{name}: max_workspace_bytes must be positive, but is {max_workspace_bytes}"
             )
+        max_workspace_bytes = min(max_workspace_bytes, _MOST_BYTES)
     if options is None:
         return accum_dtype, max_workspace_bytes, None
     if TorchOptions is None or not isinstance(options, TorchOptions):
@@ -237,7 +240,7 @@ def keywords(given: Keywords) -> Keywords | None:
     try:
         return cross_entropy_by_rows.checked(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _renamed(error) from None
+        raise renamed(error) from None
 
 
 def by_rows(keywords: Keywords, operands: Operands, rows: torch.Size) -> Keywords:
@@ -260,7 +263,7 @@ def by_rows(keywords: Keywords, operands: Operands, rows: torch.Size) -> Keyword
     return keywords._replace(token_weight=weight, num_items_in_batch=num_items)
 
 
-def _renamed(error: Exception) -> Exception:
+def renamed(error: Exception) -> Exception:
     """An error of cross_entropy as one of this function."""
     message = str(error)
     if type(error).__module__ == "builtins" and message.startswith("cross_entropy: "):
@@ -309,4 +312,4 @@ def as_torch_raises(
         CROSS_ENTROPY.loss.ops.formula(options.row),
         check_options=errors.check_numbers,
     )
-    return _renamed(found)
+    return renamed(found)

@@ -47,10 +47,11 @@ def _needs_reference(operands: Operands) -> bool:
     )
 
 
-def _needs_checked(operands: Operands) -> bool:
+def needs_checked(operands: Operands) -> bool:
+    """`needs_gradient`. Raises RuntimeError for class weights that cannot have one."""
     needs = needs_gradient(operands)
     if needs:
-        check_differentiable(operands.target, operands.weight)
+        check_differentiable(operands.target, operands.weight, _NAME)
     return needs
 
 
@@ -58,7 +59,7 @@ def call(operands: Operands, options: Options) -> Tensor:
     """The loss of canonical operands, outside of compiled code."""
     if _needs_reference(operands):
         return reference.loss(operands, options)
-    needs = _needs_checked(operands)
+    needs = needs_checked(operands)
     if _privates.dispatch_modes() > 0:
         kept = kept_gradients(operands, options.row.reduction)
         loss: Tensor = operators.forward_op(*operands, *operators.flat(options), kept, needs)[0]
@@ -76,8 +77,7 @@ def call_with_keywords(
     if torch.compiler.is_compiling() or (
         _privates.dispatch_modes() > 0 and not _needs_reference(operands)
     ):
-        if not torch.compiler.is_compiling():
-            _needs_checked(operands)
+        needs_checked(operands)
         kept = kept_gradients(operands, options.row.reduction)
         results = keyword_operators.forward_op(
             *keyword_operators.flat(operands, options, keywords), kept
@@ -85,7 +85,7 @@ def call_with_keywords(
         return keyword_operators.output(results, keywords)
     if _needs_reference(operands):
         return reference.output(operands, options, keywords)
-    if _needs_checked(operands):
+    if needs_checked(operands):
         results = _apply_with_keywords(*by_torch.alive(operands), options, keywords)
         return CrossEntropyOutput(*results)
     return keyword_passes.forward(operands, options, keywords, [False] * 3).output

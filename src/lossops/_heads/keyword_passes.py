@@ -106,14 +106,18 @@ class _Call:
         return exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-100, 100).exp2()
 
     def _largest_logit(self) -> Tensor | float:
-        """A bound of the mapped logits' size."""
+        """A bound of the mapped logits' size, of rows that are not ignored."""
         wanted, problem = self.wanted, self.problem
         if wanted.softcap is not None:
             return wanted.softcap / wanted.temperature
-        norms = [_largest(torch.linalg.vector_norm(x, dim=1, dtype=torch.float32))
-                 for x in (problem.input, problem.linear_weight)]  # fmt: skip
+        of_rows, of_classes = (
+            torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+            for x in (problem.input, problem.linear_weight)
+        )
+        counts = self.kept.reshape(problem.num_rows, -1).any(1)
+        of_rows = of_rows.masked_fill(~counts, 0.0)  # which may be NaN
         bias = 0.0 if problem.linear_bias is None else _largest(problem.linear_bias)
-        return (norms[0] * norms[1] + bias) * wanted.slope
+        return (_largest(of_rows) * _largest(of_classes) + bias) * wanted.slope
 
 
 class _RowGradients(NamedTuple):

@@ -6,7 +6,8 @@ linear_cross_entropy_backward  the gradients whose output_mask is set, computed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .._ops.losses import CROSS_ENTROPY
 from . import passes, reference
+from .arguments import renamed
 from .passes import Operands, Options
 
 _ops = CROSS_ENTROPY.loss.ops
@@ -164,10 +166,25 @@ def no_second_derivative(ctx: Any, *grads: Any) -> Any:
 
 
 def register(library: Any, operator: Any, kernel: Any, fake: Any) -> None:
-    """Registers the kernel of an operator, which is the same for both devices, and its fake."""
+    """Registers the kernel of an operator, which is the same for both devices, and its fake. Their
+    errors name the head."""
     for device in ("CPU", "CUDA"):
-        library.impl(operator, kernel, device)
-    torch.library.register_fake(operator, fake)
+        library.impl(operator, _naming(kernel), device)
+    torch.library.register_fake(operator, _naming(fake))
+
+
+def _naming(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def named(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (IndexError, NotImplementedError, RuntimeError, ValueError) as error:
+            found = renamed(error)
+            if found is error:
+                raise
+            raise found from None
+
+    return named
 
 
 register(_library, forward_op, _forward, _fake_forward)

@@ -128,11 +128,13 @@ def restored_terms(ops: Operators, saved: Any) -> Sequence[Tensor | None]:
     return row_stats, mean_terms
 
 
-def check_differentiable(target: Tensor, weight: Tensor | None) -> None:
+def check_differentiable(
+    target: Tensor, weight: Tensor | None, name: str = "cross_entropy"
+) -> None:
     # fault: weight-needs-grad
     if weight is not None and weight.requires_grad and not target.is_floating_point():
         raise RuntimeError(
-            "cross_entropy: weight requires grad, but is not differentiable where target holds "
+            f"{name}: weight requires grad, but is not differentiable where target holds "
             "class indices"
         )
 

@@ -88,10 +88,12 @@ def checked(given: Keywords) -> Keywords | None:
             raise RuntimeError(
                 f"{_NAME}: num_items_in_batch requires grad, but is not differentiable"
             )
-        if num_items.numel() != 1 or num_items.is_complex():
+        is_dense = num_items.layout is torch.strided and not num_items.is_nested
+        if not is_dense or num_items.numel() != 1 or num_items.is_complex():
+            shape = tuple(num_items.shape) if is_dense else num_items.layout
             raise ValueError(
                 f"{_NAME}: num_items_in_batch must be one real number, but is a tensor of shape "
-                f"{tuple(num_items.shape)} and {num_items.dtype}"
+                f"{shape} and {num_items.dtype}"
             )
     elif num_items is not None:
         num_items = logit_map.number(_NAME, "num_items_in_batch", num_items)
@@ -369,6 +371,8 @@ class Reduction:
             self.token_weight = weight.to(rows.loss.dtype).masked_fill(~rows.kept, 0.0)
         num_items = keywords.num_items_in_batch
         if isinstance(num_items, Tensor):
+            if num_items.is_meta and not rows.kept.is_meta:
+                raise RuntimeError(f"{_NAME}: num_items_in_batch has no value: it is on meta")
             num_items = num_items.reshape(())
             if num_items.device.type != "cpu":  # a number on the CPU goes with any device
                 num_items = num_items.to(rows.loss.device, non_blocking=True)

@@ -66,12 +66,15 @@ def finite(name: str, key: str, value: Any) -> float:
 
 
 def number(name: str, key: str, value: Any) -> float:
-    """The value as a float. Raises TypeError for what is no number, and for tensors."""
-    if isinstance(value, (int, float)):
-        return float(value)
+    """The value as a float, infinite where no float is as large. Raises TypeError for what is no
+    number, for bools and for tensors."""
+    is_plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_other = hasattr(type(value), "__float__") and not isinstance(value, (bool, Tensor))
     try:
-        if hasattr(value, "__float__") and not isinstance(value, Tensor):  # a Tensor may be on CUDA
+        if is_plain or is_other:  # a Tensor may be on CUDA
             return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
     except Exception:
         pass
     raise TypeError(f"{name}: {key} must be a number, but is {value!r}")
