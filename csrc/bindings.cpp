@@ -245,6 +245,11 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "Tensor logits, Tensor? index, Tensor? row_mask, Tensor row_stats, float temperature, float "
       "logit_scale, "
       "float? softcap, bool has_entropy, bool has_lse, bool[] output_mask) -> Tensor[]");
+  m.def(
+      "token_values_backward_inplace(Tensor(a!) logits, Tensor? grad_log_probs, "
+      "Tensor? grad_entropy, Tensor? grad_lse, Tensor? index, Tensor? row_mask, Tensor row_stats, "
+      "float temperature, float logit_scale, float? softcap, bool has_entropy, bool has_lse) "
+      "-> ()");
   m.def("build_info() -> str");
   m.def("cuda_problem() -> str");
 }
@@ -266,6 +271,7 @@ void implement_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("first_invalid_target", TORCH_BOX(&first_invalid_target));
   m.impl("token_values_forward", TORCH_BOX(&token_values_forward));
   m.impl("token_values_backward", TORCH_BOX(&token_values_backward));
+  m.impl("token_values_backward_inplace", TORCH_BOX(&token_values_backward_inplace));
 }
 
 }  // namespace

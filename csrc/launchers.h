@@ -192,8 +192,11 @@ struct TokenBackwardArgs : TokenArgs {
   Operand grad_entropy;  // null: none
   Operand grad_lse;      // null: none
   const void* row_stats = nullptr;
-  Operand grad_input;
+  Operand grad_input;  // may be the input itself, with the input's strides
   int64_t grad_input_class_stride = 1;
+
+  // The gradient takes the place of the logits.
+  bool is_in_place() const { return grad_input.data == input.data; }
 };
 
 // What a backend decides about a forward pass, once a call, from everything but the memory that the

@@ -74,7 +74,7 @@ def call_operators_wrongly(device: str, seed: int, count: int) -> tuple[int, int
     parts = ("_forward_gradients", "_backward_kept_gradients")
     names += [f"{loss.name}{part}" for loss in LOSSES if loss.elementwise for part in parts]
     names += ["cross_entropy_backward_inplace", "cross_entropy_forward_inplace"]
-    names.append("scale_kept")
+    names += ["scale_kept", "token_values_backward_inplace"]
     operators = {name: getattr(torch.ops.lossops, name).default for name in names}
     calls = [(name, operator, operator) for name, operator in operators.items()]
     calls += [(f"lossops.{loss.name}", operators[loss.name], loss.function) for loss in LOSSES]

@@ -181,18 +181,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_values_forward(
   return {log_probs, entropy, lse, row_stats};
 }
 
-std::vector<Tensor> token_values_backward(OptionalTensor grad_log_probs,
-                                          OptionalTensor grad_entropy, OptionalTensor grad_lse,
-                                          Tensor logits, OptionalTensor index,
-                                          OptionalTensor row_mask, Tensor row_stats,
-                                          double temperature, double logit_scale,
-                                          std::optional<double> softcap, bool has_entropy,
-                                          bool has_lse, std::vector<bool> output_mask) {
+namespace {
+
+// overwritten: the memory that the gradient takes; null: a new tensor.
+Tensor token_gradient(const OptionalTensor& grad_log_probs, const OptionalTensor& grad_entropy,
+                      const OptionalTensor& grad_lse, const Tensor& logits,
+                      const OptionalTensor& index, const OptionalTensor& row_mask,
+                      const Tensor& row_stats, double temperature, double logit_scale,
+                      std::optional<double> softcap, bool has_entropy, bool has_lse,
+                      const Tensor* overwritten) {
   TokenBackwardArgs args;
   const TokenProblem problem(logits, index, row_mask, temperature, logit_scale, softcap,
                              has_entropy, has_lse, args);
-  LOSSOPS_CHECK(kTokens, output_mask.size() == 1, "output_mask must have 1 entry, but has ",
-                output_mask.size());
   const View stats(row_stats);
   LOSSOPS_CHECK(kTokens,
                 stats.sizes == problem.stats_shape() && stats.dtype == problem.acc_dtype() &&
@@ -202,9 +202,6 @@ std::vector<Tensor> token_values_backward(OptionalTensor grad_log_probs,
                 " ", name_of(stats.dtype));
   check_device(kTokens, "row_stats", stats, problem.logits, "logits");
   args.row_stats = row_stats.const_data_ptr();
-  if (!output_mask[0]) {
-    return {};
-  }
 
   RowSpace space(problem.rows);
   problem.add_inputs(space, args);
@@ -232,14 +229,41 @@ std::vector<Tensor> token_values_backward(OptionalTensor grad_log_probs,
     set_data(kTokens, args.grad_lse, grad);
     space.add_values(args.grad_lse, grad.strides);
   }
-  const Tensor grad_logits = empty_like(problem.logits);
+  const Tensor grad_logits = overwritten == nullptr ? empty_like(problem.logits) : *overwritten;
   set_result(args.grad_input, grad_logits);
   TokenProblem::add(space, args.grad_input, args.grad_input_class_stride,
                     to_dims(grad_logits.strides()));
   space.finish(kTokens, args.rows, "logits, index and row_mask");
   const OnDevice device(logits);
   LOSSOPS_LAUNCH_WITH_SCRATCH(logits, token_backward, args);
-  return {grad_logits};
+  return grad_logits;
+}
+
+}  // namespace
+
+std::vector<Tensor> token_values_backward(OptionalTensor grad_log_probs,
+                                          OptionalTensor grad_entropy, OptionalTensor grad_lse,
+                                          Tensor logits, OptionalTensor index,
+                                          OptionalTensor row_mask, Tensor row_stats,
+                                          double temperature, double logit_scale,
+                                          std::optional<double> softcap, bool has_entropy,
+                                          bool has_lse, std::vector<bool> output_mask) {
+  LOSSOPS_CHECK(kTokens, output_mask.size() == 1, "output_mask must have 1 entry, but has ",
+                output_mask.size());
+  if (!output_mask[0]) {
+    return {};
+  }
+  return {token_gradient(grad_log_probs, grad_entropy, grad_lse, logits, index, row_mask, row_stats,
+                         temperature, logit_scale, softcap, has_entropy, has_lse, nullptr)};
+}
+
+void token_values_backward_inplace(Tensor logits, OptionalTensor grad_log_probs,
+                                   OptionalTensor grad_entropy, OptionalTensor grad_lse,
+                                   OptionalTensor index, OptionalTensor row_mask, Tensor row_stats,
+                                   double temperature, double logit_scale,
+                                   std::optional<double> softcap, bool has_entropy, bool has_lse) {
+  token_gradient(grad_log_probs, grad_entropy, grad_lse, logits, index, row_mask, row_stats,
+                 temperature, logit_scale, softcap, has_entropy, has_lse, &logits);
 }
 
 }  // namespace lossops::bindings

@@ -25,4 +25,11 @@ std::vector<Tensor> token_values_backward(OptionalTensor grad_log_probs,
                                           std::optional<double> softcap, bool has_entropy,
                                           bool has_lse, std::vector<bool> output_mask);
 
+// Writes the gradient over the logits, which share memory with no other argument.
+void token_values_backward_inplace(Tensor logits, OptionalTensor grad_log_probs,
+                                   OptionalTensor grad_entropy, OptionalTensor grad_lse,
+                                   OptionalTensor index, OptionalTensor row_mask, Tensor row_stats,
+                                   double temperature, double logit_scale,
+                                   std::optional<double> softcap, bool has_entropy, bool has_lse);
+
 }  // namespace lossops::bindings

@@ -129,8 +129,8 @@ def linear_cross_entropy(
             return_lse, return_entropy, return_z_loss, return_token_accuracy,
             return_predicted_tokens: as of `cross_entropy`. token_weight has the target's shape,
             for probabilities without classes. With a map of the logits, a z-loss, lse or
-            entropies, the workspace holds the gradient of a chunk's logits too; beside label
-            smoothing or probabilities also the mapped logits and more, in float32.
+            entropies beside label smoothing or probabilities, the workspace also holds the mapped
+            logits and more, in float32.
         accum_dtype: dtype in which the gradient of linear_weight is added up if there are several
             chunks, float32 or the dtype of linear_weight. Sums have at least the precision of the
             products' dtype. float16 gradients of a mean or a sum are always added up in float32.
@@ -293,8 +293,7 @@ def linear_selective_log_softmax(
             shape: it then masks single values.
         return_entropy: whether the entropies are returned too. One backward pass computes the
             gradient of both.
-        accum_dtype, max_workspace_bytes: as of `linear_cross_entropy`. In the backward pass the
-            workspace holds a chunk's logits and their gradient.
+        accum_dtype, max_workspace_bytes: as of `linear_cross_entropy`.
 
     Returns:
         The log-probabilities, of index's shape; float64 for float64 logits, else float32. With

@@ -280,13 +280,18 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
+// What token_classes_kernel does with the gradients at class indices. In place, they are computed
+// before the other gradients are written over the logits, and kept until these are.
+enum class AtIndices : int8_t { kRewrite, kKeep, kRestore };
+
 // Rewrites the gradients at class indices. Those of repeated indices add up: the first of them
 // writes the sum. Like token_values_kernel for all dtypes. lanes: of a row, which share its
-// indices; a warp, if it has more than kFewIndices.
+// indices; a warp, if it has more than kFewIndices. kept: (rows, indices), unless kRewrite.
 __global__ void __launch_bounds__(kRowThreads)
     token_classes_kernel(const __grid_constant__ TokenBackwardArgs args,
                          const __grid_constant__ RowSource source,
-                         const __grid_constant__ RowGrid grid, int lanes) {
+                         const __grid_constant__ RowGrid grid, int lanes, AtIndices todo,
+                         double* kept) {
   const uint32_t group = group_of_thread(lanes);
   const RowGrid::Place place = grid.place(group);
   const TokenGradient<double> gradient = load_gradient(args, place);
@@ -310,13 +315,22 @@ __global__ void __launch_bounds__(kRowThreads)
       }
     }
     if (is_first) {
-      const int64_t offset = place.offset(source.input) + c * source.class_stride;
-      const auto x = load_operand<double>(source.input, offset);
-      double slope = 0;
-      visit_logit_map<double>(args.map, [&](const auto& map) { slope = map.derivative(x); });
-      store_operand(args.grad_input,
-                    place.offset(args.grad_input) + c * args.grad_input_class_stride,
-                    gradient_at(gradient, mapped_logit(args, source, offset), slope, sum));
+      double value = 0;
+      if (todo == AtIndices::kRestore) {
+        value = kept[place.row * args.num_indices + k];
+      } else {
+        const int64_t offset = place.offset(source.input) + c * source.class_stride;
+        const auto x = load_operand<double>(source.input, offset);
+        double slope = 0;
+        visit_logit_map<double>(args.map, [&](const auto& map) { slope = map.derivative(x); });
+        value = gradient_at(gradient, mapped_logit(args, source, offset), slope, sum);
+      }
+      if (todo == AtIndices::kKeep) {
+        kept[place.row * args.num_indices + k] = value;
+      } else {
+        store_operand(args.grad_input,
+                      place.offset(args.grad_input) + c * args.grad_input_class_stride, value);
+      }
     }
   }
 }
@@ -495,9 +509,15 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
   });
 }
 
-int64_t token_backward_scratch(const TokenBackwardArgs& args) {
+// Doubles of what rows leave for row_gradients_kernel.
+static int64_t gradient_doubles(const TokenBackwardArgs& args) {
   return args.rows.numel * kGradientNumbers * element_size(stats_dtype(args)) /
          static_cast<int64_t>(sizeof(double));
+}
+
+int64_t token_backward_scratch(const TokenBackwardArgs& args) {
+  const bool keeps = args.is_in_place() && args.grad_log_probs.data != nullptr;
+  return gradient_doubles(args) + (keeps ? args.rows.numel * args.num_indices : 0);
 }
 
 void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Context context) {
@@ -508,14 +528,21 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
   const bool has_indices = args.grad_log_probs.data != nullptr;
   const int index_lanes =
       merging_lanes(static_cast<int>(std::min<int64_t>(args.num_indices, kWarpSize)));
-  const auto launch_classes = [&](const RowSlice& slice, const RowSource& source) {
+  double* const kept = scratch + gradient_doubles(args);
+  const auto launch_classes = [&](const RowSlice& slice, const RowSource& source, AtIndices todo) {
+    if (!has_indices) {
+      return;
+    }
     const RowGrid rows(slice, 1);
     LaunchShape shape = {rows.blocks(index_lanes), kRowThreads};
-    shape.overlap = true;
+    shape.overlap = todo != AtIndices::kKeep;  // else the kernel before it may write the logits
     launch_kernel("token_classes_kernel", token_classes_kernel, shape, stream,
-                  slice_of(slice, args), source, rows, index_lanes);
+                  slice_of(slice, args), source, rows, index_lanes, todo, kept);
   };
+  const AtIndices at_end = args.is_in_place() ? AtIndices::kRestore : AtIndices::kRewrite;
+  // In place, a block would read logits of a row that the block beside it has overwritten.
   const bool is_flat =
+      !args.is_in_place() &&
       args.num_classes * element_size(args.input.dtype) <= kMostFlatTokenBytes &&
       args.num_indices <= kFewIndices &&
       is_run(args.rows, args.grad_input, args.grad_input_class_stride, args.num_classes);
@@ -530,8 +557,8 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
           const FlatTokenGradients<scalar_t> rows{slice_of(slice, args), source, type, map, wide};
           launch_flat_gradients_of(slice, rows, source, rows.args.grad_input, args.num_classes,
                                    type, map, stream);
-          if (has_indices && args.num_indices > 1) {
-            launch_classes(slice, source);
+          if (args.num_indices > 1) {
+            launch_classes(slice, source, at_end);
           }
         });
         return;
@@ -550,6 +577,9 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
       const TokenBackwardArgs own = slice_of(slice, args);
       const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
       const RowGrid rows(slice, 1);
+      if (args.is_in_place()) {
+        launch_classes(slice, source, AtIndices::kKeep);
+      }
       launch_kernel("token_gradients_kernel", token_gradients_kernel,
                     {rows.blocks(lanes), kRowThreads}, stream, own, source, rows, lanes, of_rows);
       LaunchShape passing = {grid.blocks(kWarpSize), kRowThreads};
@@ -558,9 +588,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
                     row_gradients_kernel<TokenGradients<scalar_t>, scalar_t, Map>, passing, stream,
                     TokenGradients<scalar_t>{of_rows}, source, own.grad_input,
                     args.grad_input_class_stride, grid, plan, type, map);
-      if (has_indices) {
-        launch_classes(slice, source);
-      }
+      launch_classes(slice, source, at_end);
     });
   });
 }

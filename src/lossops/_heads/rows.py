@@ -21,6 +21,7 @@ from .. import _privates
 from .._ops import logit_map
 from .._ops.cross_entropy import raise_first_invalid
 from .._ops.losses import CROSS_ENTROPY
+from .._ops.overwriting import overwrite_tokens
 from .._ops.tokens import TOKEN_VALUES
 from .passes import Problem
 
@@ -56,9 +57,6 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 class Tokens:
     """Values of each row's classes `index` (n, d1, ..., K), of rows whose `mask` is not 0."""
 
-    # The logits and their gradient.
-    tensors = 2
-
     def __init__(
         self,
         logits: Tensor,
@@ -84,13 +82,17 @@ class Tokens:
             values = _token_values(self.logits, index, mask, *options, with_stats)
             self.log_probs, self.entropy, self.lse, self.row_stats = values
 
-    def gradient(self, grads: Gradients) -> Tensor:
-        """The gradient over the logits, (n, C, d1, ...). It is a new tensor."""
+    def gradient(self, grads: Gradients, *, overwrites: bool) -> Tensor:
+        """The gradient of the logits, (n, C, d1, ...), in their place or a new tensor."""
         dtype = torch.float64 if self.logits.dtype == torch.float64 else torch.float32
         each = (None if x is None else x.to(dtype) for x in grads)
-        (found,) = _token_gradients(
-            *each, self.logits, *self.arguments, self.row_stats, *self.options, [True]
-        )
+        if overwrites:
+            found = self.logits
+            overwrite_tokens(found, *each, *self.arguments, self.row_stats, *self.options)
+        else:
+            (found,) = _token_gradients(
+                *each, self.logits, *self.arguments, self.row_stats, *self.options, [True]
+            )
         if self.is_zero:
             found.zero_()
         return found.movedim(-1, 1)
@@ -129,10 +131,8 @@ class Labels:
 
 def tensors_of_chunk(wanted: Wanted, *, is_composed: bool, itemsize: int) -> int:
     """How many tensors of a chunk's logits there are at a time, of the logits' dtype."""
-    if not (wanted.is_mapped or wanted.has_entropy or wanted.has_lse):
-        return 1
-    if not is_composed:
-        return Tokens.tensors
+    if not is_composed or not (wanted.is_mapped or wanted.has_entropy or wanted.has_lse):
+        return 1  # the gradient takes the place of the logits
     # The logits; and wide: the logits, the mapped ones, the derivative of the map, two gradients.
     return 1 + 5 * max(1, 4 // itemsize)
 
@@ -204,7 +204,7 @@ class OfClasses(Losses):
         grad, entropy, lse = grads
         if grad is not None:
             grad = -(grad if self.share is None else grad * self.share).unsqueeze(-1)
-        return self.tokens.gradient((grad, entropy, lse))
+        return self.tokens.gradient((grad, entropy, lse), overwrites=True)
 
 
 class Composed(Losses):
@@ -246,7 +246,7 @@ class Composed(Losses):
             if self.kept is not None:  # whatever the derivative of the map is there
                 found.masked_fill_(~self.kept.unsqueeze(1), 0.0)
         if entropy is not None or lse is not None:
-            more = self.tokens.gradient((None, entropy, lse))
+            more = self.tokens.gradient((None, entropy, lse), overwrites=False)
             found = more if found is None else found.add_(more)
         assert found is not None
         return found

@@ -54,19 +54,15 @@ class Values(NamedTuple):
     row_stats: Tensor  # (3, N), or without elements
 
 
-def _problem(
-    operands: TokenOperands, options: TokenOptions, *, adds_up_weight: bool, tensors: int
-) -> Problem:
+def _problem(operands: TokenOperands, options: TokenOptions, *, adds_up_weight: bool) -> Problem:
     row = CROSS_ENTROPY.loss.ops.Options(reduction="none")
     made = Options(row, *options[4:], None)
-    return Problem(
-        Operands(*operands[:4], None), made, adds_up_weight=adds_up_weight, tensors=tensors
-    )
+    return Problem(Operands(*operands[:4], None), made, adds_up_weight=adds_up_weight)
 
 
 def forward(operands: TokenOperands, options: TokenOptions, *, with_stats: bool) -> Values:
     """The values, and row_stats if `backward` may follow."""
-    problem = _problem(operands, options, adds_up_weight=False, tensors=1)
+    problem = _problem(operands, options, adds_up_weight=False)
     found = []
     for rows in problem.chunks():
         mask = None if operands.row_mask is None else operands.row_mask[rows]
@@ -110,7 +106,7 @@ def backward(
 
     grads: of the log-probabilities and of the entropies. row_stats: those of `forward`.
     """
-    problem = _problem(operands, options, adds_up_weight=needed[1], tensors=Tokens.tensors)
+    problem = _problem(operands, options, adds_up_weight=needed[1])
     sums = Sums(problem, needed, is_scaled=False)
     for rows in problem.chunks():
         logits = problem.logits(rows)
@@ -122,7 +118,8 @@ def backward(
             row_stats=row_stats[:, rows].contiguous(),
         )
         log_probs, entropy = (None if grad is None else grad[rows] for grad in grads)
-        sums.add(rows, passes.as_matrix(tokens.gradient((log_probs, entropy, None)), logits))
+        gradient = tokens.gradient((log_probs, entropy, None), overwrites=True)
+        sums.add(rows, passes.as_matrix(gradient, logits))
         del tokens
     found = sums.gradients()
     del problem, logits, sums  # the conversion may take the memory of the logits

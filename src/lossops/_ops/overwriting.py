@@ -24,6 +24,10 @@ from .description import library
 scale_kept = _privates.without_autograd(library, "scale_kept")
 _privates.count_versions(library, "scale_kept")
 fakes.register_overwriting("scale_kept")
+# Writes the gradient of token values over the logits.
+overwrite_tokens = _privates.without_autograd(library, "token_values_backward_inplace")
+_privates.count_versions(library, "token_values_backward_inplace")
+fakes.register_overwriting("token_values_backward_inplace")
 
 _PROBLEM = "cross_entropy: inplace_backward=True "
 
