@@ -59,6 +59,8 @@ def random_argument(source: random.Random, argument: Any, device: str, shape: An
         return source.choice((-100, 0, 1, 3, 2**31, -(2**63), 2**63 - 1))
     if kind == "float":
         return source.choice((0.0, 0.1, 1.0, -1.0, 2.0, float("nan"), float("inf")))
+    if kind == "Optional[float]":
+        return source.choice((None, None, 0.0, 30.0, -1.0, float("nan"), float("inf")))
     if kind == "List[bool]":
         return [source.random() < 0.7 for _ in range(source.choice((0, 1, 2, 2, 3, 3, 3, 4)))]
     raise NotImplementedError(kind)
