@@ -571,6 +571,28 @@ def test_float16_z_loss_beside_ignored_nan(device: str, scaled: bool) -> None:
     assert same_bits(found, expected)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_number_of_items_is_a_divisor(
+    device: str, dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself it takes the passes of a mean, which read a chunk's logits once."""
+
+    def refused(*arguments: Any, **more: Any) -> Any:
+        raise AssertionError("values of rows were computed")
+
+    monkeypatch.setattr(keyword_passes, "_Call", refused)
+    call = make(dtype=dtype, device=device)
+    expected = call.run(lossops.linear_cross_entropy, reduction="sum")
+    number = torch.tensor(64)  # a power of two, so that rounding is the same
+    for items in (64, 64.0, number, number.to(device, torch.float32).reshape(1)):
+        found = call.run(
+            lossops.linear_cross_entropy, reduction=reduction, num_items_in_batch=items
+        )
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value / 64)
+
+
 def test_defaults_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its defaults each keyword leaves the call to the passes without keywords."""
 

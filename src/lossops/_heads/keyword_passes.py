@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,9 +153,17 @@ def forward(
     """What the call returns, and the gradients of input, linear_weight and linear_bias."""
     dtype = passes.result_dtype(operands, options)
     keeps = any(kept)
+    by_rows.check(keywords, options.row.reduction, operands.target.is_floating_point())
+    num_items: Any = keywords.num_items_in_batch  # a tensor or None
+    others = keywords._replace(num_items_in_batch=None)
+    if num_items is not None and by_rows.checked(others) is None:
+        # A mean with another divisor, as gradient accumulation has it.
+        divisor = by_rows.number_beside(num_items, operands.input)
+        mean = options._replace(row=options.row._replace(reduction="mean"))
+        of_mean = passes.forward(operands, mean, kept, with_stats=False, divisor=divisor)
+        return Found(CrossEntropyOutput(of_mean.loss), of_mean.kept)
     call = _Call(operands, options, keywords, adds_up_weight=kept[1])
     problem = call.problem
-    by_rows.check(keywords, options.row.reduction, problem.is_probability)
     sums, factor = None, None
     grads = _RowGradients(None, None)
     nothing: Gradients = (None, None, None)

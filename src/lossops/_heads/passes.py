@@ -82,9 +82,17 @@ class Problem:
     """A call's operands as matrices, and what is computed of one chunk of rows."""
 
     def __init__(
-        self, operands: Operands, options: Options, *, adds_up_weight: bool, tensors: int = 1
+        self,
+        operands: Operands,
+        options: Options,
+        *,
+        adds_up_weight: bool,
+        tensors: int = 1,
+        divisor: Tensor | None = None,
     ) -> None:
+        """tensors: `chunks.rows_of_chunk`'s. divisor: of a mean, if not what the targets say."""
         dtype = options.compute_dtype
+        self.divisor = divisor
         self.given, self.options, self.row = operands, options, options.row
         self.input = operands.input.to(dtype)
         self.num_rows = self.input.size(0)
@@ -208,6 +216,9 @@ class Problem:
     def denominator(self) -> Tensor:
         """What a mean divides by, a float64 scalar: rows that are not ignored, or their weights."""
         target, weight = self.target, self.weight
+        if self.divisor is not None:
+            # A number on the CPU goes with any device.
+            return self.divisor * self.input.new_ones((), dtype=torch.float64)
         if self.is_probability:
             rows = target.numel() // max(1, self.classes[0])
             return target.new_full((), rows, dtype=torch.float64)
@@ -331,16 +342,21 @@ def is_scaled(options: Options) -> bool:
 
 
 def forward(
-    operands: Operands, options: Options, kept: Sequence[bool], *, with_stats: bool
+    operands: Operands,
+    options: Options,
+    kept: Sequence[bool],
+    *,
+    with_stats: bool,
+    divisor: Tensor | None = None,
 ) -> Found:
     """The loss; and for a reduced one the gradients of input, linear_weight and linear_bias.
 
     kept: which of these gradients are wanted. with_stats: whether `backward` may follow, if none
-    is: else it computes the statistics again.
+    is: else it computes the statistics again. divisor: `Problem`'s.
     """
     dtype = result_dtype(operands, options)
     keeps = any(kept)
-    problem = Problem(operands, options, adds_up_weight=kept[1])
+    problem = Problem(operands, options, adds_up_weight=kept[1], divisor=divisor)
     if not keeps:
         return _forward(problem, dtype, with_stats)
     found = _forward_with_gradients(problem, dtype, kept)

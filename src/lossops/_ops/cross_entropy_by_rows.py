@@ -351,6 +351,16 @@ def predictions(logits: Tensor, keywords: Keywords) -> Tensor:
 # ---------------------------------------------------------------- reductions
 
 
+def number_beside(num_items: Tensor, like: Tensor) -> Tensor:
+    """num_items_in_batch as operations with `like` take it, a scalar."""
+    if num_items.is_meta and not like.is_meta:
+        raise RuntimeError(f"{_NAME}: num_items_in_batch has no value: it is on meta")
+    num_items = num_items.reshape(())
+    if num_items.device.type == "cpu":  # a number on the CPU goes with any device
+        return num_items
+    return num_items.to(like.device, non_blocking=True)
+
+
 class Reduction:
     """The reduction of values of rows: token weights, divisors, sums in float64."""
 
@@ -371,11 +381,7 @@ class Reduction:
             self.token_weight = weight.to(rows.loss.dtype).masked_fill(~rows.kept, 0.0)
         num_items = keywords.num_items_in_batch
         if isinstance(num_items, Tensor):
-            if num_items.is_meta and not rows.kept.is_meta:
-                raise RuntimeError(f"{_NAME}: num_items_in_batch has no value: it is on meta")
-            num_items = num_items.reshape(())
-            if num_items.device.type != "cpu":  # a number on the CPU goes with any device
-                num_items = num_items.to(rows.loss.device, non_blocking=True)
+            num_items = number_beside(num_items, rows.kept)
         self.num_items = num_items
 
     def __call__(self, values: Tensor, shares: Tensor) -> Tensor:
