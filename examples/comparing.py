@@ -141,7 +141,7 @@ def timed(
     batches: list[tuple[Tensor, ...]],
     options: argparse.Namespace,
 ) -> Run:
-    """Runs the steps of a model. Their values are those of the run; on the CPU the last runs twice."""
+    """Runs the steps of a model, whose values are the run's. On the CPU the last runs twice."""
     cuda = options.device.startswith("cuda")
     values, times = [], []
     if cuda:

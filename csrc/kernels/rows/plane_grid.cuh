@@ -1,5 +1,13 @@
-// How plane_rows.cu deals rows out to a block: where groups of rows are, and what a block keeps of
-// its rows in shared memory.
+// How plane_rows.cu spreads rows over the threads of a block: the position of each group of rows,
+// and the numbers of each row that the block keeps in shared memory.
+//
+//   plane     the rows along the first dimension of the target, such as the pixels of one image
+//   position  the number of a row in its plane
+//   group     neighbouring rows of a plane, 8 bytes of each class: 2 of fp32, 4 of half types
+//   lane      the number of a group in a block, 0 to lanes - 1: not the lane of a warp
+//   share     the classes c of a group with c % shares == share; one thread has one lane and share
+//   range     the classes that are in shared memory at a time
+//   part      a partial sum of a row, which a warp or a share leaves in shared memory
 #pragma once
 
 #include <cstdint>
@@ -53,7 +61,7 @@ struct PlanePlace {
   const IterationSpace& space;
   int64_t position;  // of the first row, in its plane
   uint32_t plane;
-  int rows;  // 0: all groups are others'
+  int rows;  // of the group that exist: fewer at the end of a plane, 0 beyond the last group
 
   template <int kRows>
   static __device__ __forceinline__ PlanePlace of(const IterationSpace& space,
@@ -94,10 +102,10 @@ struct PlanePlace {
   }
 };
 
-// Numbers of a block's rows in shared memory: number k of all rows, then number k + 1.
+// Floats of each row of a block in shared memory, (kRowNumbers + 2 * (parts - 1), rows).
 struct RowNumbers {
-  // The largest other logit and the sum of a part; the logit of the class index. Then, in their
-  // place, the numbers of a gradient.
+  // While rows are summed: OthersSum's reference and total of part 0, and the logit of the class
+  // index. Afterwards the same places hold the numbers of an IndexGradient.
   static constexpr int kReference = 0;
   static constexpr int kTotal = 1;
   static constexpr int kLogit = 2;

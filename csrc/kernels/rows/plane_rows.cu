@@ -2,10 +2,12 @@
 // tensor, with class indices. Any number of classes and positions, at any address; it is made for
 // rows that lie side by side.
 //
-// A block takes groups of neighbouring rows, one a lane. Its shares deal the classes out: a thread
-// copies the classes of its lane and share to shared memory, sums them there, and writes their
-// gradients. In between, a thread a row merges what the shares have, and finishes the row. Classes
-// beyond shared memory are taken in ranges, which the gradient reads once more.
+// A block has lanes x shares threads (plane_grid.cuh defines lane, share, range and part).
+//   1. Each thread copies the classes of its lane and share to shared memory, and sums them.
+//   2. One thread a row merges the partial sums, and computes the loss and the row's factors.
+//   3. Each thread writes the gradients of its classes.
+// If the classes do not fit shared memory, they are taken in ranges, and step 3 reads all ranges
+// but the last from global memory again.
 #include <algorithm>
 #include <cstdint>
 

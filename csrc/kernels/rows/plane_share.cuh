@@ -18,8 +18,9 @@ namespace lossops::cuda::plane_rows {
 // Classes that a thread copies at a time.
 constexpr int kCopied = 4;
 
-// The sum over the classes of a row but its class index, or over some of them, relative to the
-// largest of their logits. Of a plain row (plain_rows.cuh) relative to -0.0f, which no largest is.
+// total = sum of exp(x_c - reference) over classes c of a row, without its class index. reference
+// is the largest of these logits. The sum of a plain row (plain_rows.cuh) is not shifted: reference
+// is then -0.0f, which marks it. A largest logit is never -0.0f (add_range adds +0.0f).
 struct OthersSum {
   static constexpr float kPlain = -0.0f;
 
@@ -150,7 +151,9 @@ class GroupShare {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int place = place_of_index(i, first);
-      // Of rows without a class index here, the last class is added. Those of one share never do.
+      // sum_group leaves out this thread's last class, which takes the place of the class index.
+      // If the class index is another share's, the last class is added as one more term. With one
+      // share the class index is always here.
       has_index[i] = place >= 0 || grid_.share_bits == 0 || others < 0;
       reach[i] = 0;
       if (others >= 0) {
@@ -312,7 +315,7 @@ class GroupShare {
         }
       });
     }
-    // By the thread that has written another there.
+    // Overwrites what the same thread wrote above at the class index, so no barrier is needed.
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int place = place_of_index(i, first);

@@ -1,5 +1,6 @@
-// Rows that lie side by side, in groups: 8 bytes of each class, which a thread takes at once. And
-// the order in which their classes are summed, the same wherever the rows lie.
+// RowGroup: the logits of one class for neighbouring rows, 8 bytes that a thread loads at once.
+// sum_group: sums the classes of a group in a fixed order, so that a row's bits do not depend on
+// its address. Used by side_by_side_rows.cu and plane_rows.cu.
 #pragma once
 
 #include <cstdint>
@@ -60,9 +61,9 @@ struct alignas(kCount * sizeof(T)) VectorOf {
   T values[kCount];
 };
 
-// The sums of `count` terms of a thread's rows: term(i, x) of logit x of row i. Class c is
-// own[c * pitch]. see(x): what else is done with each class. add_last(sums): adds one more term to
-// each.
+// totals[i] = sum of term(i, x) over `count` classes, where x is the logit of row i. Class c of the
+// group is own[c * pitch]. see(group) is called once for each class, for instance to find the
+// largest magnitude. add_last(sums) may add further terms to the remainder of the classes.
 template <bool kExact, typename scalar_t, typename Term, typename See, typename Last>
 __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pitch, int count,
                                           float (&totals)[RowGroup<scalar_t>::kRows], Term&& term,

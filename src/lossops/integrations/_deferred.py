@@ -216,11 +216,9 @@ class DeferredLogits(Tensor):
             NotImplementedError: they are no logit map.
         """
         recipe = self._recipe
-        times, over = (
-            1.0,
-            1.0,
-        )  # ahead of tanh. Apart, as c / c is exactly 1, and c * (1 / c) is not
-        after: float | None = None  # what tanh was multiplied by, if there was one
+        # Factors and divisors ahead of tanh. Kept apart: c / c is exactly 1, c * (1 / c) is not.
+        times, over = 1.0, 1.0
+        after: float | None = None  # the factor of tanh; None: there was no tanh
         for name, value in recipe.steps:
             if name == "tanh":
                 if after is not None:

@@ -1,6 +1,6 @@
 """Causal language models of transformers with lossops' head: hidden states to loss without logits.
 
-    handle = fuse_head(model)   # any model, before or after PEFT, DDP and FSDP2
+    handle = fuse_head(model)   # before or after PEFT, DDP and FSDP2 wrap the model
     trainer.train()
     handle.remove()
 
@@ -262,9 +262,11 @@ def causal_lm_loss(
 
 
 def as_float32(hidden: Tensor, weight: Tensor) -> torch.autocast:
-    """Makes the loss of half-precision logits float32, as it is after `logits.float()`.
+    """A context in which the loss of half-precision logits is float32, as after `logits.float()`.
 
-    Autocast does it, to the dtype that hidden and weight have, where it is off.
+    lossops returns a float32 loss under autocast. If autocast is off and hidden and weight have the
+    same half type, this turns autocast on with that dtype, so no operand is cast. Otherwise
+    autocast stays as it is.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) or hidden.dtype not in _HALF:

@@ -60,12 +60,12 @@ def add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> FusedLMHead:
-    """`trl.trainer.add_fused_lm_head` with the head of lossops, and `fuse_head`.
+    """Replaces the fused head of a TRL trainer's model by that of lossops.
 
-    `model(..., labels=labels, fused_lm_head=True)` then returns TRL's `FusedCausalLMOutput`: values
-    of tokens, by `linear_selective_log_softmax`, or with "is_top1" by `linear_cross_entropy`. Scale
-    and softcap are those that the model applies. Without `fused_lm_head`, calls are as `fuse_head`
-    makes them.
+    `model(..., labels=labels, fused_lm_head=True)` then returns TRL's `FusedCausalLMOutput` with
+    values of each token. `linear_selective_log_softmax` computes them, or `linear_cross_entropy` if
+    outputs has "is_top1". The scale and the softcap that the model applies are included. Calls
+    without `fused_lm_head` behave as after `fuse_head`.
 
     Args:
         model: as of `fuse_head`. If a trainer of TRL's has it, its head is replaced; call this
