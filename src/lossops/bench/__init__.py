@@ -17,5 +17,6 @@ over from one machine, or one day, to the next.
     plot.py    the picture of them
     drawn/     calls drawn at random instead: `--random`, `--spec`
     heads/     heads instead of losses: `--heads`
+    compiled/  compiled steps, with torch's loss and with ours: `--compiled`
     cli.py     the command line
 """

@@ -19,6 +19,8 @@ from .. import info
 from .._version import __version__
 from . import plot
 from .cases import ALL, PEERS
+from .compiled import cli as compiled_steps
+from .compiled.problems import PEERS as COMPILED_PEERS
 from .drawn import cli as drawn
 from .drawn.peers import PEERS as DRAWN_PEERS
 from .heads import cli as heads
@@ -67,11 +69,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     drawn.add_arguments(parser)
     heads.add_arguments(parser)
+    compiled_steps.add_arguments(parser)
     options = parser.parse_args(arguments)
     options.drawn = options.random is not None or bool(options.spec)
-    options.has_cases = not options.drawn and options.heads is None
-    if options.drawn and options.heads is not None:
-        parser.error("--heads does not go together with --random and --spec")
+    asked = {
+        "--random and --spec": options.drawn,
+        "--heads": options.heads is not None,
+        "--compiled": options.compiled is not None,
+    }
+    given = [flag for flag, is_given in asked.items() if is_given]
+    options.has_cases = not given
+    if len(given) > 1:
+        parser.error(f"{given[1]} does not go together with {given[0]}")
 
     # Before the minutes that a run takes.
     for flag, file in ("--output", options.output), ("--plot", options.plot):
@@ -103,9 +112,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.device = torch.device("cuda", options.device.index or 0)
         torch.cuda.set_device(options.device)
 
-    known = list(DRAWN_PEERS if options.drawn else PEERS if options.has_cases else HEAD_PEERS)
+    known = list(PEERS)
+    if options.drawn:
+        known = list(DRAWN_PEERS)
+    elif options.heads is not None:
+        known = list(HEAD_PEERS)
+    elif options.compiled is not None:
+        known = list(COMPILED_PEERS)
     if options.peers is None and options.heads is not None:
         options.peers = heads.default_peers(cuda, options.tokens)
+    elif options.peers is None and options.compiled is not None:
+        options.peers = ["torch"]
     elif options.peers is None:
         options.peers = ["eager", "compile"] if cuda or not options.quick else ["eager"]
         if options.drawn and not cuda:
@@ -121,6 +138,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return options
     if options.heads is not None:
         heads.settle(parser, options)
+        return options
+    if options.compiled is not None:
+        compiled_steps.settle(parser, options)
         return options
     options.absent = [who for who in options.peers if not importlib.util.find_spec(PEERS[who])]
     options.peers = [who for who in options.peers if who not in options.absent]
@@ -210,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             print(f"--from {options.source}: {error}", file=sys.stderr)
             return 2
-    elif options.list:
+    elif options.list and options.has_cases:
         print("\n".join(case.name(options.device) for case in options.cases))
         return 0
     if options.plot and not plot.available() and options.has_cases:
@@ -221,6 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return drawn.run(options, device_name(options.device))
     if options.heads is not None:
         return heads.run(options, device_name(options.device))
+    if options.compiled is not None:
+        return compiled_steps.run(options, device_name(options.device))
     name = report.about["device"] if options.source else device_name(options.device)
     versions = (
         report.about if options.source else {"lossops": __version__, "torch": torch.__version__}

@@ -85,7 +85,7 @@ def run(
         try:
             found.heads[who].errors = _errors(_check(heads[who], problem), exact)
         except Exception as error:  # of any kind: no peer may end the run
-            found.heads[who].notes["check"] = _said(error)
+            found.heads[who].notes["check"] = said(error)
     del exact
     runs = [who for who in heads if not found.heads[who].notes]
     meter.clean()
@@ -93,12 +93,12 @@ def run(
         calls: dict[str, Call] = {who: _call(heads[who], problem, doing) for who in runs}
         # Before the times, so that there is memory for the floor's gradient of the logits.
         for who, call in calls.items():
-            _note_peak(found.heads[who], doing, call, meter)
+            note_peak(found.heads[who], doing, call, meter)
         grad = problem.gradient_of_logits() if doing != "forward" else None
         products = functools.partial(_products, problem, grad, PASSES[doing])
 
         def failed(who: str, error: Exception, doing: str = doing) -> None:
-            found.heads[who].notes[doing] = _said(error)
+            found.heads[who].notes[doing] = said(error)
 
         for who, ms in meter.medians({PRODUCTS: products, **calls}, failed).items():
             found.heads[who].ms[doing] = ms
@@ -152,13 +152,14 @@ def _products(problem: Problem, grad: Tensor | None, count: int) -> tuple[Tensor
     return grad_input, *((torch.mm(grad.t(), problem.input),) if count == 3 else ())
 
 
-def _note_peak(found: Contender, doing: str, call: Call, meter: Meter) -> None:
+def note_peak(found: Any, doing: str, call: Call, meter: Meter) -> None:
+    """Fills in `peak_bytes[doing]` of a contender, or its `notes[doing]`."""
     try:
         call()  # what a first call allocates for good is no part of a step
         meter.clean()
         peak = meter.peak_bytes(call)
     except Exception as error:
-        found.notes[doing] = _said(error)
+        found.notes[doing] = said(error)
         return
     if peak is not None:
         found.peak_bytes[doing] = peak
@@ -192,5 +193,6 @@ def kind_of(kernel: str) -> str:
     return next(kind for kind, names in KINDS.items() if re.search(names, kernel))
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """An error in one line."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
