@@ -20,6 +20,14 @@
 namespace lossops::bindings {
 namespace {
 
+// The schemas of the operators that graphs hold. lossops/_extension.py defines them: the stable ABI
+// of torch 2.10 cannot give an operator a tag, and compilers read the tags.
+struct Schemas {
+  std::string text;  // a line each
+
+  void def(const std::string& schema) { text += schema + "\n"; }
+};
+
 // ----------------------------------------------------------------- elementwise
 
 // The ops of one elementwise loss, whose schemas add Params... to the common arguments.
@@ -106,45 +114,38 @@ struct ElementwiseOps<Loss, kLoss, ParamTypes<Params...>> {
                                float32_result, extra, wanted);
   }
 
-  static void define(torch::stable::detail::StableLibrary& m) {
+  static void define(Schemas& m) {
     const std::string name = name_of(kLoss);
     const std::string params = Loss::kSchema;
     const std::string weight = Loss::kTraits.has_weight ? ", Tensor? weight=None" : "";
-    m.def((name + "(Tensor input, Tensor target, *, str reduction=\"mean\"" + weight + params +
-           ") -> Tensor")
-              .c_str());
-    m.def((name +
-           "_forward(Tensor input, Tensor target, Tensor? weight, str reduction, "
-           "bool float32_result" +
-           params + ") -> (Tensor loss, Tensor mean_terms)")
-              .c_str());
+    m.def(name + "(Tensor input, Tensor target, *, str reduction=\"mean\"" + weight + params +
+          ") -> Tensor");
+    m.def(name +
+          "_forward(Tensor input, Tensor target, Tensor? weight, str reduction, "
+          "bool float32_result" +
+          params + ") -> (Tensor loss, Tensor mean_terms)");
     // With defaults: an argument that is left out costs nothing, any other 0.15 us.
     const std::string arguments =
         "Tensor input, Tensor target, Tensor? weight=None, str reduction=\"mean\", "
         "bool float32_result=False" +
         params;
-    m.def((name + "_value(" + arguments + ") -> Tensor").c_str());
-    m.def((name + "_forward_gradient(" + arguments + ") -> (Tensor loss, Tensor grad_input)")
-              .c_str());
-    m.def((name + "_backward_kept(Tensor(a!) grad_input, Tensor grad_output, " + arguments +
-           ") -> ()")
-              .c_str());
+    m.def(name + "_value(" + arguments + ") -> Tensor");
+    m.def(name + "_forward_gradient(" + arguments + ") -> (Tensor loss, Tensor grad_input)");
+    m.def(name + "_backward_kept(Tensor(a!) grad_input, Tensor grad_output, " + arguments +
+          ") -> ()");
     // Of any gradients. The two above are quicker by the 0.1 us that a mask and results that may be
     // None take, and 0.3 us.
-    m.def((name + "_forward_gradients(" + arguments +
-           ", *, bool[] output_mask) "
-           "-> (Tensor loss, Tensor? grad_input, Tensor? grad_target)")
-              .c_str());
-    m.def((name +
-           "_backward_kept_gradients(Tensor(a!)? grad_input, Tensor(b!)? grad_target, "
-           "Tensor grad_output, " +
-           arguments + ") -> ()")
-              .c_str());
-    m.def((name +
-           "_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
-           "Tensor? mean_terms, str reduction, bool[] output_mask" +
-           params + ") -> Tensor[]")
-              .c_str());
+    m.def(name + "_forward_gradients(" + arguments +
+          ", *, bool[] output_mask) "
+          "-> (Tensor loss, Tensor? grad_input, Tensor? grad_target)");
+    m.def(name +
+          "_backward_kept_gradients(Tensor(a!)? grad_input, Tensor(b!)? grad_target, "
+          "Tensor grad_output, " +
+          arguments + ") -> ()");
+    m.def(name +
+          "_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
+          "Tensor? mean_terms, str reduction, bool[] output_mask" +
+          params + ") -> Tensor[]");
   }
 
   static void implement(torch::stable::detail::StableLibrary& m) {
@@ -183,7 +184,8 @@ std::string build_info() {
 
 // ---------------------------------------------------------------- registration
 
-void define_ops(torch::stable::detail::StableLibrary& m) {
+std::string schemas() {
+  Schemas m;
 #define LOSSOPS_ROW(name, Loss) LOSSOPS_OPS(name, Loss)::define(m);
   LOSSOPS_ELEMENTWISE_LOSSES(LOSSOPS_ROW)
 #undef LOSSOPS_ROW
@@ -219,11 +221,6 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "float label_smoothing, bool[] output_mask) -> Tensor[]");
   m.def("scale_kept(Tensor(a!) gradient, Tensor factor) -> ()");
   m.def("first_invalid_target(Tensor target, int num_classes, int ignore_index) -> Tensor");
-  m.def(
-      "cross_entropy_plan(Tensor input, Tensor target, Tensor? weight=None, *, "
-      "str reduction=\"mean\", float label_smoothing=0.0, bool gradient=False, str device=\"\") "
-      "-> str");
-  m.def("cross_entropy_plan_table(str device=\"\") -> str");
   // The public operators of token values: lossops/_ops/row_values.py composes them of
   // token_values_forward.
   m.def(
@@ -250,6 +247,17 @@ void define_ops(torch::stable::detail::StableLibrary& m) {
       "Tensor? grad_entropy, Tensor? grad_lse, Tensor? index, Tensor? row_mask, Tensor row_stats, "
       "float temperature, float logit_scale, float? softcap, bool has_entropy, bool has_lse) "
       "-> ()");
+  return m.text;
+}
+
+// What no graph holds.
+void define_questions(torch::stable::detail::StableLibrary& m) {
+  m.def("schemas() -> str");
+  m.def(
+      "cross_entropy_plan(Tensor input, Tensor target, Tensor? weight=None, *, "
+      "str reduction=\"mean\", float label_smoothing=0.0, bool gradient=False, str device=\"\") "
+      "-> str");
+  m.def("cross_entropy_plan_table(str device=\"\") -> str");
   m.def("build_info() -> str");
   m.def("cuda_problem() -> str");
 }
@@ -277,9 +285,10 @@ void implement_ops(torch::stable::detail::StableLibrary& m) {
 }  // namespace
 }  // namespace lossops::bindings
 
-STABLE_TORCH_LIBRARY(lossops, m) { lossops::bindings::define_ops(m); }
+STABLE_TORCH_LIBRARY(lossops, m) { lossops::bindings::define_questions(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(lossops, CompositeExplicitAutograd, m) {
+  m.impl("schemas", TORCH_BOX(&lossops::bindings::schemas));
   m.impl("cross_entropy_plan", TORCH_BOX(&lossops::bindings::cross_entropy_plan));
   m.impl("cross_entropy_plan_table", TORCH_BOX(&lossops::bindings::cross_entropy_plan_table));
   m.impl("build_info", TORCH_BOX(&lossops::bindings::build_info));

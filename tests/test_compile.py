@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -173,6 +174,40 @@ def test_inductor_fuses_gradients(loss: Loss, variant: Variant, device: str) -> 
             error = (gradient.double() - exact.gradients[name]).abs()
             of_ours = (expected.gradients[name].double() - exact.gradients[name]).abs()
             assert (error <= of_ours + ulp(gradient, dtype) / 16).all(), f"{sample.name}: {name}"
+
+
+GRAPH_OPERATORS = [line.partition("(")[0] for line in torch.ops.lossops.schemas().splitlines()]
+
+
+def test_operators_take_any_layout() -> None:
+    """What the compiler knows of them; it copies the operands of other operators."""
+    assert "cross_entropy_forward" in GRAPH_OPERATORS and "mse_loss_backward" in GRAPH_OPERATORS
+    for name in GRAPH_OPERATORS:
+        assert torch.Tag.flexible_layout in getattr(torch.ops.lossops, name).default.tags, name
+
+
+def kernels_of(program: str) -> list[str]:
+    """The lines of a compiled program that call a kernel of the compiler's own."""
+    lines = program.partition("def call(")[2].partition("def get_args")[0].splitlines()
+    return [line.strip() for line in lines if re.search(r"cpp_fused\w*\(|triton_\w*\.run\(", line)]
+
+
+@per_loss
+def test_inductor_does_not_copy_padded_operands(loss: Loss, device: str) -> None:
+    """What it computes itself it lays out in padded rows; the operators read those."""
+    sample = loss.variants[0].sample((16, 1033), device=device)
+    x, t = sample.tensors["input"], sample.tensors["target"]
+
+    def program(x: Tensor, t: Tensor) -> Tensor:
+        return loss.function(x * 0.5, t, reduction="sum")
+
+    settings = {"force_disable_caches": True, "disable_padding_cpu": False}
+    with torch.no_grad(), inductor_config.patch(settings):
+        found, (code,) = run_and_get_code(torch.compile(program, fullgraph=True), x, t)
+    torch.testing.assert_close(found, program(x, t))
+    (padded,) = re.findall(r"empty_strided_\w+\(\(16, 1033\), \((\d+), 1\)", code)
+    assert int(padded) > 1033
+    assert len(kernels_of(code)) == 1
 
 
 FIRST_PROGRAM = """

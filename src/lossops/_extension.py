@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 MINIMUM_TORCH = (2, 10)
 
@@ -16,6 +17,9 @@ MINIMUM_TORCH = (2, 10)
 load_error: str | None = None
 
 loaded = False
+
+# A library's operators go with it.
+_kept: list[Any] = []
 
 
 def path() -> Path:
@@ -86,6 +90,19 @@ def _load() -> None:
         cause = str(error.__cause__ or error)  # torch hides the dynamic linker's words in the cause
         reason = cause if str(library) in cause else f"{library}: {cause}"
         raise _failure(reason, _advice(cause, str(torch.__version__))) from error
+    _define_operators(torch)
+
+
+def _define_operators(torch: Any) -> None:
+    """Defines the operators, whose kernels the library has registered.
+
+    Without the tag, compilers copy an operand whose strides are not those that it had when the
+    program was traced. The kernels read all strides.
+    """
+    library = torch.library.Library("lossops", "FRAGMENT")
+    for schema in torch.ops.lossops.schemas().splitlines():
+        library.define(schema, tags=(torch.Tag.flexible_layout,))
+    _kept.append(library)
 
 
 def _advice(error: str, torch_version: str) -> str:
