@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
+from functorch.compile import make_boxed_func
 from losses import (
     LOSS_IDS,
     LOSSES,
@@ -26,8 +27,12 @@ from losses import (
 )
 from numerics import same_bits, ulp
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
+
+import lossops
+from lossops._ops import inductor
 
 per_variant = pytest.mark.parametrize(("loss", "variant"), VARIANTS, ids=VARIANT_IDS)
 per_loss = pytest.mark.parametrize("loss", LOSSES, ids=LOSS_IDS)
@@ -176,6 +181,66 @@ def test_inductor_fuses_gradients(loss: Loss, variant: Variant, device: str) -> 
             assert (error <= of_ours + ulp(gradient, dtype) / 16).all(), f"{sample.name}: {name}"
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "loss", [loss for loss in LOSSES if loss.elementwise], ids=lambda x: x.name
+)
+def test_inductor_fuses_what_stands_ahead(loss: Loss, reduction: str, device: str) -> None:
+    """A scale or a cast takes no tensor of its own: the loss is torch's formula then."""
+    for dtype, ahead in (
+        (torch.float16, lambda x: 0.5 * x),
+        (torch.bfloat16, lambda x: x.float()),
+        (torch.float32, lambda x: x.exp()),
+    ):
+        sample = loss.variants[0].sample((64, 33), device=device, reduction=reduction)
+        x, t = (sample.tensors[name].detach().to(dtype) for name in ("input", "target"))
+
+        def step(call: LossFunction, x: Tensor, t: Tensor) -> list[Tensor]:
+            leaves = [x.detach().requires_grad_(), t.detach().requires_grad_()]
+            value = call(*leaves)
+            return [value, *torch.autograd.grad(value, leaves, torch.full_like(value, 64.0))]
+
+        def program(x: Tensor, t: Tensor, ahead: Any = ahead, sample: Sample = sample) -> Tensor:
+            return loss.function(ahead(x), t, **sample.options)
+
+        with inductor_config.patch(force_disable_caches=True):
+            compiled = torch.compile(program, fullgraph=True)
+            found, programs = run_and_get_code(step, compiled, x, t)
+        assert not any("torch.ops.lossops" in code for code in programs)
+        exact = step(program, x.double(), t.double())
+        tolerance = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[dtype]
+        for ours, expected, like in zip(found, exact, step(program, x, t), strict=True):
+            assert ours.dtype == like.dtype
+            torch.testing.assert_close(
+                ours.double(),
+                expected,
+                rtol=tolerance,
+                atol=tolerance * expected.detach().abs().max().item(),
+            )
+
+
+@pytest.mark.parametrize(
+    "loss", [loss for loss in LOSSES if loss.elementwise], ids=lambda x: x.name
+)
+def test_inductor_calls_operators_for_products(loss: Loss, device: str) -> None:
+    """What is in memory anyway the operator reads faster."""
+    weight = torch.randn(33, 16, device=device).bfloat16()
+    hidden = torch.randn(4, 8, 16, device=device).bfloat16().requires_grad_()
+    target = torch.rand(4, 8, 33, device=device).softmax(-1).bfloat16()
+    bias = torch.randn(33, device=device).bfloat16().requires_grad_()
+
+    def program(hidden: Tensor, bias: Tensor) -> Tensor:
+        output = torch.nn.functional.linear(hidden, weight, bias)
+        if loss.name == "kl_div":
+            output = output.log_softmax(-1)
+        return loss.function(output, target, reduction="sum")
+
+    with inductor_config.patch(force_disable_caches=True):
+        compiled = torch.compile(program, fullgraph=True)
+        _, programs = run_and_get_code(lambda: compiled(hidden, bias).backward())
+    assert f"torch.ops.lossops.{loss.name}_forward" in programs[0]
+
+
 GRAPH_OPERATORS = [line.partition("(")[0] for line in torch.ops.lossops.schemas().splitlines()]
 
 
@@ -192,14 +257,12 @@ def kernels_of(program: str) -> list[str]:
     return [line.strip() for line in lines if re.search(r"cpp_fused\w*\(|triton_\w*\.run\(", line)]
 
 
-@per_loss
-def test_inductor_does_not_copy_padded_operands(loss: Loss, device: str) -> None:
+def test_inductor_does_not_copy_padded_logits(device: str) -> None:
     """What it computes itself it lays out in padded rows; the operators read those."""
-    sample = loss.variants[0].sample((16, 1033), device=device)
-    x, t = sample.tensors["input"], sample.tensors["target"]
+    x, t = torch.randn(16, 1033, device=device), torch.randint(1033, (16,), device=device)
 
     def program(x: Tensor, t: Tensor) -> Tensor:
-        return loss.function(x * 0.5, t, reduction="sum")
+        return lossops.cross_entropy(x * 0.5, t)
 
     settings = {"force_disable_caches": True, "disable_padding_cpu": False}
     with torch.no_grad(), inductor_config.patch(settings):
@@ -208,6 +271,180 @@ def test_inductor_does_not_copy_padded_operands(loss: Loss, device: str) -> None
     (padded,) = re.findall(r"empty_strided_\w+\(\(16, 1033\), \((\d+), 1\)", code)
     assert int(padded) > 1033
     assert len(kernels_of(code)) == 1
+
+
+class Head(NamedTuple):
+    """A linear layer and its loss: one step, compiled by Inductor, and in float64."""
+
+    programs: list[str]
+    found: tuple[Tensor, ...]
+    exact: tuple[Tensor, ...]
+
+
+def of_head(
+    function: Callable[[Tensor, Tensor], Tensor],
+    operands: tuple[Tensor, Tensor, Tensor],
+    grad_output: float = 1.0,
+) -> Head:
+    """function takes what the layer computes, and the target."""
+
+    def step(call: Callable[..., Tensor], *operands: Tensor) -> tuple[Tensor, ...]:
+        hidden, weight, target = operands
+        leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+        loss = call(*leaves, target)
+        grads = torch.autograd.grad(loss, leaves, torch.full_like(loss, grad_output))
+        return loss.detach(), *grads
+
+    def head(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return function(torch.nn.functional.linear(hidden, weight), target)
+
+    hidden, weight, target = operands
+    with inductor_config.patch(force_disable_caches=True):
+        compiled = torch.compile(head, fullgraph=True, dynamic=False)
+        found, programs = run_and_get_code(step, compiled, *operands)
+    return Head(programs, found, step(head, hidden.double(), weight.double(), target))
+
+
+def assert_near(head: Head) -> None:
+    """As exact as products of bfloat16 allow."""
+    for found, exact in zip(head.found, head.exact, strict=True):
+        assert (found.double() - exact).norm() <= 0.01 * exact.norm()
+
+
+HEADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: x.view(-1, x.size(-1)),
+    "cast": lambda x: x.float().view(-1, x.size(-1)),
+    "2-d cast": lambda x: x.view(-1, x.size(-1)).float(),
+}
+
+
+@pytest.fixture(params=["operator", "rows"])
+def by_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether Inductor computes forward of cast logits, as on a GPU for odd vocabularies."""
+    is_by_rows: bool = request.param == "rows"
+    monkeypatch.setattr(inductor, "_may_be_padded", lambda _: is_by_rows)
+    return is_by_rows
+
+
+@pytest.mark.parametrize("ahead", HEADS)
+def test_inductor_takes_heads_in_place(ahead: str, by_rows: bool, device: str) -> None:
+    """No logits in float32, and one tensor of their size: the gradient is written over them."""
+    torch.manual_seed(0)
+    classes = 257
+    hidden = torch.randn(2, 24, 16, device=device).bfloat16()
+    weight = torch.randn(classes, 16, device=device).bfloat16()
+    target = torch.randint(classes, (48,), device=device)
+    target[::5] = -100
+    head = of_head(lambda x, t: lossops.cross_entropy(HEADS[ahead](x), t), (hidden, weight, target))
+    assert_near(head)
+    assert head.found[0].dtype == (torch.bfloat16 if ahead == "plain" else torch.float32)
+    forward, backward = head.programs
+    is_operator = ahead == "plain" or not by_rows
+    assert ("lossops.cross_entropy_forward" in forward) == is_operator
+    assert "lossops" not in backward
+    of_logits = [
+        line
+        for program in head.programs
+        for line in program.partition("def call(")[2].splitlines()
+        if "= empty_strided" in line and str(classes) in line and f"({classes}, 16)" not in line
+    ]
+    assert len(of_logits) == 1 and "torch.bfloat16" in of_logits[0], of_logits
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_cast_logits(
+    options: dict[str, Any], weighted: bool, by_rows: bool, device: str
+) -> None:
+    """Ignored rows, class weights, logits that are infinite, one class that is nearly certain."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 33, device=device)
+    t = torch.randint(33, (12,), device=device)
+    x[0, 5], t[0] = 17.0, 5  # p = 1 - 1e-6
+    x[1, 5], t[1] = 17.0, 6
+    x[2, 3] = -torch.inf
+    x[3], t[3] = torch.nan, -100
+    x[4] = -torch.inf
+    x[4, 7], t[4] = 3.0, 7
+    t[5] = -100
+    half = x.bfloat16()
+    weight = torch.rand(33, device=device) if weighted else None
+    grad_output = torch.rand(12 if options.get("reduction") == "none" else (), device=device)
+
+    def loss(half: Tensor, t: Tensor) -> Tensor:
+        return lossops.cross_entropy(half.float(), t, weight, **options)
+
+    found, exact = [], []
+    with inductor_config.patch(force_disable_caches=True):
+        compiled = torch.compile(loss, fullgraph=True)
+        for call, results in ((compiled, found), (loss, exact)):
+            leaf = half.detach().requires_grad_()
+            value = call(leaf, t)
+            results += [value, *torch.autograd.grad(value, leaf, grad_output)]
+    torch.testing.assert_close(found[0], exact[0], rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(found[1], exact[1], rtol=2**-7, atol=1e-12)
+
+
+def other_values(x: Tensor) -> Tensor:
+    cast = x.float()
+    with torch.no_grad():
+        cast.mul_(1.0009765625)  # what bfloat16 does not hold
+    return cast
+
+
+def values_of_a_view(x: Tensor) -> Tensor:
+    cast = x.float()
+    with torch.no_grad():
+        cast[0].mul_(1.0009765625)
+    return cast.view(-1, x.size(-1))
+
+
+CASTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "changed in place": other_values,
+    "view changed in place": values_of_a_view,
+    "part": lambda x: x.float()[:, 1:],
+    "transposed": lambda x: x.float().t(),
+    "twice": lambda x: x.float().double().float(),
+    "scaled": lambda x: x.float() * 1.0009765625,
+    "of float64": lambda x: x.double().float(),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_what_is_no_cast_of_half_logits(name: str, device: str) -> None:
+    """Nothing is rounded to the half type that the values had before."""
+    torch.manual_seed(0)
+    x = torch.randn(33, 33, device=device).bfloat16().requires_grad_()
+    t = torch.randint(32, (33,), device=device)
+
+    def loss(x: Tensor, t: Tensor) -> Tensor:
+        return lossops.cross_entropy(CASTS[name](x), t, reduction="sum")
+
+    with inductor_config.patch(force_disable_caches=True):
+        found = torch.compile(loss, fullgraph=True)(x, t)
+    torch.testing.assert_close(found, loss(x, t), rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(value, x)[0] for value in (found, loss(x, t))), rtol=2**-7, atol=1e-6
+    )
+
+
+def test_other_compilers_get_operators(device: str) -> None:
+    """Also where Inductor is loaded."""
+    torch.compile(torch.sin)(torch.ones(3, device=device))
+    graphs: list[str] = []
+
+    def keep(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(module.print_readable(print_output=False))
+        return make_boxed_func(module.forward)
+
+    x = torch.randn(8, 33, device=device).bfloat16().requires_grad_()
+    t = torch.randint(33, (8,), device=device)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    step = torch.compile(lambda x, t: lossops.cross_entropy(x.float(), t), backend=backend)
+    step(x, t).backward()
+    forward, backward = graphs
+    assert "lossops.cross_entropy_forward" in forward
+    assert "lossops.cross_entropy_backward" in backward
 
 
 FIRST_PROGRAM = """

@@ -339,6 +339,24 @@ def parse_schema(text: str) -> tuple[dict[str, Any], list[str]]:
     return arguments, ["" if "Tensor" in name else name for name in results]
 
 
-def inductor_is_loaded() -> bool:
-    """Whether Inductor is loaded, so that a graph may be for it."""
-    return "torch._inductor.compile_fx" in sys.modules
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that this one is a view of, or itself. Without torch's attribute itself."""
+    base: Tensor | None = getattr(tensor, "_base", None)
+    return tensor if base is None else base
+
+
+def is_for_inductor() -> bool:
+    """Whether the graph that is traced now is for Inductor.
+
+    Inductor has a setting for the time of its compilation, which no public name shows. Without it,
+    the answer is whether Inductor is loaded and a graph is traced.
+    """
+    if torch.compiler.is_dynamo_compiling():  # Python is traced, for a graph that is compiled later
+        return False
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is None:
+        return False
+    try:
+        return not isinstance(virtualized.V.fake_mode, virtualized.NullHandler)
+    except AttributeError:
+        return dispatch_modes() > 0

@@ -21,8 +21,8 @@ from .._privates import (
     is_batched,
     levels,
 )
-from . import by_torch, errors
-from .description import HALF_DTYPES, Loss
+from . import by_torch, errors, inductor
+from .description import Loss
 from .double_backward import gradient_function
 
 _grad_is_enabled = torch.is_grad_enabled
@@ -109,10 +109,11 @@ def _make_gradients(loss: Loss) -> Gradients:
                         found = differentiated.apply(*arguments)
                     else:
                         found = differentiated_plainly(*arguments)
-                elif is_compiling:
-                    found = _pointwise(loss, arguments) or recorded(*arguments)
-                elif dispatch_modes() > 0:  # torch.compile before 2.12, too
-                    found = _pointwise(loss, arguments) or computed(*arguments)
+                elif is_compiling or dispatch_modes() > 0:
+                    # Before torch 2.12, is_compiling may be False in torch.compile.
+                    of_inductor = _privates.is_for_inductor()
+                    found = inductor.gradients(loss, arguments) if of_inductor else None
+                    found = found or (recorded if is_compiling else computed)(*arguments)
                 else:
                     found = computed(*arguments)
         except RuntimeError as error:
@@ -121,39 +122,6 @@ def _make_gradients(loss: Loss) -> Gradients:
         return [next(each) if needs else None for needs in needed]
 
     return gradients
-
-
-def _pointwise(loss: Loss, arguments: tuple[Any, ...]) -> list[Tensor] | None:
-    """The gradient of input in pointwise operations for Inductor; None where it gains nothing.
-
-    It is rounded as the kernels round it. Only half types gain. Their derivative is float32, larger
-    than the operands, so torch.compile leaves all of it to the backward pass. The derivative of
-    float32 operands would be computed in a pass of its own beside the forward pass, and kept.
-    """
-    if (
-        loss.derivative is None
-        or torch.compiler.is_dynamo_compiling()  # compiled autograd, where Python is traced
-        or not _privates.inductor_is_loaded()
-    ):
-        return None
-    given = loss.ops.Backward(*arguments)
-    if (
-        given.input.dtype not in HALF_DTYPES
-        or given.target.dtype not in HALF_DTYPES
-        or given.input.shape != given.target.shape
-        or given.weight is not None
-        or list(given.output_mask) != [True, False, False]
-    ):
-        return None
-    parameters = loss.ops.formula(given)
-    reduction = parameters.pop("reduction")
-    scale = given.grad_output.float()
-    if reduction == "mean":
-        scale = scale / given.input.numel()
-    elif reduction == "batchmean" and given.input.dim() > 0:
-        scale = scale / given.input.size(0)
-    derivative = loss.derivative(given.input.float(), given.target.float(), **parameters)
-    return [(derivative * scale).to(given.input.dtype)]
 
 
 def _make_function(self: Differentiable) -> Any:

@@ -18,11 +18,12 @@ from .._privates import (
     dispatch_modes,
     functorch_is_active,
     has_tangents,
+    is_for_inductor,
     is_tracing,
     levels,
     unwrap_if_dead,
 )
-from . import autocast, by_torch, errors, settings, transforms
+from . import autocast, by_torch, errors, inductor, settings, transforms
 from .autograd import Differentiable
 from .description import Loss, library
 
@@ -133,9 +134,14 @@ def register(loss: Loss, call: Call, options_of: Callable[..., Any]) -> None:
         try:
             if levels._current_level >= 0 and has_tangents(input, target, weight):
                 result = by_torch.call(loss, input, target, weight, options)
-            elif functorch_is_active() or is_tracing() or dispatch_modes() > 0:
+            elif functorch_is_active() or is_tracing():
                 # A call that is recorded or transformed needs the formula of register_autograd.
                 result = ops.forward(input, target, weight, *options)[0]
+            elif dispatch_modes() > 0:
+                if is_for_inductor():
+                    result = inductor.call(loss, input, target, weight, options)
+                else:
+                    result = ops.forward(input, target, weight, *options)[0]
             else:
                 result = call(input, target, weight, options)
         except RuntimeError as error:
