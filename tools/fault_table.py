@@ -540,6 +540,20 @@ FAULTS = [
         "test_ops.py::test_meta_tensors",
     ),
     Fault(
+        "Inductor: a cast that was changed in place is undone",
+        "cast-version",
+        "cast._version > 0",
+        "False",
+        "test_compile.py::test_what_is_no_cast_of_half_logits",
+    ),
+    Fault(
+        "Inductor: the gradient of a class that is nearly certain is lost",
+        "rest-of-one",
+        "rest, 0.0",
+        "0.0, 0.0",
+        "test_compile.py::test_gradients_of_cast_logits",
+    ),
+    Fault(
         "fake kernel: row_stats of float64 arithmetic",
         "fake-row-stats",
         "torch.float64 if acc_double else torch.float32",

@@ -172,7 +172,9 @@ def _before_cast(tensor: Tensor) -> Tensor | None:
     # A change in place counts up the version of a tensor and of its views.
     cast = base_of(tensor)
     node = cast.grad_fn
-    if node is None or node.name() != _CAST or tensor.dtype != torch.float32 or cast._version > 0:
+    if node is None or node.name() != _CAST or tensor.dtype != torch.float32:
+        return None
+    if cast._version > 0:  # fault: cast-version
         return None
     is_flattened = (
         tensor.dim() == 2
@@ -251,7 +253,8 @@ class _Rows:
         # First 1 and then rest: if the class is right and certain, exponential is 1, and rest is
         # tiny. Exponential is used once, because Inductor on the CPU stores what is used twice.
         one = torch.where(self.is_index, 1.0, 0.0)
-        gradient = (exponential - one - torch.where(self.is_index, rest, 0.0)) * factor * grad
+        rest_of_one = torch.where(self.is_index, rest, 0.0)  # fault: rest-of-one
+        gradient = (exponential - one - rest_of_one) * factor * grad
         return torch.where(self.is_ignored, 0.0, gradient)
 
 
