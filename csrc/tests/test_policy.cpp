@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 
+#include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/policy.h"
 #include "tests/check.h"
 
@@ -163,6 +164,27 @@ void test_edges() {
   expect(edges(DType::kFloat32, "a100"), {128, 129, 500, 501, 8192, 8193});
 }
 
+// How plane_rows deals classes out, on devices of any shared memory. One share takes all classes at
+// once: the kernel counts on it.
+void test_plane_cuts() {
+  for (const int kilobytes : {0, 64, 100, 164, 228}) {
+    const int64_t most = plane_rows::most_shared_bytes(int64_t{kilobytes} << 10);
+    CHECK(most >= int64_t{60} << 10);
+    for (const int64_t element_bytes : {2, 4}) {
+      for (int64_t classes = 1; classes <= 100'000; classes += classes < 4000 ? 1 : 97) {
+        test::subject() = std::to_string(kilobytes) + " KB, " + std::to_string(classes);
+        const plane_rows::Cut cut(classes, element_bytes, int64_t{kilobytes} << 10);
+        CHECK(cut.threads() <= plane_rows::kMostThreads && cut.threads() % kWarpSize == 0);
+        CHECK(cut.bytes <= most && cut.logit_bytes() < cut.bytes);
+        CHECK(cut.range > 0 && cut.range <= std::max<int64_t>(classes, cut.shares));
+        CHECK(cut.range == classes || (cut.shares > 1 && cut.range % cut.shares == 0));
+        CHECK(cut.shares == 1 || classes > side_by_side::kMaxColumnClasses);
+      }
+    }
+  }
+  test::subject() = "";
+}
+
 }  // namespace
 }  // namespace lossops::cuda
 
@@ -170,5 +192,6 @@ int main() {
   lossops::cuda::test_table();
   lossops::cuda::test_random_problems();
   lossops::cuda::test_edges();
+  lossops::cuda::test_plane_cuts();
   return lossops::test::exit_status();
 }

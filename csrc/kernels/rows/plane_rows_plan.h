@@ -27,10 +27,11 @@ constexpr int kStaticBytes = 2048;
 // Numbers of a row in shared memory: a class index, and those of its gradient.
 constexpr int kRowNumbers = 8;
 
-// What a block may have of dynamic shared memory. device_bytes: of a multiprocessor.
+// What a block may have of dynamic shared memory. device_bytes: of a multiprocessor; 0: not known.
 constexpr int64_t most_shared_bytes(int64_t device_bytes) {
-  constexpr int64_t kReserved = 1024;  // of each block, by the driver
-  return device_bytes - kReserved - kStaticBytes;
+  constexpr int64_t kReserved = 1024;   // of each block, by the driver
+  constexpr int64_t kLeast = 64 << 10;  // sm_75 has it
+  return std::max(device_bytes, kLeast) - kReserved - kStaticBytes;
 }
 
 // How a block takes rows: a group of them a lane, whose classes are dealt out to shares, a thread
@@ -38,7 +39,7 @@ constexpr int64_t most_shared_bytes(int64_t device_bytes) {
 struct Cut {
   int lanes = kMostLanes;  // a power of two, and so is shares
   int shares = 1;
-  int range = 0;      // classes in shared memory at a time: all of them, if they fit
+  int range = 0;      // classes in shared memory at a time: all, if they fit or have one share
   int parts = 1;      // sums of a row that warps leave
   int64_t bytes = 0;  // of shared memory
 
@@ -50,15 +51,18 @@ struct Cut {
     while (shares < most_shares && classes > int64_t{shares} * kShareClasses) {
       shares *= 2;
     }
-    while (lanes > kLeastLanes &&
-           (lanes * shares > kMostThreads || lanes * kGroupBytes * classes > kBlockBytes)) {
-      lanes /= 2;
+    int64_t numbers = 0;
+    int64_t most = 0;  // of logits
+    for (;; lanes /= 2) {
+      parts = lanes < kWarpSize ? std::max(lanes * shares / kWarpSize, 1) : shares;
+      const int64_t rows = lanes * group_rows(element_bytes);
+      numbers = rows * (kRowNumbers + 2 * (parts - 1)) * int64_t{sizeof(float)};
+      most = most_shared_bytes(device_shared_bytes) - numbers;
+      if (lanes == kLeastLanes || (lanes * shares <= kMostThreads &&
+                                   lanes * kGroupBytes * classes <= std::min(kBlockBytes, most))) {
+        break;
+      }
     }
-    const int64_t rows = lanes * group_rows(element_bytes);
-    parts = lanes < kWarpSize ? lanes * shares / kWarpSize : shares;
-    parts = std::max(parts, 1);
-    const int64_t numbers = rows * (kRowNumbers + 2 * (parts - 1)) * int64_t{sizeof(float)};
-    const int64_t most = most_shared_bytes(device_shared_bytes) - numbers;
     const auto classes_in = [&](int64_t of_bytes) {
       return std::max<int64_t>(of_bytes / (lanes * kGroupBytes) / shares * shares, shares);
     };
