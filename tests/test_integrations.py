@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_two_ranks
 from torch import Tensor
 
 import lossops
@@ -223,30 +222,7 @@ print(f"rank {rank}: the same", flush=True)
 def test_notes_on_several_processes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(code_of(PROCESSES))
     (tmp_path / "compare.py").write_text(COMPARISON)
-    package = str(Path(lossops.__file__).resolve().parents[1])
-    with subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node=2", "compare.py"),
-        ],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as launcher:
-        try:
-            printed, _ = launcher.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            launcher.terminate()  # and it its ranks, as it would not if it were killed
-            printed, _ = launcher.communicate()
-            pytest.fail(f"the ranks wait for each other:\n{printed}")
-    assert launcher.returncode == 0, printed
+    printed = run_two_ranks(tmp_path / "compare.py", timeout=120)
     for rank in (0, 1):
         assert f"rank {rank}: the same" in printed, printed
     losses = {kind: re.search(rf"^{kind} ([\d.]+)$", printed, re.M) for kind in ("ddp", "fsdp")}

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_two_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -725,30 +723,7 @@ dist.destroy_process_group()
 def test_two_processes(tmp_path: Path) -> None:
     """DDP and FSDP2, fused before and after wrapping, with and without tied weights."""
     (tmp_path / "train.py").write_text(PROCESSES)
-    package = str(Path(lossops.__file__).resolve().parents[1])
-    with subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node=2", "train.py"),
-        ],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as launcher:
-        try:
-            printed, _ = launcher.communicate(timeout=180)
-        except subprocess.TimeoutExpired:
-            launcher.terminate()
-            printed, _ = launcher.communicate()
-            pytest.fail(f"the ranks wait for each other:\n{printed}")
-    assert launcher.returncode == 0, printed
+    printed = run_two_ranks(tmp_path / "train.py", timeout=180)
     for rank in (0, 1):
         assert printed.count(f"rank {rank}: ") == 9, printed
         assert (

@@ -31,7 +31,7 @@ struct LogitNumbers {
     of.lowest = lowest;
     of.replace(x);
   }
-  // Of a logit above `lowest`.
+  // The gradient at a logit above `lowest`.
   __device__ __forceinline__ float usual(float x) const { return multiple(x); }
 };
 template <>

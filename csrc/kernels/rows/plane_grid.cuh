@@ -115,7 +115,8 @@ struct RowNumbers {
   int rows;
 
   __device__ __forceinline__ float* of(int number) const { return numbers + number * rows; }
-  // Of a part of the sums: the first is among the numbers of the rows, the others behind them.
+  // The numbers of a part. Part 0 is among the numbers of the rows, the other parts are behind
+  // them.
   __device__ __forceinline__ float* of_part(int part, int number) const {
     return of(part == 0 ? number : kRowNumbers + 2 * (part - 1) + number);
   }

@@ -52,7 +52,7 @@ struct OthersSum {
   __device__ __forceinline__ OthersSum near_largest() const {
     return kExact || !is_plain(reference) ? *this : relative_to_log(total);
   }
-  // Of a near_largest().
+  // The total relative to `larger`. *this is what near_largest() returns.
   template <bool kExact>
   __device__ __forceinline__ float relative_to(float larger) const {
     return reference < larger ? total * ratio<kExact>(reference, larger) : total;

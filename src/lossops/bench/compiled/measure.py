@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.measure import breakdown, note_peak, said
+from ..heads import measure as heads
 from ..meter import Call, Meter
 from .problems import Case, Problem
 
@@ -23,17 +23,10 @@ GOALS = {"time": 1.01, "memory": 1.0}
 
 
 @dataclasses.dataclass
-class Contender:
-    """What one step took."""
+class Contender(heads.Contender):
+    """What one step took; its only pass is "step"."""
 
-    ms: dict[str, float] = dataclasses.field(default_factory=dict)  # "step"
-    peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # gradients included
     compile_s: float | None = None  # compilation and first step
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    notes: dict[str, str] = dataclasses.field(default_factory=dict)  # what went wrong, by pass
-    # Of a step: milliseconds by kind, and the longest kernels as (name, calls, ms).
-    breakdown: dict[str, float] = dataclasses.field(default_factory=dict)
-    kernels: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -77,7 +70,7 @@ def run(case: Case, whos: Sequence[str], meter: Meter, *, with_breakdown: bool =
                 results = step()
                 meter.synchronize()
             except Exception as error:  # of any kind: no peer may end the run
-                found.steps[who].notes["compile"] = said(error)
+                found.steps[who].notes["compile"] = heads.said(error)
                 continue
             found.steps[who].compile_s = time.perf_counter() - before
             found.steps[who].errors = _errors(results, exact)
@@ -86,16 +79,16 @@ def run(case: Case, whos: Sequence[str], meter: Meter, *, with_breakdown: bool =
     del exact
     meter.clean()
     for who, call in steps.items():
-        note_peak(found.steps[who], "step", call, meter)
+        heads.note_peak(found.steps[who], "step", call, meter)
 
     def failed(who: str, error: Exception) -> None:
-        found.steps[who].notes["step"] = said(error)
+        found.steps[who].notes["step"] = heads.said(error)
 
     for who, ms in meter.medians(steps, failed).items():
         found.steps[who].ms["step"] = ms
     if with_breakdown:
         for who, call in steps.items():
-            found.steps[who].breakdown, found.steps[who].kernels = breakdown(call, meter)
+            found.steps[who].breakdown, found.steps[who].kernels = heads.breakdown(call, meter)
     torch.compiler.reset()
     return found
 

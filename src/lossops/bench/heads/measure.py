@@ -39,7 +39,7 @@ class Contender:
     peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # gradients included
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # what went wrong, by pass
-    # Of a step: milliseconds by kind, and the longest kernels as (name, calls, ms).
+    # A step, in milliseconds by kind, and its longest kernels as (name, calls, ms).
     breakdown: dict[str, float] = dataclasses.field(default_factory=dict)
     kernels: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)
 
