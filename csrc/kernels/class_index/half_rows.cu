@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
                            ? row.finish<true>(rows.x_at_index[thread], 1.0f, weight).loss
                            : gradient_without_loss(rows.index[thread]);
     record_row(
-        args, loss, weight, row.max, row.rest, row_of_thread,
+        args, loss, weight, row, rows.x_at_index[thread], row_of_thread,
         [&](int64_t number) { return row_offset(args.rows, args.output, number); }, partial);
   }
   if (args.reduction != Reduction::kNone) {

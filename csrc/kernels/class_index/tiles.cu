@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       if (member == 0 && exists) {
         const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
         record_row(
-            args, loss, weight, reduced.max, reduced.rest, first_row + r,
+            args, loss, weight, reduced, x_at_index, first_row + r,
             [&](int64_t row) { return offset_of(args.output, row); }, partial);
       }
       if constexpr (kGradient) {

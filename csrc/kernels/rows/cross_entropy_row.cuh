@@ -416,6 +416,16 @@ __device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs
       partial);
 }
 
+// The same of a row that may be a plain one.
+template <typename OutputOffset>
+__device__ __forceinline__ void record_row(const CrossEntropyForwardArgs& args, float loss,
+                                           float weight, const IndexRow& row, float x_at_index,
+                                           int64_t number, OutputOffset&& output_offset,
+                                           Partial& partial) {
+  const IndexRow kept = row.kept(x_at_index);
+  record_row(args, loss, weight, kept.max, kept.rest, number, output_offset, partial);
+}
+
 // ----------------------------------------------------------------------------- gradients
 
 // What a row's softmax leaves to its gradients.
@@ -641,6 +651,9 @@ __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBack
                                                           int64_t row, int64_t input_offset) {
   const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
   RowSummary<acc_t> summary{stats.max[row], stats.rest[row], 0, 0};
+  if constexpr (!kDense && std::is_same_v<acc_t, float>) {
+    summary.max = IndexRow::of_kept(summary.max, summary.rest).max;
+  }
   if constexpr (kDense) {
     summary.q_sum = stats.q_sum[row];
   } else if (target.has_loss()) {

@@ -89,7 +89,7 @@ __device__ __forceinline__ float team_total(ExactSum sum, int team) {
   return sum.total();
 }
 
-// What forward leaves of a row with a class index: max and rest, or 0 and -others of a plain row.
+// The sums of a row with a class index: max and rest, or 0 and -others of a plain row.
 struct IndexRow {
   static constexpr float kLowest = -87;  // exp() of less is subnormal
 
@@ -134,6 +134,15 @@ struct IndexRow {
   }
 
   __device__ __forceinline__ bool is_plain() const { return max == 0.0f && rest < 0.0f; }
+
+  // What forward leaves of it in row_stats: of a plain row the logit at the class index instead of
+  // 0. To that logit the rest is others / exp(x_t), so a reader needs no logits.
+  __device__ __forceinline__ IndexRow kept(float x_at_index) const {
+    return {is_plain() ? x_at_index : max, rest};
+  }
+  static __device__ __forceinline__ IndexRow of_kept(float max, float rest) {
+    return {rest < 0.0f && ::fabsf(max) <= kMaxPlainLogit ? 0.0f : max, rest};
+  }
 
   // Whether a plain row's gradients are PlainGradient's: else the factor might leave fp32's range
   // where no gradient does. scaled: its scale, times its weight.

@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
               [&](auto like) { return to_acc<float>(bits_as<decltype(like)>(*of_index)); });
         }
         const RowStats<float> stats(const_cast<void*>(backward.row_stats), args.rows.numel);
-        reduced = {stats.max[number], stats.rest[number]};
+        reduced = IndexRow::of_kept(stats.max[number], stats.rest[number]);
         own_scale =
             load_grad_output<float>(backward.grad_output, of_row.offset(backward.grad_output) +
                                                               i * backward.grad_output.strides[0]);
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
       if (is_there && !backward.exists()) {
         const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
         record_row(
-            args, loss, weight, reduced.max, reduced.rest, number,
+            args, loss, weight, reduced, x_at_index, number,
             [&](int64_t) { return of_row.offset(args.output) + i * args.output.strides[0]; },
             partial);
       }

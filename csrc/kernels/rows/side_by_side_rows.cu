@@ -328,8 +328,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
       RowFloats rests;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        maxima.values[i] = reduced[i].max;
-        rests.values[i] = reduced[i].rest;
+        const IndexRow kept = reduced[i].kept(x_at_index[i]);
+        maxima.values[i] = kept.max;
+        rests.values[i] = kept.rest;
       }
       reinterpret_cast<RowFloats*>(stats.max)[group] = maxima;
       reinterpret_cast<RowFloats*>(stats.rest)[group] = rests;

@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kStridedThreads)
         const float weight = target.index_weight();
         const float loss = reduced.finish<!Loader::kExact>(x_at_index, 1.0f, weight).loss;
         record_row(
-            args, loss, weight, reduced.max, reduced.rest, row, [&](int64_t) { return offsets[2]; },
+            args, loss, weight, reduced, x_at_index, row, [&](int64_t) { return offsets[2]; },
             partial);
         continue;
       }

@@ -261,6 +261,10 @@ class _Rows:
 def _gradient_of_logits(given: Any) -> Tensor:
     rows = _Rows(given.target, given.input.size(1), given.ignore_index)
     row_max, rest = (stats.view(given.target.shape).unsqueeze(-1) for stats in given.row_stats)
+    if given.input.is_cuda and given.input.dtype in HALF_DTYPES:
+        # Of such rows, the rest to the logit of the class index.
+        is_of_others = (rest < 0) & (row_max.abs() < torch.inf)  # fault: rest-of-others
+        rest = torch.where(is_of_others, -rest * (-row_max).exp(), rest)
     grad = given.grad_output.float()
     if given.reduction == "none":
         grad = grad.unsqueeze(-1)
