@@ -28,14 +28,14 @@ LOSSOPS_HOST_DEVICE int64_t take_coordinate(const IterationSpace& space, int dim
   return coordinate;
 }
 
-// Offsets, in elements, of one linear index into N operands of the same space. kRolled: on a GPU
-// the compiler would unroll the loop, which makes kernels some tens of KB larger.
-template <bool kRolled = true, int N>
+// Offsets, in elements, of one linear index into N operands of the same space. On a GPU the
+// compiler would unroll the loop, which makes kernels some tens of KB larger.
+template <int N>
 LOSSOPS_HOST_DEVICE void strided_offsets(const IterationSpace& space,
                                          const Operand* const (&operands)[N], int64_t index,
                                          int64_t (&offsets)[N]) {
 #if defined(__CUDA_ARCH__)
-#pragma unroll(kRolled ? 1 : 4)
+#pragma unroll 1
 #endif
   for (int dim = 0; dim < space.ndim; ++dim) {
     const int64_t coordinate = take_coordinate(space, dim, index);

@@ -106,8 +106,8 @@ inline bool waits_for_previous_kernel(const Denominator& denominator,
   return denominator.is_left() || grad_output.exists();
 }
 
-// A row's offsets into input, target and output (or gradient). kRolled: strided_offsets()'.
-template <bool kRolled = true, int N>
+// A row's offsets into input, target and output (or gradient).
+template <int N>
 __device__ __forceinline__ void row_offsets(const IterationSpace& rows,
                                             const Operand* const (&operands)[N], int64_t row,
                                             int64_t (&offsets)[N]) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void row_offsets(const IterationSpace& rows,
   for (int n = 0; n < N; ++n) {
     offsets[n] = 0;
   }
-  strided_offsets<kRolled>(rows, operands, row, offsets);
+  strided_offsets(rows, operands, row, offsets);
 }
 
 // The same without the divisions of several dimensions where there is one.
@@ -133,7 +133,6 @@ __device__ __forceinline__ void plain_row_offsets(const IterationSpace& rows,
 }
 
 // Of one operand, likewise.
-template <bool kRolled = true>
 __device__ __forceinline__ int64_t row_offset(const IterationSpace& rows, const Operand& operand,
                                               int64_t row) {
   if (rows.ndim <= 1) {
@@ -141,7 +140,7 @@ __device__ __forceinline__ int64_t row_offset(const IterationSpace& rows, const 
   }
   const Operand* const operands[1] = {&operand};
   int64_t offsets[1];
-  row_offsets<kRolled>(rows, operands, row, offsets);
+  row_offsets(rows, operands, row, offsets);
   return offsets[0];
 }
 
