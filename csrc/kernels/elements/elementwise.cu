@@ -37,7 +37,8 @@ constexpr int64_t kFewPlannedBlocks = 4096;
 constexpr int64_t kMaxPartials = 65536;
 
 // What kernels may be asked for.
-constexpr unsigned kForwardWork = kSumsLosses | kStoresLosses | kHasWeights | kWantsGradInput;
+constexpr unsigned kForwardWork =
+    kSumsLosses | kStoresLosses | kHasWeights | kWantsGradInput | kWantsGradTarget;
 constexpr unsigned kWeightWork = kHasWeights | kWantsGradWeight;
 constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInput |
                                    kWantsGradTarget | kWantsGradWeight | kIsBackward;
@@ -55,8 +56,10 @@ struct Launch {
       add(kOutput, args.output);
     }
     add(kGradInput, args.grad_input);
+    add(kGradTarget, args.grad_target);
     work = (args.reduction == Reduction::kNone ? kStoresLosses : kSumsLosses) |
-           bit_if(args.weight, kHasWeights) | bit_if(args.grad_input, kWantsGradInput);
+           bit_if(args.weight, kHasWeights) | bit_if(args.grad_input, kWantsGradInput) |
+           bit_if(args.grad_target, kWantsGradTarget);
   }
 
   explicit Launch(const ElementwiseBackwardArgs& args) : scales(args) {
@@ -147,6 +150,8 @@ template <unsigned kWeights, typename Body>
 void visit_forward_work(const Launch& what, const Body& body) {
   if ((what.work & kStoresLosses) != 0) {
     body(FixedWork<kStoresLosses | kWeights>{});
+  } else if ((what.work & kWantsGradTarget) != 0) {  // with that of input or without
+    body(AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget | kWeights>{what.work});
   } else if ((what.work & kWantsGradInput) != 0) {
     body(FixedWork<kSumsLosses | kWantsGradInput | kWeights>{});
   } else {
@@ -346,13 +351,6 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   if (reduce) {
     launch_grid_reduce(partials, blocks, finalize, stream);
   }
-  if (args.grad_target.data != nullptr) {
-    // In a pass of its own: kernels for both would be a tenth of the machine code.
-    ElementwiseBackwardArgs gradient;
-    static_cast<ElementwiseArgs&>(gradient) = args;
-    gradient.grad_target = args.grad_target;
-    launch_elementwise_backward(gradient, context);
-  }
 }
 
 void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context context) {
@@ -365,7 +363,7 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
 
 int64_t elementwise_backward_reduce_scratch(const ElementwiseBackwardReduceArgs& args) {
   const SumPlan plan = plan_sums(args, Launch(args));
-  return plan.splits * plan.sums;
+  return plan.splits > 1 ? plan.splits * plan.sums : 0;
 }
 
 void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& args, double* scratch,
@@ -393,8 +391,10 @@ void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& arg
       }
     });
   }
-  column_fold(ColumnPartials{scratch, plan.sums}, make_sink(plan, which), plan.sums,
-              plan.walk > 0 ? plan.splits : 0, stream);
+  if (plan.walk == 0 || plan.splits > 1) {
+    column_fold(ColumnPartials{scratch, plan.sums}, make_sink(plan, which), plan.sums,
+                plan.walk > 0 ? plan.splits : 0, stream);
+  }
 }
 
 }  // namespace lossops::cuda

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kTileThreads, Taken::kBlocks)
 template <typename acc_t>
 constexpr int kSumSteps = sizeof(acc_t) == 8 ? 1 : 4;
 
-// A block adds up its share of some sums.
+// A block adds up its shares of the sums.
 template <typename acc_t, typename Work, typename Terms>
 __global__ void __launch_bounds__(kTileThreads, sizeof(acc_t) == 8 ? 2 : 3)
     elementwise_sums_kernel(const __grid_constant__ SumPlan plan, Work work, Terms terms,
@@ -153,12 +153,14 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(acc_t) == 8 ? 2 : 3)
     return;
   }
   Partial no_losses;
-  SumTile<acc_t, kSumSteps<acc_t>> tile(plan, blockIdx.x);
-  GradientSum sum{which};
-  while (tile.move_on()) {
-    process(tile, work, scales, block.scale, terms, no_losses, sum);
+  for (int64_t share = blockIdx.x; share < plan.shares; share += gridDim.x) {
+    SumTile<acc_t, kSumSteps<acc_t>> tile(plan, share);
+    GradientSum sum{which};
+    while (tile.move_on()) {
+      process(tile, work, scales, block.scale, terms, no_losses, sum);
+    }
+    tile.finish(sum.value, which, buffer, partials);
   }
-  tile.finish(sum.value, buffer, partials);
 }
 
 }  // namespace lossops::cuda

@@ -1,6 +1,7 @@
 // The gradient of an operand that is broadcast. Each of its elements is a sum over the elements of
 // the space that read it. A few threads of a block, called lanes, share a sum. If sums are long or
-// few, several blocks share a sum too. Their parts are folded in a fixed order.
+// few, several blocks share a sum too. Their parts are folded in a fixed order. If sums are short
+// and many, a block has one group of them after the other.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 
 #include "kernels/elements/places.cuh"
 #include "kernels/elements/values.cuh"
+#include "kernels/primitives/warp_reduce.cuh"
 
 namespace lossops::cuda {
 
@@ -22,10 +24,14 @@ struct SumPlan {
   int32_t lanes = 1;       // threads of a block that share a sum
   // Neighbouring threads take neighbouring elements of a sum; else neighbouring sums.
   bool walks_lead = false;
-  int64_t splits = 1;  // blocks that share a sum
+  int64_t splits = 1;  // parts of a sum, of which a block adds up one
   int64_t split_walk = 1;
 
-  int64_t blocks() const { return ceil_div(sums, block_sums) * splits; }
+  int64_t shares = 1;  // what a block does at a time: a part of some sums
+
+  int64_t blocks() const { return std::min(shares, kMaxBlocks); }
+  // More than any GPU holds at once. A choice, not measured.
+  static constexpr int64_t kMaxBlocks = 4096;
 };
 
 // Makes a SumPlan for a gradient whose strides are 0 along the dimensions that are summed over.
@@ -101,21 +107,23 @@ class SumPlanner {
       plan_.block_sums = kTileThreads / plan_.lanes;
     } else {
       // Sums of a block, at the most: 64 neighbours of half types are 128 bytes, a cache line. A
-      // choice, not measured.
+      // choice, not measured. All blocks get as many, within one.
       constexpr int64_t kNeighbours = 64;
-      plan_.block_sums = static_cast<int32_t>(std::clamp<int64_t>(plan_.sums, 1, kNeighbours));
+      const int64_t groups = std::max<int64_t>(ceil_div(plan_.sums, kNeighbours), 1);
+      plan_.block_sums = static_cast<int32_t>(std::max<int64_t>(ceil_div(plan_.sums, groups), 1));
       plan_.lanes = kTileThreads / plan_.block_sums;
     }
-    // Sums are split until there are so many blocks, which is more than any GPU holds at once, or
-    // until a thread has only so many tiles to read. Choices, not measured.
-    constexpr int64_t kBlocks = 4096;
+    // Sums are split until every block has a share, or until a thread has only so many tiles to
+    // read. A choice, not measured.
     constexpr int64_t kFewestReads = 4;
-    const int64_t groups = std::max<int64_t>(ceil_div(plan_.sums, plan_.block_sums), 1);
+    const int64_t groups = ceil_div(plan_.sums, plan_.block_sums);
     const int64_t at_once = int64_t{plan_.lanes} * steps;
     const int64_t most = std::max<int64_t>(plan_.walk / (at_once * kFewestReads), 1);
-    const int64_t splits = std::clamp<int64_t>(kBlocks / groups, 1, most);
+    const int64_t splits =
+        std::clamp<int64_t>(SumPlan::kMaxBlocks / std::max<int64_t>(groups, 1), 1, most);
     plan_.split_walk = ceil_div(std::max<int64_t>(plan_.walk, 1), splits);
     plan_.splits = ceil_div(std::max<int64_t>(plan_.walk, 1), plan_.split_walk);
+    plan_.shares = groups * plan_.splits;
   }
 
   const IterationSpace& space_;
@@ -135,9 +143,13 @@ class SumTile {
   using Values = PlannedValues<SumTile>;
   friend Values;
 
-  __device__ __forceinline__ SumTile(const SumPlan& plan, int64_t block) : plan_(plan) {
-    const int64_t group = block / plan.splits;
-    const int64_t split = block - group * plan.splits;
+  __device__ __forceinline__ SumTile(const SumPlan& plan, int64_t share) : plan_(plan) {
+    int64_t group = share;
+    int64_t split = 0;
+    if (plan.splits > 1) {
+      group = share / plan.splits;
+      split = share - group * plan.splits;
+    }
     const auto thread = static_cast<int>(threadIdx.x);
     const int lanes = plan.lanes;
     const int sums = plan.block_sums;
@@ -181,8 +193,30 @@ class SumTile {
   }
   __device__ __forceinline__ bool has(int step) const { return step * plan_.lanes < left_; }
 
-  // Adds up what the lanes have of each sum. buffer: (kTileThreads,). partials: (splits, sums).
-  __device__ __forceinline__ void finish(double sum, double* buffer, double* partials) const {
+  // Adds up what the lanes have of each sum. buffer: (kTileThreads,). partials: (splits, sums) of
+  // sums that are split; others are elements of the gradient.
+  __device__ __forceinline__ void finish(double sum, Which which, double* buffer,
+                                         double* partials) const {
+    sum = total_of_lanes(sum, buffer);
+    if (!has_sum_ || lane_ != 0) {
+      return;
+    }
+    if (plan_.splits > 1) {
+      partials[split_ * plan_.sums + sum_] = sum;
+      return;
+    }
+    const PlanOperand& gradient = plan_.operands[which];
+    const int64_t offset =
+        plan_.extents.offset(gradient.strides, sum_, plan_.num_walked, plan_.extents.ndim);
+    store_as<double>(gradient.data + offset, gradient.dtype, 0, sum);
+  }
+
+ private:
+  // Valid in lane 0.
+  __device__ __forceinline__ double total_of_lanes(double sum, double* buffer) const {
+    if (plan_.walks_lead && plan_.lanes <= kWarpSize) {  // neighbours within a warp
+      return warp_sum(sum, plan_.lanes);
+    }
     if (lane_ < plan_.lanes) {
       buffer[slot_] = sum;
     }
@@ -195,12 +229,10 @@ class SumTile {
       __syncthreads();
       count = half;
     }
-    if (has_sum_ && lane_ == 0) {
-      partials[split_ * plan_.sums + sum_] = buffer[slot_];
-    }
+    // Lane 0 alone reads its slot from here on, and writes it next.
+    return buffer[slot_];
   }
 
- private:
   __device__ __forceinline__ int64_t last_of_split() const {
     const int64_t end = (split_ + 1) * plan_.split_walk;
     return end < plan_.walk ? end : plan_.walk;

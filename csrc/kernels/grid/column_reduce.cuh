@@ -69,8 +69,10 @@ struct ColumnReducePlan {
   int64_t terms_per_split;
 
   ColumnReducePlan(int64_t outputs, int64_t reduced) {
+    // Of few terms, threads along x take what those along y would have nothing to do for.
     int x = 1;
-    while (x < kColumnReduceMaxX && x < outputs) {
+    while (x < outputs && (x < kColumnReduceMaxX ||
+                           (x < kColumnReduceThreads && kColumnReduceThreads / x > reduced))) {
       x *= 2;
     }
     threads_x = x;
