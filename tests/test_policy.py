@@ -48,8 +48,9 @@ INDICES = [
     ((5, 262144), "fp16", "long_rows", "split_rows", "team_rows"),
     ((2, 21, 8, 8), "fp32", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
     ((2, 21, 8, 8), "fp16", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
-    ((2, 21, 7, 7), "fp16", "plane_rows", "plane_rows", "plane_rows"),
-    ((2, 21, 7, 7), "fp32", "plane_rows", "plane_rows", "plane_rows"),
+    ((2, 21, 7, 7), "fp16", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
+    ((2, 21, 7, 7), "fp32", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
+    ((2, 21, 3), "fp16", "plane_rows", "plane_rows", "plane_rows"),
     ((2, 89, 8, 8), "fp16", "plane_rows", "plane_rows", "plane_rows"),
     ((64, 1000), "fp64", "team_rows", "team_rows", "team_rows"),
 ]

@@ -100,16 +100,21 @@ class SumPlanner {
   }
 
   void share(int steps) {
+    // Sums of which there are so many blocks get a warp at the most, or a thread each: their lanes
+    // need no barrier. A choice, not measured.
+    constexpr int64_t kManyBlocks = 1024;
+    constexpr int kWarps = kTileThreads / kWarpSize;
     if (plan_.walks_lead) {
-      while (plan_.lanes < kTileThreads && int64_t{plan_.lanes} * steps < plan_.walk) {
+      const int most = plan_.sums >= kWarps * kManyBlocks ? kWarpSize : kTileThreads;
+      while (plan_.lanes < most && int64_t{plan_.lanes} * steps < plan_.walk) {
         plan_.lanes *= 2;
       }
       plan_.block_sums = kTileThreads / plan_.lanes;
     } else {
-      // Sums of a block, at the most: 64 neighbours of half types are 128 bytes, a cache line. A
-      // choice, not measured. All blocks get as many, within one.
-      constexpr int64_t kNeighbours = 64;
-      const int64_t groups = std::max<int64_t>(ceil_div(plan_.sums, kNeighbours), 1);
+      // Else 64 sums a block: of half types these are 128 bytes, a cache line. A choice, not
+      // measured. All blocks get as many, within one.
+      const int64_t most = plan_.sums >= kTileThreads * kManyBlocks ? kTileThreads : 64;
+      const int64_t groups = std::max<int64_t>(ceil_div(plan_.sums, most), 1);
       plan_.block_sums = static_cast<int32_t>(std::max<int64_t>(ceil_div(plan_.sums, groups), 1));
       plan_.lanes = kTileThreads / plan_.block_sums;
     }
@@ -214,7 +219,8 @@ class SumTile {
  private:
   // Valid in lane 0.
   __device__ __forceinline__ double total_of_lanes(double sum, double* buffer) const {
-    if (plan_.walks_lead && plan_.lanes <= kWarpSize) {  // neighbours within a warp
+    const bool in_warp = plan_.walks_lead && plan_.lanes <= kWarpSize;
+    if (in_warp || plan_.lanes == 1) {
       return warp_sum(sum, plan_.lanes);
     }
     if (lane_ < plan_.lanes) {

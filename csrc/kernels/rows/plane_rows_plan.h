@@ -19,7 +19,7 @@ constexpr int kMostLanes = 128;
 constexpr int kLeastLanes = 8;
 // Classes of a share, unless a block has too few threads for so many shares. A choice: with fewer
 // classes, what a share does once for its rows counts for more.
-constexpr int kShareClasses = 24;
+constexpr int kShareClasses = 40;
 // Logits of a block, while it has more than kLeastLanes: four fit a multiprocessor. A choice.
 constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.

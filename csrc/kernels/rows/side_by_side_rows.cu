@@ -1,5 +1,7 @@
 // Cross entropy of rows that lie side by side, such as the pixels of an (N, C, H, W) tensor: a
-// thread takes a few neighbouring rows, and copies all of their classes to shared memory first.
+// thread takes a few neighbouring rows, a group, and copies all of their classes to shared memory
+// first. If the rows of a plane are not whole groups, its last group has some rows of the group
+// before it: both threads write the same, and one counts them.
 
 #include <algorithm>
 #include <cstdint>
@@ -24,13 +26,33 @@ using namespace side_by_side;
 // takes 10 % longer.
 template <typename scalar_t>
 constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7 : 6;
+// Classes that a thread loads at a time, of groups at any address. With 4, half types spill.
+constexpr int kOddUnroll = 2;
 // Where groups of rows are.
 struct ColumnShape {
   int64_t groups;
+  bool aligned;          // groups of logits and gradients, and rows are whole groups
   bool targets_in_line;  // int64, one after the other
   // Rows of one dimension or two, few enough for 32 bits: groups of the first dimension.
   bool by_divisor;
   Divisor first_dimension;
+};
+
+// Of groups of rows that are counted along two dimensions. Computed where it is needed: kept, it
+// would take registers.
+struct GroupPlace {
+  uint32_t plane;
+  int64_t begin;     // of the group's rows in the plane, if planes ended with whole groups
+  int64_t position;  // of its rows
+
+  template <int kRows>
+  static __device__ __forceinline__ GroupPlace of(const IterationSpace& rows,
+                                                  const ColumnShape& shape, int64_t group) {
+    const auto index = static_cast<uint32_t>(group);
+    const uint32_t plane = shape.first_dimension.quotient(index);
+    const int64_t begin = int64_t{index - plane * shape.first_dimension.value} * kRows;
+    return {plane, begin, min(begin, rows.sizes[0] - kRows)};
+  }
 };
 
 // Offsets of a group's first row.
@@ -42,14 +64,79 @@ __device__ __forceinline__ void group_offsets(const IterationSpace& rows, const 
     row_offsets(rows, operands, group * kRows, offsets);
     return;
   }
-  const auto index = static_cast<uint32_t>(group);
-  const uint32_t outer = shape.first_dimension.quotient(index);
-  const int64_t inner = int64_t{index - outer * shape.first_dimension.value} * kRows;
+  const auto place = GroupPlace::of<kRows>(rows, shape, group);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    offsets[n] = inner * operands[n]->strides[0] + outer * operands[n]->strides[1];
+    offsets[n] = place.position * operands[n]->strides[0] + place.plane * operands[n]->strides[1];
   }
 }
+
+// The number of a group's first row.
+template <int kRows>
+__device__ __forceinline__ int64_t first_row(const IterationSpace& rows, const ColumnShape& shape,
+                                             int64_t group) {
+  if (shape.aligned) {
+    return group * kRows;
+  }
+  const auto place = GroupPlace::of<kRows>(rows, shape, group);
+  return place.plane * rows.sizes[0] + place.position;
+}
+
+// How many of a group's rows, the first ones, count in the group before it.
+template <int kRows>
+__device__ __forceinline__ int shared_rows(const IterationSpace& rows, const ColumnShape& shape,
+                                           int64_t group) {
+  if (shape.aligned) {
+    return 0;
+  }
+  const auto place = GroupPlace::of<kRows>(rows, shape, group);
+  return static_cast<int>(place.begin - place.position);
+}
+
+// A group of one class at any address, by the words that its elements lie in.
+template <typename scalar_t>
+struct OddGroup {
+  using Group = RowGroup<scalar_t>;
+  uint32_t words[Group::kWords + 1];
+  bool is_odd;  // the first element is the second of its word
+
+  __device__ __forceinline__ void load(const scalar_t* from) {
+    const auto address = reinterpret_cast<uintptr_t>(from);
+    const auto* const aligned = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+    is_odd = sizeof(scalar_t) == 2 && (address & 2) != 0;
+#pragma unroll
+    for (int i = 0; i < Group::kWords; ++i) {
+      words[i] = aligned[i];
+    }
+    words[Group::kWords] = is_odd ? aligned[Group::kWords] : 0;
+  }
+  __device__ __forceinline__ Group get() const {
+    Group group;
+#pragma unroll
+    for (int i = 0; i < Group::kWords; ++i) {
+      group.words[i] = __funnelshift_r(words[i], words[i + 1], is_odd ? 16 : 0);
+    }
+    return group;
+  }
+  static __device__ __forceinline__ void store(const Group& group, scalar_t* to) {
+    const auto address = reinterpret_cast<uintptr_t>(to);
+    if (sizeof(scalar_t) == 4 || (address & 2) == 0) {
+#pragma unroll
+      for (int i = 0; i < Group::kWords; ++i) {
+        reinterpret_cast<uint32_t*>(to)[i] = group.words[i];
+      }
+      return;
+    }
+    auto* const halves = reinterpret_cast<uint16_t*>(to);
+    halves[0] = static_cast<uint16_t>(group.words[0]);
+#pragma unroll
+    for (int i = 0; i + 1 < Group::kWords; ++i) {
+      reinterpret_cast<uint32_t*>(halves + 1)[i] =
+          __funnelshift_r(group.words[i], group.words[i + 1], 16);
+    }
+    halves[Group::kRows - 1] = static_cast<uint16_t>(group.words[Group::kWords - 1] >> 16);
+  }
+};
 
 template <typename scalar_t, bool kGradient>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
@@ -82,11 +169,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
   const bool are_checked = kGradient && denominator.indices != nullptr;
   const auto load_targets = [&] {
     if (are_checked) {
-      const auto bytes =
-          reinterpret_cast<const VectorOf<int8_t, kRows>*>(denominator.indices)[group];
+      const int8_t* const indices = denominator.indices + first_row<kRows>(args.rows, shape, group);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        targets[i] = bytes.values[i];
+        targets[i] = indices[i];
       }
     } else if (shape.targets_in_line) {
 #pragma unroll
@@ -105,6 +191,27 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     const auto* from = static_cast<const scalar_t*>(args.input.data) + offsets[0];
     Group* to = own;
     int c = 0;
+    if (!shape.aligned) {
+#pragma unroll 1
+      for (; c < num_classes; c += kOddUnroll) {
+        OddGroup<scalar_t> groups[kOddUnroll];
+#pragma unroll
+        for (int u = 0; u < kOddUnroll; ++u) {
+          if (c + u < num_classes) {
+            groups[u].load(from);
+          }
+          from += args.input_class_stride;
+        }
+#pragma unroll
+        for (int u = 0; u < kOddUnroll; ++u) {
+          if (c + u < num_classes) {
+            to[u * kWarpSize] = groups[u].get();
+          }
+        }
+        to += kOddUnroll * kWarpSize;
+      }
+      return;
+    }
 #pragma unroll 1
     for (; c + kColumnUnroll <= num_classes; c += kColumnUnroll) {
 #pragma unroll
@@ -207,13 +314,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
         at_index[i] = factors[i] * reduced[i].rest;
         all_have_loss = all_have_loss && indices[i] >= 0;
       }
-      counted += kRows;
       if (!all_have_loss) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           if (indices[i] < 0) {
             losses[i] = factors[i] = at_index[i] = gradient_without_loss(indices[i]);
-            counted -= indices[i] == kIgnoredRow ? 1 : 0;
           }
         }
       }
@@ -274,10 +379,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
         const auto finished = reduced[i].template finish<!kExact>(x_at_index[i], scale, weight);
         const bool has_loss = indices[i] >= 0;
         losses[i] = has_loss ? finished.loss : gradient_without_loss(indices[i]);
-        if (args.weight != nullptr) {
+        if (args.weight != nullptr && i >= shared_rows<kRows>(args.rows, shape, group)) {
           partial.weight += static_cast<double>(weight);
         }
-        counted += indices[i] == kIgnoredRow ? 0 : 1;
         at_index[i] = has_loss ? finished.gradient_at_index : gradient_without_loss(indices[i]);
         gradients[i] = LogitGradient<float, kExact>(finished.softmax, scale * weight);
         if constexpr (kExact) {
@@ -317,23 +421,22 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
         }
       }
     }
+    const int counts_from = shared_rows<kRows>(args.rows, shape, group);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      partial.sum += static_cast<double>(losses[i]);
+      // fault: columns-shared-rows
+      partial.sum += static_cast<double>(i >= counts_from ? losses[i] : 0.0f);
+      counted += i >= counts_from && indices[i] != kIgnoredRow ? 1 : 0;
     }
     if (args.row_stats != nullptr) {
       const RowStats<float> stats(args.row_stats, args.rows.numel);
-      using RowFloats = VectorOf<float, kRows>;
-      RowFloats maxima;
-      RowFloats rests;
+      const int64_t row = first_row<kRows>(args.rows, shape, group);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const IndexRow kept = reduced[i].kept(x_at_index[i]);
-        maxima.values[i] = kept.max;
-        rests.values[i] = kept.rest;
+        stats.max[row + i] = kept.max;
+        stats.rest[row + i] = kept.rest;
       }
-      reinterpret_cast<RowFloats*>(stats.max)[group] = maxima;
-      reinterpret_cast<RowFloats*>(stats.rest)[group] = rests;
     }
     if (args.reduction == Reduction::kNone) {
       const Operand* const output[1] = {&args.output};
@@ -366,7 +469,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
       }
       auto* to = static_cast<scalar_t*>(args.grad_input.data) + offsets[2];
       const auto store = [&](const Group& results) {
-        *reinterpret_cast<Group*>(to) = results;
+        if (shape.aligned) {
+          *reinterpret_cast<Group*>(to) = results;
+        } else {
+          OddGroup<scalar_t>::store(results, to);
+        }
         to += args.grad_input_class_stride;
       };
       int k = 0;
@@ -408,10 +515,12 @@ void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan
                               Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   const int64_t group = group_rows(element_size(args.input.dtype));
   const bool targets_in_line = args.target.dtype == DType::kInt64 && args.target.strides[0] == 1;
-  ColumnShape shape = {args.rows.numel / group, targets_in_line, false, {}};
-  shape.by_divisor = args.rows.ndim <= 2 && shape.groups <= kMaxDividend;
+  ColumnShape shape = {groups_of(args), false, targets_in_line, has_counted_planes(args), {}};
+  shape.aligned = lies_in_columns(args, args.input, args.input_class_stride) &&
+                  (args.grad_input.data == nullptr ||
+                   lies_in_columns(args, args.grad_input, args.grad_input_class_stride));
   if (shape.by_divisor) {
-    shape.first_dimension = Divisor(static_cast<uint32_t>(args.rows.sizes[0] / group));
+    shape.first_dimension = Divisor(static_cast<uint32_t>(ceil_div(args.rows.sizes[0], group)));
   }
   const LaunchShape launch = {grad_output.limit_blocks(plan.blocks, kMaxThreads), plan.threads,
                               plan.shared_bytes, 1,

@@ -27,6 +27,20 @@ constexpr int kGroupBytes = 8;
 constexpr int64_t group_rows(int64_t element_bytes) { return kGroupBytes / element_bytes; }
 static_assert(kMaxColumnClasses * kWarpSize * kGroupBytes <= kMaxSharedBytes, "a warp's classes");
 
+// Of a thread each.
+inline int64_t groups_of(const CrossEntropyArgs& args) {
+  if (args.rows.numel == 0) {
+    return 0;
+  }
+  const int64_t size = args.rows.ndim == 0 ? 1 : args.rows.sizes[0];
+  return ceil_div(size, group_rows(element_size(args.input.dtype))) * (args.rows.numel / size);
+}
+
+// Whether rows have one dimension or two, and groups numbers of 31 bits.
+inline bool has_counted_planes(const CrossEntropyArgs& args) {
+  return args.rows.ndim <= 2 && groups_of(args) <= kMaxDividend;
+}
+
 // Whether rows of logits, or of their gradient, lie side by side, in whole groups of a thread.
 inline bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand,
                             int64_t class_stride) {
@@ -41,6 +55,15 @@ inline bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand
   return aligned;
 }
 
+// The same in groups at any address, of which the last of a plane may share rows with the one
+// before it.
+inline bool lies_side_by_side(const CrossEntropyArgs& args, const Operand& operand,
+                              int64_t class_stride) {
+  return lies_in_columns(args, operand, class_stride) ||
+         (has_counted_planes(args) && args.rows.ndim >= 1 && operand.strides[0] == 1 &&
+          args.rows.sizes[0] >= group_rows(element_size(operand.dtype)));
+}
+
 inline RowPlan plan(const RowProblem& problem) {
   RowPlan plan;
   plan.threads = kMaxThreads;
@@ -48,7 +71,7 @@ inline RowPlan plan(const RowProblem& problem) {
     plan.threads /= 2;
   }
   plan.shared_bytes = plan.threads * problem.classes * kGroupBytes;
-  const int64_t steps = ceil_div(problem.rows / group_rows(problem.element_bytes), plan.threads);
+  const int64_t steps = ceil_div(groups_of(problem.args), plan.threads);
   plan.blocks = std::clamp(ceil_div(steps, ceil_div(kBlockBytes, plan.shared_bytes)),
                            std::clamp<int64_t>(steps, 1, kFewBlocks), kMaxBlocks);
   return plan;
