@@ -32,6 +32,7 @@ import pytest
 import torch
 
 import lossops
+from lossops.bench.meter import Meter
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -109,6 +110,18 @@ def _gpu_memory(
             pytest.skip(f"needs {gib} GiB of free GPU memory")
         yield
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def quick_meters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark takes one sample of each time."""
+    original = Meter.__init__
+
+    def quick(self: Meter, device: torch.device) -> None:
+        original(self, device)
+        self.warm_ups, self.fewest, self.seconds = 1, 1, 0.0
+
+    monkeypatch.setattr(Meter, "__init__", quick)
 
 
 # --- the GPU report -----------------------------------------------------------------------------

@@ -12,13 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lossops.bench import cases, cli, plot, report, run
+from lossops.bench import cases, cli, files, page, report, run
 from lossops.bench.cases import CASES, PEERS, PROBLEMS, Case, Data
+from lossops.bench.compiled.problems import CUDA_CASES
+from lossops.bench.heads.measure import PASSES, PRODUCTS
+from lossops.bench.heads.problems import HEADS
 from lossops.bench.meter import Meter, Progress, measure_overheads, measure_plain
 from lossops.bench.report import Compiled, Report, Result, Small, Times
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]
+PNG = b"\x89PNG"
 
 # Shape, and the bytes of one pass over it in fp32, each tensor by hand.
 ROWS, CLASSES = 40, 32
@@ -335,7 +339,7 @@ def test_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = str(tmp_path / "run.json")
     found = made_up()
     found.save(path)
-    assert Report.load(path) == found
+    assert Report.read(files.load(path)) == found
     json.loads(Path(path).read_text(), parse_constant=pytest.fail)  # no NaN where there is none
 
 
@@ -380,17 +384,37 @@ def test_overheads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert ("moves no data" in out) == bool(overheads)
 
 
-def test_committed_reports_are_read() -> None:
+def test_committed_reports_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With pictures beside them; those are drawn again where matplotlib is."""
     paths = sorted((ROOT / "docs" / "benchmarks").glob("*.json"))
     if not paths:
         pytest.skip("no docs/ beside tests/")
     for path in paths:
-        found = Report.load(str(path))
-        assert found.cases and all(outcome.passed for outcome in found.outcomes)
-        assert report.render(found)
+        picture = tmp_path / f"{path.stem}.png"
+        plot_too = ["--plot", str(picture)] if page.available() else []
+        assert cli.main(["--from", str(path), *plot_too]) == 0
+        assert "All checks passed." in capsys.readouterr().out
+        assert path.with_suffix(".png").read_bytes().startswith(PNG)
+        assert not plot_too or picture.read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"cases": [{"name": "x"}]}', "{"])
+ABOUT = '"device": "x", "torch": "2", "lossops": "0"'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        '{"cases": [{"name": "x"}]}',
+        "{",
+        '{"heads": []}',
+        f'{{{ABOUT}, "heads": []}}',
+        f'{{{ABOUT}, "heads": [{{"shape": "1x1x1"}}]}}',
+        f'{{{ABOUT}, "goals": {{}}}}',
+        f'{{{ABOUT}, "goals": {{}}, "compiled": [3]}}',
+    ],
+)
 def test_other_files_are_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -450,39 +474,98 @@ def test_picture(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["--from", str(source), "--plot", str(picture)]) == 0
     assert "on Device" in capsys.readouterr().out
     data = picture.read_bytes()
-    assert data.startswith(b"\x89PNG")
+    assert data.startswith(PNG)
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
-    assert width == plot.WIDTH * 160 and height > 300
+    assert width == page.WIDTH * 160 and height > 300
     assert len(data) > 10_000, "an empty picture"
 
 
-def test_texts_of_the_picture_do_not_overlap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+ERRORS = {"loss": 1e-3, "input": 2e-3, "weight": 3e-3}
+
+
+def made_up_heads() -> dict[str, Any]:
+    """A file of heads: of every contender, one of them without a time."""
+    heads = {PRODUCTS: {"ms": dict.fromkeys(PASSES, 3.0), "peak_bytes": {}}}
+    for who in (*HEADS, "ours 512"):
+        heads[who] = {"ms": dict.fromkeys(PASSES, 4.0), "peak_bytes": {"step": 99999 << 20}}
+    del heads["liger"]["ms"]["step"], heads["quack"]["peak_bytes"]["step"]
+    rest = {"errors": ERRORS, "notes": {}, "breakdown": {}, "kernels": [["k", 1, 2.0]]}
+    heads = {who: found | rest for who, found in heads.items()}
+    shape = {"shape": "8192x4096x128256", "dtype": "bfloat16", "limit": 0.02, "heads": heads}
+    about = {"device": "Device", "torch": "2", "lossops": "0", "seconds": 3, "of_tokens": False}
+    return about | {"heads": [shape, shape]}
+
+
+def made_up_compiled() -> dict[str, Any]:
+    """A file of compiled steps: every case with every contender."""
+    step = {"ms": {"step": 4.0}, "peak_bytes": {"step": 1 << 20}, "errors": ERRORS}
+    step |= {"notes": {}, "breakdown": {}, "kernels": [], "compile_s": 1.0}
+    slow = step | {"ms": {"step": 5.0}}
+    steps = {"torch": step, "ours": step, "patch": slow, "eager": step | {"peak_bytes": {}}}
+    about = {"device": "Device", "torch": "2", "lossops": "0", "seconds": 3}
+    compiled = [{"name": case.name, "steps": steps} for case in CUDA_CASES]
+    return about | {"goals": {"time": 1.01, "memory": 1.0}, "compiled": compiled}
+
+
+@pytest.mark.parametrize("kind", ["cases", "heads", "compiled"])
+def test_texts_of_pictures_do_not_overlap(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
+    source = str(tmp_path / "run.json")
+    if kind == "cases":
+        made_up().save(source)
+    else:
+        files.save(source, made_up_heads() if kind == "heads" else made_up_compiled())
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: figures.append(self))
-    plot.draw(made_up(), str(tmp_path / "run.png"))
+    assert cli.main(["--from", source, "--plot", str(tmp_path / "run.png")]) == 0
     (figure,) = figures
-    page = figure.bbox
+    page_box = figure.bbox
     texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
     boxes = {text: text.get_window_extent() for text in texts if text.get_text()}
-    assert len(boxes) > 100
+    assert len(boxes) > 50
     for text, box in boxes.items():
-        inside = page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1
+        inside = (
+            page_box.x0 <= box.x0
+            and box.x1 <= page_box.x1
+            and page_box.y0 <= box.y0
+            and box.y1 <= page_box.y1
+        )
         assert inside, text.get_text()
     pairs = [(a, b) for a in boxes for b in boxes if id(a) < id(b)]
     for a, b in pairs:
         assert not boxes[a].overlaps(boxes[b]), (a.get_text(), b.get_text())
 
 
+def test_heads_and_compiled_steps_are_shown_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong, or misses a goal, is named again, and ends in 1 where it was wrong."""
+    source = str(tmp_path / "run.json")
+    of_heads, of_steps = made_up_heads(), made_up_compiled()
+    for made, contenders, said in (
+        (of_heads, of_heads["heads"][0]["heads"], "narrow              4.00    0.750    99999 "),
+        (of_steps, of_steps["compiled"][0]["steps"], "goals: ce-plain-8192x768x50257 patch, "),
+    ):
+        files.save(source, made)
+        assert cli.main(["--from", source]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith("lossops 0 on Device, torch 2")
+        assert said in shown
+        contenders["ours"] = contenders["ours"] | {"errors": ERRORS | {"loss": math.nan}}
+        files.save(source, made)
+        assert cli.main(["--from", source]) == 1
+        assert "FAILED: " in capsys.readouterr().out
+
+
 def test_without_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It says so at the start, and all else is as with it."""
-    monkeypatch.setattr(plot, "available", lambda: False)
+    monkeypatch.setattr(page, "available", lambda: False)
     monkeypatch.setattr(cli, "Meter", Quick)
     rates = {"read": {"sum": 10.0}, "copy": {"copy": 9.0}}
     monkeypatch.setattr(cli, "measure_bandwidths", lambda meter: rates)
@@ -494,7 +577,9 @@ def test_without_matplotlib(
     said = capsys.readouterr()
     assert "matplotlib is not installed (pip install 'lossops[bench]')" in said.err
     assert "All checks passed." in said.out
-    assert [result.name for result in Report.load(str(output)).cases] == ["ce-ignore-fp32-20x8"]
+    assert [result.name for result in Report.read(files.load(str(output))).cases] == [
+        "ce-ignore-fp32-20x8"
+    ]
     assert not output.with_suffix(".png").exists()
     assert cli.main(["--from", str(output), "--plot", str(tmp_path / "b.png")]) == 2
     assert cli.main(["--from", str(output)]) == 0

@@ -27,13 +27,6 @@ def problem(dtype: torch.dtype = torch.float32, of_tokens: bool = False) -> Prob
     return Problem(SMALL, dtype, CPU, of_tokens=of_tokens)
 
 
-@pytest.fixture
-def meter() -> Meter:
-    found = Meter(CPU)
-    found.warm_ups, found.fewest, found.seconds = 1, 1, 0.0
-    return found
-
-
 @pytest.mark.parametrize("text", ["", "1x2", "1x2x3x4", "1x2xc", "0x1x2", "1 x2x3", "-1x2x3"])
 def test_texts_that_are_no_shape(text: str) -> None:
     with pytest.raises(ValueError, match="TOKENSxFEATURESxCLASSES"):
@@ -145,7 +138,8 @@ def test_a_pass_leaves_no_gradient() -> None:
     assert measure._call(HEADS["ours"], data, "frozen")()[2] is None
 
 
-def test_wrong_and_failing_heads(meter: Meter) -> None:
+@pytest.mark.usefixtures("quick_meters")
+def test_wrong_and_failing_heads() -> None:
     """A wrong result fails; an error of a peer is noted, and ends nothing."""
 
     def wrong(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -155,7 +149,7 @@ def test_wrong_and_failing_heads(meter: Meter) -> None:
         raise RuntimeError("no such kernel")
 
     heads = {"ours": wrong, "eager": failing}
-    found = measure.run(SMALL, torch.float32, heads, ["forward"], meter)
+    found = measure.run(SMALL, torch.float32, heads, ["forward"], Meter(CPU))
     assert not found.passed("ours")
     assert found.heads["ours"].ms["forward"] > 0
     assert found.heads["eager"].notes == {"check": "RuntimeError: no such kernel"}
@@ -165,13 +159,16 @@ def test_wrong_and_failing_heads(meter: Meter) -> None:
     assert "eager, check: RuntimeError: no such kernel" in shown
 
 
-def test_nan_is_wrong() -> None:
-    found = Measured("1x1x1", "float32", 1.0, {"ours": Contender()})
-    assert not found.passed("ours")
-    found.heads["ours"].errors = {"loss": 0.0}
-    assert found.passed("ours")
-    found.heads["ours"].errors = {"loss": 0.0, "input": float("nan")}
-    assert not found.passed("ours")
+def test_what_has_passed() -> None:
+    """Results without a NaN, within the limit, all of them timed; compiled steps too."""
+    found = Contender()
+    assert not found.passed(1.0)
+    found.errors = {"loss": 0.0}
+    assert found.passed(1.0)
+    found.notes = {"step": "OutOfMemoryError: "}
+    assert not found.passed(1.0)
+    for error in (2.0, float("nan")):
+        assert not Contender(errors={"loss": 0.0, "input": error}).passed(1.0)
 
 
 def test_fractions_and_table() -> None:
@@ -219,20 +216,9 @@ def test_kinds_of_kernels(kernel: str, kind: str) -> None:
     assert measure.kind_of(kernel) == kind
 
 
+@pytest.mark.usefixtures("quick_meters")
 @pytest.mark.parametrize("of_tokens", [False, True])
-def test_command_line(
-    of_tokens: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    original = Meter.__init__
-
-    def quick(self: Meter, device: torch.device) -> None:
-        original(self, device)
-        self.warm_ups, self.fewest, self.seconds = 1, 1, 0.0
-
-    monkeypatch.setattr(Meter, "__init__", quick)
+def test_command_line(of_tokens: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "heads.json"
     arguments = ["--heads", "24x8x33", "--device", "cpu", "--breakdown", "--output", str(file)]
     arguments += ["--workspaces", "1", *(["--tokens"] if of_tokens else [])]

@@ -15,6 +15,8 @@ over from one machine, or one day, to the next.
     run.py     the checks against float64 and the four kinds of measurement
     report.py  the numbers, as JSON and as a table
     plot.py    the picture of them
+    files.py   what the files of all runs share
+    page.py    what all pictures share
     drawn/     calls drawn at random instead: `--random`, `--spec`
     heads/     heads instead of losses: `--heads`
     compiled/  compiled steps, with torch's loss and with ours: `--compiled`

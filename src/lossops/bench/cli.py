@@ -9,15 +9,14 @@ import importlib.util
 import platform
 import sys
 import time
-from collections.abc import Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .. import info
-from .._version import __version__
-from . import plot
+from . import files, page, plot
 from .cases import ALL, PEERS
 from .compiled import cli as compiled_steps
 from .compiled.problems import PEERS as COMPILED_PEERS
@@ -207,12 +206,8 @@ def measure(options: argparse.Namespace) -> Report:
     for result in results:
         result.set_floor(bandwidth)
     environment = info.collect()
-    about = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": device_name(device),
+    about = files.about(device_name(device)) | {
         "driver": environment["driver"],
-        "torch": str(torch.__version__),
-        "lossops": __version__,
         "seconds": round(time.monotonic() - started),
         "environment": environment,
     }
@@ -224,33 +219,53 @@ def measure(options: argparse.Namespace) -> Report:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark. 1 when a result of ours is wrong or missing, else 0."""
     options = parse(arguments)
+    shows: Callable[[str | None], int] | None = None
     if options.source:
         try:
-            report = Report.load(options.source)
+            shows = _reader(files.load(options.source))
         except (OSError, ValueError) as error:
             print(f"--from {options.source}: {error}", file=sys.stderr)
             return 2
     elif options.list and options.has_cases:
         print("\n".join(case.name(options.device) for case in options.cases))
         return 0
-    if options.plot and not plot.available() and options.has_cases:
-        print(f"{plot.MISSING}: {options.plot} is not drawn.", file=sys.stderr)
+    if options.plot and not page.available() and not options.drawn:
+        print(f"{page.MISSING}: {options.plot} is not drawn.", file=sys.stderr)
         if options.source:
             return 2
+    if shows:
+        return shows(options.plot)
+    device = device_name(options.device)
     if options.drawn:
-        return drawn.run(options, device_name(options.device))
+        return drawn.run(options, device)
     if options.heads is not None:
-        return heads.run(options, device_name(options.device))
+        return heads.run(options, device)
     if options.compiled is not None:
-        return compiled_steps.run(options, device_name(options.device))
-    name = report.about["device"] if options.source else device_name(options.device)
-    versions = (
-        report.about if options.source else {"lossops": __version__, "torch": torch.__version__}
-    )
-    print(f"lossops {versions['lossops']} on {name}, torch {versions['torch']}", flush=True)
-    if not options.source:
-        report = measure(options)
+        return compiled_steps.run(options, device)
+    print(files.heading(files.about(device)), flush=True)
+    report = measure(options)
+    if options.output:
+        report.save(options.output)
+    return _show(report, options.plot, options.absent)
 
+
+def _reader(fields: dict[str, Any]) -> Callable[[str | None], int]:
+    """Shows what a file has, by the kind of its run. Raises ValueError for other files."""
+    if "heads" in fields:
+        return functools.partial(heads.show, *heads.read(fields))
+    if "goals" in fields:
+        return functools.partial(compiled_steps.show, *compiled_steps.read(fields))
+    report = Report.read(fields)
+
+    def show(picture: str | None) -> int:
+        print(files.heading(report.about))
+        return _show(report, picture)
+
+    return show
+
+
+def _show(report: Report, picture: str | None, absent: Sequence[str] = ()) -> int:
+    """Prints a run of the cases below its first line, and draws it."""
     bandwidth = report.bandwidth_gb_per_s
     print(f"memory: reads {bandwidth['read']:.0f} GB/s, copies {bandwidth['copy']:.0f} GB/s")
     if overheads := report.overhead_us:
@@ -258,12 +273,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"a call that moves no data, microseconds by kernels: {listed} (not in the floor)")
     print()
     print(render(report))
-    if not options.source and options.absent:
-        print(f"\nNot installed: {', '.join(options.absent)}")
+    if absent:
+        print(f"\nNot installed: {', '.join(absent)}")
     failed = [outcome.name for outcome in report.outcomes if not outcome.passed]
     print(f"\nFAILED: {', '.join(failed)}" if failed else "\nAll checks passed.")
-    if options.output:
-        report.save(options.output)
-    if options.plot and plot.available():
-        plot.draw(report, options.plot)
+    if picture and page.available():
+        plot.draw(report, picture)
     return 1 if failed else 0

@@ -1,140 +1,45 @@
-"""The picture of a run, by matplotlib, which is optional: `pip install 'lossops[bench]'`."""
+"""The picture of a run of the cases."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from . import page
 from .cases import PROBLEMS
+from .page import (
+    CARD,
+    FAINT,
+    GAP,
+    GRID,
+    HEADING,
+    INK,
+    LABELS,
+    MARGIN,
+    ROW,
+    STYLES,
+    WIDTH,
+    Canvas,
+    Part,
+    nothing,
+)
 from .report import Compiled, Report, Result, Small, Times
 
-MISSING = "matplotlib is not installed (pip install 'lossops[bench]')"
-
-# Colours of Okabe and Ito, which colour-blind people tell apart; the markers differ too. The card
-# is opaque, so that a page's light or dark background changes nothing.
-STYLES = {
-    "ours": ("#0072B2", "o", "lossops"),
-    "eager": ("#5F6B76", "s", "torch, eager"),
-    "compile": ("#E69F00", "^", "torch.compile"),
-    "liger": ("#009E73", "D", "Liger-Kernel"),
-    "quack": ("#CC5A9B", "v", "quack"),
-}
-INK, FAINT, GRID, CARD = "#1F2933", "#5F6B76", "#D9DEE4", "#FBFCFD"
 FAMILIES = {"mse": "Mean squared error", "kl": "KL divergence", "ce": "Cross entropy"}
 PASSES = {"forward": "Forward", "step": "Training step: forward and backward"}
 
 # Inches.
-WIDTH, MARGIN, GAP = 12.0, 0.45, 0.4
-ROW, HEADING = 0.215, 0.30
-LABELS = 2.75
 BARS = 0.72
-
-
-def available() -> bool:
-    """Whether there is a matplotlib."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(report: Report, path: str) -> None:
     """Writes the picture; the path's ending chooses the format."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    settings = {
-        "font.family": "DejaVu Sans",
-        "font.size": 9,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": GRID,
-        "axes.facecolor": CARD,
-        "figure.facecolor": CARD,
-        "xtick.color": FAINT,
-        "ytick.color": FAINT,
-        "svg.hashsalt": "lossops",
-    }
-    with rc_context(settings):
-        parts: list[tuple[float, Callable[[_Canvas, float], None]]] = []
-        for height, part in (_fractions(report), _sizes(report), _hosts(report)):
-            if height:
-                parts.append((height, part))
-        top = 1.25
-        height = top + sum(height for height, _ in parts) + 0.25
-        figure = Figure(figsize=(WIDTH, height))
-        FigureCanvasAgg(figure)  # measures text
-        canvas = _Canvas(figure, height)
-        _title(report, canvas)
-        for height, part in parts:
-            part(canvas, top)
-            top += height
-        figure.savefig(path, dpi=160)
-
-
-class _Canvas:
-    """A figure measured in inches from its top left corner."""
-
-    def __init__(self, figure: Any, height: float) -> None:
-        self.figure, self.height = figure, height
-
-    def axes(self, left: float, top: float, width: float, height: float) -> Any:
-        bottom = self.height - top - height
-        box = (left / WIDTH, bottom / self.height, width / WIDTH, height / self.height)
-        axes = self.figure.add_axes(box)
-        for side in ("top", "right", "left", "bottom"):
-            axes.spines[side].set_visible(False)
-        axes.tick_params(length=0)
-        axes.set_axisbelow(True)
-        return axes
-
-    def text(self, left: float, top: float, words: str, **style: Any) -> Any:
-        return self.figure.text(left / WIDTH, 1 - top / self.height, words, va="baseline", **style)
-
-    def heading(self, left: float, top: float, words: str, rest: str) -> None:
-        """A section's name, and what there is to know of it."""
-        self.text(left, top, words, size=12, weight="bold")
-        self.text(left, top + 0.22, rest, size=8.5, color=FAINT)
-
-
-def _title(report: Report, canvas: _Canvas) -> None:
-    about, bandwidth = report.about, report.bandwidth_gb_per_s
-    canvas.text(MARGIN, 0.52, f"lossops on {about.get('device')}", size=17, weight="bold")
-    facts = [
-        f"memory reads {bandwidth['read']:.0f} GB/s, copies {bandwidth['copy']:.0f} GB/s",
-        f"lossops {about.get('lossops')}",
-        f"torch {about.get('torch')}",
-        str(about.get("date"))[:10],
-    ]
-    canvas.text(MARGIN, 0.76, "   ·   ".join(facts), size=9, color=FAINT)
-    left = WIDTH - MARGIN
-    for who in reversed(["ours", *report.peers]):
-        label = STYLES[who][2]
-        weight = "bold" if who == "ours" else "normal"
-        # The texts end where the next begins; their widths are known only once they are drawn.
-        text = canvas.text(left, 0.52, label, size=9.5, ha="right", weight=weight)
-        box = text.get_window_extent(canvas.figure.canvas.get_renderer())
-        left -= box.width / canvas.figure.dpi + 0.14
-        canvas.figure.add_artist(_dot(canvas, left, 0.52 - 0.045, who))
-        left -= 0.22
-
-
-def _dot(canvas: _Canvas, left: float, top: float, who: str) -> Any:
-    from matplotlib.lines import Line2D
-
-    colour, marker, _ = STYLES[who]
-    place = [left / WIDTH], [1 - top / canvas.height]
-    return Line2D(
-        *place, color=colour, marker=marker, markersize=6.5, linestyle="none",
-        transform=canvas.figure.transFigure,
-    )  # fmt: skip
-
-
-Part = tuple[float, Callable[[_Canvas, float], None]]
-
-
-def _nothing(canvas: _Canvas, top: float) -> None:
-    pass
+    bandwidth = report.bandwidth_gb_per_s
+    facts = [f"memory reads {bandwidth['read']:.0f} GB/s, copies {bandwidth['copy']:.0f} GB/s"]
+    styles = [STYLES[who] for who in ("ours", *report.peers)]
+    parts = [_fractions(report), _sizes(report), _hosts(report)]
+    page.draw(path, report.about, facts, styles, parts)
 
 
 def _family(problem: str) -> str:
@@ -147,7 +52,7 @@ def _by_family(results: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
             yield name, found
 
 
-def _label(canvas: _Canvas, result: Any, right: float, top: float) -> None:
+def _label(canvas: Canvas, result: Any, right: float, top: float) -> None:
     """Variant, shape and dtype, each in its column."""
     what = PROBLEMS[result.problem].title.partition(", ")[2]
     canvas.text(MARGIN + 0.12, top, what, size=8)
@@ -158,12 +63,12 @@ def _label(canvas: _Canvas, result: Any, right: float, top: float) -> None:
 def _fractions(report: Report) -> Part:
     """How near each case comes to the floor: our bar, the peers' markers."""
     if not report.cases:
-        return 0.0, _nothing
+        return 0.0, nothing
     groups = list(_by_family(report.cases))
     rows = len(report.cases) * ROW + len(groups) * HEADING
     height = 1.0 + rows
 
-    def paint(canvas: _Canvas, top: float) -> None:
+    def paint(canvas: Canvas, top: float) -> None:
         canvas.heading(
             MARGIN,
             top,
@@ -218,10 +123,10 @@ def _fraction_row(axes: Any, result: Result, doing: str, y: float) -> None:
 def _sizes(report: Report) -> Part:
     """Time of a step over the number of elements, both logarithmic."""
     if not report.sizes:
-        return 0.0, _nothing
+        return 0.0, nothing
     groups = list(_by_family(report.sizes))
 
-    def paint(canvas: _Canvas, top: float) -> None:
+    def paint(canvas: Canvas, top: float) -> None:
         kind = "GPU time" if "cuda" in _device_kind(report) else "Time"
         canvas.heading(
             MARGIN,
@@ -297,12 +202,12 @@ def _device_kind(report: Report) -> str:
 def _hosts(report: Report) -> Part:
     """Small inputs on the left, the compiled step on the right."""
     if not report.small and not report.compiled:
-        return 0.0, _nothing
+        return 0.0, nothing
     groups = list(_by_family(report.small))
     rows = max(len(report.small) * ROW + len(groups) * HEADING, len(report.compiled) * BARS)
     half = (WIDTH - 2 * MARGIN - 0.7) / 2
 
-    def paint(canvas: _Canvas, top: float) -> None:
+    def paint(canvas: Canvas, top: float) -> None:
         left = MARGIN
         if report.small:
             words = "Wall time of a call in microseconds, and eager torch's over ours; fp32."
@@ -320,7 +225,7 @@ def _hosts(report: Report) -> Part:
 
 
 def _small_rows(
-    canvas: _Canvas, groups: Sequence[tuple[str, list[Small]]], top: float, half: float
+    canvas: Canvas, groups: Sequence[tuple[str, list[Small]]], top: float, half: float
 ) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -357,7 +262,7 @@ def _small_row(axes: Any, wall: dict[str, float], y: float) -> None:
     if "ours" in wall and "eager" in wall:
         axes.plot([wall["ours"], wall["eager"]], [y, y], color="#B8C2CC", lw=2.6, zorder=2)
         ratio = f"{wall['eager'] / wall['ours']:.2f}x"
-        axes.text(1, y, ratio, size=8, weight="bold", color=STYLES["ours"][0], va="center",
+        axes.text(1, y, ratio, size=8, weight="bold", color=STYLES["ours"].colour, va="center",
                   ha="right", transform=axes.get_yaxis_transform())  # fmt: skip
     for who in sorted(wall, key=lambda who: who == "ours"):
         colour, marker, _ = STYLES[who]
@@ -365,7 +270,7 @@ def _small_row(axes: Any, wall: dict[str, float], y: float) -> None:
 
 
 def _compiled_rows(
-    canvas: _Canvas, results: Sequence[Compiled], left: float, top: float, half: float
+    canvas: Canvas, results: Sequence[Compiled], left: float, top: float, half: float
 ) -> None:
     """Bars from zero, in milliseconds: the whole step, of which the loss is a part."""
     rows = len(results) * BARS
@@ -386,7 +291,7 @@ def _compiled_rows(
             if ms is None:
                 continue
             place = y + 0.31 + offset * 0.19
-            axes.barh(place, ms, height=0.15, color=STYLES[who][0], linewidth=0)
+            axes.barh(place, ms, height=0.15, color=STYLES[who].colour, linewidth=0)
             style = {"size": 8, "va": "center", "weight": "bold" if who == "ours" else "normal"}
             axes.annotate(f"{ms:.2f} ms", (ms, place), (4, 0),
                           textcoords="offset points", **style)  # fmt: skip

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from . import files
 from .cases import PROBLEMS, Shape
 
 
@@ -93,16 +93,13 @@ class Report:
 
     def save(self, path: str) -> None:
         fields = dataclasses.asdict(self)
-        with open(path, "w") as file:
-            json.dump(fields.pop("about") | fields, file, indent=2)
-            file.write("\n")
+        files.save(path, fields.pop("about") | fields)
 
     @classmethod
-    def load(cls, path: str) -> Report:
-        """Reads what `save` wrote. Raises OSError, or ValueError where it is something else."""
-        with open(path) as file:
-            found = json.load(file)
-        try:
+    def read(cls, fields: dict[str, Any]) -> Report:
+        """Takes what `save` wrote. Raises ValueError where it is something else."""
+        found = dict(fields)
+        with files.reading(found):
             measured: dict[str, Any] = {
                 key: [_outcome(kind, fields) for fields in found.pop(key, [])]
                 for key, kind in _KINDS.items()
@@ -112,11 +109,7 @@ class Report:
             timed = [*measured["cases"], *measured["sizes"]]
             peers = [who for who in timed[0].times if who != "ours"] if timed else []
             peers = found.pop("peers", peers)
-            if missing := {"device", "torch", "lossops"} - found.keys():
-                raise KeyError(*missing)
             return cls(found, peers, *bandwidths, **measured)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} was not written by lossops.bench: {error!r}") from error
 
 
 _KINDS: dict[str, type[Outcome]] = {

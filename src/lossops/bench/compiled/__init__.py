@@ -6,5 +6,6 @@ take no more memory, and at most 1.01 of the time.
 
     problems.py  shapes, data, what stands between the layer and the loss, results in float64
     measure.py   checks, times and peaks of memory
-    cli.py       the command line, the tables, the JSON file
+    plot.py      the picture of them
+    cli.py       the command line, the tables
 """

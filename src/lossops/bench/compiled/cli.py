@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fnmatch
-import json
 import time
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from typing import Any
 
-import torch
-
-from ..._version import __version__
+from .. import files, page
 from ..heads.problems import MIB
 from ..meter import Meter
-from . import measure
+from . import measure, plot
 from .measure import FEWEST, GOALS, Measured
 from .problems import CPU_CASES, CUDA_CASES, DEFAULT, PEERS, TITLES
 
@@ -50,54 +46,59 @@ def run(options: argparse.Namespace, device: str) -> int:
     if options.list:
         print("\n".join(case.name for case in options.compiled))
         return 0
-    print(f"lossops {__version__} on {device}, torch {torch.__version__}, bfloat16")
+    about = files.about(device) | {"goals": GOALS}
     whos = [who for who in TITLES if who == "ours" or who in options.peers]
-    for who in whos:
-        print(f"{who}: {TITLES[who]}")
-    print(f"goals: {', '.join(f'{what} {goal:.2f}' for what, goal in GOALS.items())} of torch's\n")
+    print(_above(about, whos), flush=True)
     started = time.monotonic()
     meter = Meter(options.device)
     meter.fewest = max(meter.fewest, FEWEST) if meter.cuda else meter.fewest
-    print(header(whos), flush=True)
     found: list[Measured] = []
     for case in options.compiled:
         one = measure.run(case, whos, meter, with_breakdown=options.breakdown)
         found.append(one)
         print(render(one), flush=True)
-    seconds = round(time.monotonic() - started)
-    print(f"\n{seconds} s")
+    about["seconds"] = round(time.monotonic() - started)
     if options.output:
-        about = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": device,
-            "torch": str(torch.__version__),
-            "lossops": __version__,
-            "seconds": seconds,
-        }
-        save(options.output, about, found)
-    ours = [who for who in whos if who in ("ours", "patch")]
-    missed = [f"{one.name} {who}" for one in found for who in ours if misses_goal(one, who)]
+        files.save(options.output, about | {"compiled": [one.fields() for one in found]})
+    return close(about, found, options.plot)
+
+
+def read(fields: dict[str, Any]) -> tuple[dict[str, Any], list[Measured]]:
+    """Takes what a file has. Raises ValueError where it is something else."""
+    return files.read(fields, "compiled", Measured.read)
+
+
+def show(about: dict[str, Any], found: Sequence[Measured], picture: str | None) -> int:
+    """Prints again what `run` printed, and draws it."""
+    print(_above(about, list(found[0].steps)))
+    for one in found:
+        print(render(one))
+    return close(about, found, picture)
+
+
+def close(about: dict[str, Any], found: Sequence[Measured], picture: str | None) -> int:
+    """The last lines, and the picture. 1 when a result of ours is wrong, else 0."""
+    print(f"\n{about.get('seconds')} s")
+    if picture and page.available():
+        plot.draw(about, found, picture)
+    ours = [(one, who) for one in found for who in ("ours", "patch") if who in one.steps]
+    missed = [f"{one.name} {who}" for one, who in ours if misses_goal(one, who, about["goals"])]
     if missed:
         print(f"Not at the goals: {', '.join(missed)}")
-    wrong = [f"{one.name} {who}" for one in found for who in ours if not one.passed(who)]
+    wrong = [f"{one.name} {who}" for one, who in ours if not one.passed(who)]
     print(f"FAILED: {', '.join(wrong)}" if wrong else "All checks passed.")
     return int(bool(wrong))
 
 
-def misses_goal(one: Measured, who: str) -> bool:
+def misses_goal(one: Measured, who: str, goals: dict[str, float]) -> bool:
     """Whether a ratio is above its goal."""
-    return any(ratio > GOALS[what] for what, ratio in one.ratios(who).items())
+    return any(ratio > goals[what] for what, ratio in one.ratios(who).items())
 
 
-def save(path: str, about: dict[str, object], found: Sequence[Measured]) -> None:
-    """Writes all numbers as JSON."""
-    cases = [
-        dataclasses.asdict(one) | {"ratios": {who: one.ratios(who) for who in one.steps}}
-        for one in found
-    ]
-    with open(path, "w") as file:
-        json.dump(about | {"goals": GOALS, "compiled": cases}, file, indent=2)
-        file.write("\n")
+def _above(about: dict[str, Any], whos: Sequence[str]) -> str:
+    lines = [f"{files.heading(about)}, bfloat16", *(f"{who}: {TITLES[who]}" for who in whos)]
+    goals = ", ".join(f"{what} {goal:.2f}" for what, goal in about["goals"].items())
+    return "\n".join([*lines, f"goals: {goals} of torch's\n", header(whos)])
 
 
 def header(whos: Sequence[str]) -> str:

@@ -49,9 +49,18 @@ class Measured:
         return found
 
     def passed(self, who: str) -> bool:
-        """Whether all results are right; not where there are none, nor with a NaN."""
-        found = self.steps[who]
-        return bool(found.errors) and all(e <= LIMIT for e in found.errors.values())
+        """Whether the results of a step are right."""
+        return self.steps[who].passed(LIMIT)
+
+    def fields(self) -> dict[str, Any]:
+        """What a file has."""
+        return dataclasses.asdict(self) | {"ratios": {who: self.ratios(who) for who in self.steps}}
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Measured:
+        """Takes what a file has."""
+        steps = {who: Contender.read(found) for who, found in fields["steps"].items()}
+        return cls(fields["name"], steps)
 
 
 def run(case: Case, whos: Sequence[str], meter: Meter, *, with_breakdown: bool = False) -> Measured:

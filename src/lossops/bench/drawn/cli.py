@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from datetime import datetime, timezone
 
-import torch
-
-from ..._version import __version__
+from .. import files
 from ..meter import Meter, measure_bandwidths
 from . import elements, measure, peers, rows, tables
 from .spec import Bounds
@@ -84,7 +81,8 @@ def settle(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 def run(options: argparse.Namespace, device: str) -> int:
     """Measures the calls. 1 when a result of ours is wrong, else 0."""
     seed = "" if options.spec else f", seed {options.random}"
-    print(f"lossops {__version__} on {device}, torch {torch.__version__}{seed}")
+    about = files.about(device)
+    print(f"{files.heading(about)}{seed}")
     hopper = os.environ.get(HOPPER)
     print(f"{HOPPER} is {'not set' if hopper is None else hopper}")
     if not options.spec:
@@ -104,14 +102,6 @@ def run(options: argparse.Namespace, device: str) -> int:
     else:
         print(tables.render(found, options.brief))
     if options.output:
-        about = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": device,
-            "torch": str(torch.__version__),
-            "lossops": __version__,
-            HOPPER: hopper,
-            "seed": options.random,
-            "bandwidth_gb_per_s": bandwidth,
-        }
+        about |= {HOPPER: hopper, "seed": options.random, "bandwidth_gb_per_s": bandwidth}
         tables.save(options.output, about, found)
     return int(not all(one.passed for one in found))

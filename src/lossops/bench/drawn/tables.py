@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .. import files
 from .measure import SMALL_BYTES, Measured
 from .spec import MIB
 
@@ -155,6 +155,4 @@ def save(path: str, about: dict[str, Any], found: Sequence[Measured]) -> None:
     calls = [
         {"spec": str(one.draw), "bytes": one.draw.nbytes} | dataclasses.asdict(one) for one in found
     ]
-    with open(path, "w") as file:
-        json.dump(about | {"draws": calls}, file, indent=1)
-        file.write("\n")
+    files.save(path, about | {"draws": calls})

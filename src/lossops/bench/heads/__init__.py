@@ -9,5 +9,6 @@ A head is bound by its matrix products, so its time is held against the same pro
 
     problems.py  shapes, data, contenders, results in float64
     measure.py   checks, times, peaks of memory, and which kernels a step spends its time in
-    cli.py       the command line, the tables, the JSON file
+    plot.py      the picture of them
+    cli.py       the command line, the tables
 """

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import time
-from collections.abc import Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from ..._version import __version__
+from .. import files, page
 from ..meter import Meter
-from . import measure
+from . import measure, plot
 from .measure import PASSES, PRODUCTS, Contender, Measured
 from .problems import (
     CPU_SHAPES,
@@ -93,7 +91,8 @@ def default_peers(is_cuda: bool, of_tokens: bool) -> list[str]:
 
 def run(options: argparse.Namespace, device: str) -> int:
     """Measures the shapes. 1 when a result of ours is wrong, else 0."""
-    print(f"lossops {__version__} on {device}, torch {torch.__version__}, {options.dtype}")
+    about = files.about(device) | {"of_tokens": options.tokens}
+    print(files.heading(about))
     for who, reason in options.reasons.items():
         if reason is not None:
             print(f"without {who}: {reason}")
@@ -101,13 +100,9 @@ def run(options: argparse.Namespace, device: str) -> int:
     ours = OURS if options.dtype == torch.bfloat16 else OURS[:1]
     there = TOKEN_HEADS if options.tokens else HEADS
     heads = {who: there[who] for who in (*ours, *options.peers)}
-    titles = TITLES | (TOKEN_TITLES if options.tokens else {})
-    for who in heads:
-        print(f"{who}: {titles[who]}")
     for mib in options.workspaces:
         heads[f"ours {mib}"] = with_workspace(mib, of_tokens=options.tokens)
-        print(f"ours {mib}: ours with a workspace of {mib} MiB")
-    print()
+    print(f"{_titles(heads, options.tokens)}\n")
     started = time.monotonic()
     meter = Meter(options.device)
     found = []
@@ -123,37 +118,45 @@ def run(options: argparse.Namespace, device: str) -> int:
         )
         found.append(one)
         print(render(one), end="\n\n", flush=True)
-    seconds = round(time.monotonic() - started)
-    print(f"{seconds} s")
+    about["seconds"] = round(time.monotonic() - started)
     if options.output:
-        about = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": device,
-            "torch": str(torch.__version__),
-            "lossops": __version__,
-            "seconds": seconds,
-            "of_tokens": options.tokens,
-        }
-        save(options.output, about, found)
-    wrong = [f"{one.shape} {who}" for one in found for who in ours if not one.passed(who)]
+        files.save(options.output, about | {"heads": [one.fields() for one in found]})
+    return close(about, found, options.plot)
+
+
+def read(fields: dict[str, Any]) -> tuple[dict[str, Any], list[Measured]]:
+    """Takes what a file has. Raises ValueError where it is something else."""
+    return files.read(fields, "heads", Measured.read)
+
+
+def show(about: dict[str, Any], found: Sequence[Measured], picture: str | None) -> int:
+    """Prints again what `run` printed, and draws it."""
+    print(files.heading(about))
+    heads = [who for who in found[0].heads if who != PRODUCTS]
+    print(f"{_titles(heads, about.get('of_tokens', False))}\n")
+    for one in found:
+        print(render(one), end="\n\n")
+    return close(about, found, picture)
+
+
+def close(about: dict[str, Any], found: Sequence[Measured], picture: str | None) -> int:
+    """The last lines, and the picture. 1 when a result of ours is wrong, else 0."""
+    print(f"{about.get('seconds')} s")
+    if picture and page.available():
+        plot.draw(about, found, picture)
+    ours = [(one, who) for one in found for who in OURS if who in one.heads]
+    wrong = [f"{one.shape} {who}" for one, who in ours if not one.passed(who)]
     print(f"FAILED: {', '.join(wrong)}" if wrong else "All checks passed.")
     return int(bool(wrong))
 
 
-def save(path: str, about: dict[str, object], found: Sequence[Measured]) -> None:
-    """Writes all numbers as JSON."""
-    heads = [
-        dataclasses.asdict(one)
-        | {"fractions": {who: _fractions(one, who) for who in one.heads if who != PRODUCTS}}
-        for one in found
-    ]
-    with open(path, "w") as file:
-        json.dump(about | {"heads": heads}, file, indent=2)
-        file.write("\n")
-
-
-def _fractions(one: Measured, who: str) -> dict[str, float | None]:
-    return {doing: one.fraction(who, doing) for doing in one.heads[PRODUCTS].ms}
+def _titles(heads: Iterable[str], of_tokens: bool) -> str:
+    titles = TITLES | (TOKEN_TITLES if of_tokens else {})
+    lines = []
+    for who in heads:
+        workspace = f"ours with a workspace of {who.removeprefix('ours ')} MiB"
+        lines.append(f"{who}: {titles.get(who, workspace)}")
+    return "\n".join(lines)
 
 
 def render(one: Measured) -> str:

@@ -7,7 +7,7 @@ import functools
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ PASSES = {"step": 3, "frozen": 2, "forward": 1}
 # few roundings, and those of sums in bf16.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 PRODUCTS = "products"
+OneContender = TypeVar("OneContender", bound="Contender")
 
 # The kinds of kernels of CUDA, and of operators on the CPU, by their names. The first that fits.
 KINDS = {
@@ -43,6 +44,17 @@ class Contender:
     breakdown: dict[str, float] = dataclasses.field(default_factory=dict)
     kernels: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)
 
+    def passed(self, limit: float) -> bool:
+        """Whether all errors are within the limit; not where there are none, nor with a NaN."""
+        is_near = bool(self.errors) and all(error <= limit for error in self.errors.values())
+        return is_near and not self.notes
+
+    @classmethod
+    def read(cls: type[OneContender], fields: dict[str, Any]) -> OneContender:
+        """Takes what a file has."""
+        kernels = [(name, count, ms) for name, count, ms in fields["kernels"]]
+        return cls(**fields | {"kernels": kernels})
+
 
 @dataclasses.dataclass
 class Measured:
@@ -59,10 +71,23 @@ class Measured:
         return floor / took if floor and took else None
 
     def passed(self, who: str) -> bool:
-        """Whether all errors are within the limit; not where there are none, nor with a NaN."""
-        found = self.heads[who]
-        is_near = bool(found.errors) and all(e <= self.limit for e in found.errors.values())
-        return is_near and not found.notes
+        """Whether the results of a head are right."""
+        return self.heads[who].passed(self.limit)
+
+    def fields(self) -> dict[str, Any]:
+        """What a file has."""
+        fractions = {
+            who: {doing: self.fraction(who, doing) for doing in self.heads[PRODUCTS].ms}
+            for who in self.heads
+            if who != PRODUCTS
+        }
+        return dataclasses.asdict(self) | {"fractions": fractions}
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Measured:
+        """Takes what a file has."""
+        heads = {who: Contender.read(found) for who, found in fields["heads"].items()}
+        return cls(fields["shape"], fields["dtype"], fields["limit"], heads)
 
 
 def run(
