@@ -268,6 +268,14 @@ def test_cases_are_chosen_by_globs() -> None:
         (["--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
         (["--output", "/"], "--output / is a folder"),
         (["--plot", "x.json"], "--plot x.json: pictures are .png"),
+        (["--heads", "8x4"], "--heads 8x4: TOKENSxFEATURESxCLASSES"),
+        (["--heads", "--random", "1"], "--heads does not go together with --random"),
+        (["--heads", "--peers", "nobody"], "no peer nobody; there are linear+ours, eager"),
+        (["--heads", "--passes", "backward"], "invalid choice: 'backward'"),
+        (["--heads", "--workspaces", "0"], "--workspaces: numbers above 0"),
+        (["--compiled", "huber-*"], "--compiled huber-*: there are ce-plain-"),
+        (["--compiled", "--heads"], "--compiled does not go together with --heads"),
+        (["--compiled", "--peers", "liger"], "no peer liger; there are torch, patch, eager"),
     ],
 )
 def test_arguments_that_are_refused(
@@ -538,6 +546,12 @@ def test_texts_of_pictures_do_not_overlap(
     pairs = [(a, b) for a in boxes for b in boxes if id(a) < id(b)]
     for a, b in pairs:
         assert not boxes[a].overlaps(boxes[b]), (a.get_text(), b.get_text())
+
+
+def test_bars_without_columns() -> None:
+    """Where nothing could be timed."""
+    height, _ = page.bars(("", ""), [], [("", [page.Row("", "", [])])])
+    assert height == 0
 
 
 def test_heads_and_compiled_steps_are_shown_again(

@@ -169,17 +169,3 @@ def test_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--compiled", "mse-*", "--list", "--device", "cpu"]) == 0
     names = capsys.readouterr().out.split()
     assert names == [case.name for case in CPU_CASES if case.loss == "mse"]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--compiled", "huber-*"], ["--compiled", "--heads"], ["--compiled", "--peers", "liger"]],
-    ids=str,
-)
-def test_mistakes_on_the_command_line(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as error:
-        cli.main([*arguments, "--device", "cpu"])
-    assert error.value.code == 2
-    assert arguments[-1].removeprefix("--") in capsys.readouterr().err

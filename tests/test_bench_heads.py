@@ -237,22 +237,3 @@ def test_command_line(of_tokens: bool, tmp_path: Path, capsys: pytest.CaptureFix
             assert fraction == pytest.approx(floor / took)
         assert head["heads"][who]["breakdown"]["products"] > 0
     assert head["heads"]["ours"]["breakdown"]["loss"] > 0
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--heads", "8x4"],
-        ["--heads", "8x4x2", "--random", "1"],
-        ["--heads", "8x4x2", "--peers", "nobody"],
-        ["--heads", "8x4x2", "--passes", "backward"],
-        ["--heads", "8x4x2", "--workspaces", "0"],
-    ],
-)
-def test_mistakes_on_the_command_line(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as error:
-        cli.main([*arguments, "--device", "cpu"])
-    assert error.value.code == 2
-    assert arguments[-2].removeprefix("--") in capsys.readouterr().err

@@ -77,16 +77,16 @@ def show(about: dict[str, Any], found: Sequence[Measured], picture: str | None) 
 
 
 def close(about: dict[str, Any], found: Sequence[Measured], picture: str | None) -> int:
-    """The last lines, and the picture. 1 when a result of ours is wrong, else 0."""
+    """The last lines, then the picture. 1 when a result of ours is wrong, else 0."""
     print(f"\n{about.get('seconds')} s")
-    if picture and page.available():
-        plot.draw(about, found, picture)
     ours = [(one, who) for one in found for who in ("ours", "patch") if who in one.steps]
     missed = [f"{one.name} {who}" for one, who in ours if misses_goal(one, who, about["goals"])]
     if missed:
         print(f"Not at the goals: {', '.join(missed)}")
     wrong = [f"{one.name} {who}" for one, who in ours if not one.passed(who)]
     print(f"FAILED: {', '.join(wrong)}" if wrong else "All checks passed.")
+    if picture and page.available():
+        plot.draw(about, found, picture)
     return int(bool(wrong))
 
 
