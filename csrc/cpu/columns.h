@@ -2,11 +2,6 @@
 // are the lanes of vectors, whatever the number of classes, and nothing is reduced across lanes.
 #pragma once
 
-#include <memory>
-#include <new>
-#include <stdexcept>
-#include <string>
-
 #include "cpu/block.h"
 
 namespace lossops::cpu {
@@ -19,26 +14,13 @@ struct Columns {
   int64_t stride;
 };
 
-// What a walk class by class needs beside its operands. Not on the stack, which is small in some
-// threads, and kept for the thread's next walk: to allocate it for each took 5 % of the time.
+// What a walk class by class needs beside its operands.
 template <typename acc_t>
 struct ColumnBuffers {
   alignas(64) acc_t x[kColumns];
   alignas(64) acc_t p[kColumns];
   alignas(64) acc_t grad[kColumns];
   alignas(64) acc_t staging[kColumns];  // of load_columns() and store_columns()
-
-  static ColumnBuffers& of_this_thread() {
-    static thread_local std::unique_ptr<ColumnBuffers> buffers;
-    if (buffers == nullptr) {
-      buffers.reset(new (std::nothrow) ColumnBuffers);
-    }
-    if (buffers == nullptr) {
-      throw std::runtime_error("cross_entropy: out of memory: cannot allocate " +
-                               std::to_string(sizeof(ColumnBuffers)) + " bytes on cpu");
-    }
-    return *buffers;
-  }
 };
 
 // Where a block lies in an operand.

@@ -12,6 +12,7 @@
 #include "cpu/block.h"
 #include "cpu/columns.h"
 #include "cpu/rows.h"
+#include "cpu/thread_buffers.h"
 #include "cross_entropy_row.h"
 
 namespace lossops::cpu {
@@ -177,10 +178,29 @@ class Coefficients {
 // The online softmax of each row of a block, its sums in fp64; see DenseOnlineSoftmax.
 template <typename acc_t>
 struct RowStates {
-  acc_t max[kBlock] = {};
-  double sum[kBlock] = {};
-  double q_sum[kBlock] = {};
-  double dot[kBlock] = {};
+  acc_t max[kBlock];
+  double sum[kBlock];
+  double q_sum[kBlock];
+  double dot[kBlock];
+
+  LOSSOPS_HOST_DEVICE void clear(int width, acc_t least) {
+    std::fill_n(max, width, least);
+    std::fill_n(sum, width, 0);
+    std::fill_n(q_sum, width, 0);
+    std::fill_n(dot, width, 0);
+  }
+};
+
+// What finish_rows() computes on the way.
+template <typename acc_t>
+struct FinishedRows {
+  acc_t x[kBlock];  // the logit at the class index
+  acc_t q[kBlock];
+  acc_t weight[kBlock];
+  acc_t rest[kBlock];
+  acc_t q_sum[kBlock];
+  acc_t loss[kBlock];
+  BlockTargets<acc_t> targets;
 };
 
 // Over the rows of a chunk.
@@ -230,13 +250,14 @@ LOSSOPS_HOST_DEVICE void finish_rows_inline(const CrossEntropyForwardArgs& args,
                                             int64_t terms_per_sum, RowStates<acc_t>& states,
                                             ChunkSums& chunk) {
   const int width = padded(count);
-  acc_t x[kBlock];  // the logit at the class index
-  acc_t q[kBlock];
-  acc_t weight[kBlock];
-  acc_t rest[kBlock];
-  acc_t q_sum[kBlock];
-  acc_t loss[kBlock];
-  BlockTargets<acc_t> targets;
+  auto& buffers = buffers_of_this_thread<FinishedRows<acc_t>>();
+  acc_t* const x = buffers.x;
+  acc_t* const q = buffers.q;
+  acc_t* const weight = buffers.weight;
+  acc_t* const rest = buffers.rest;
+  acc_t* const q_sum = buffers.q_sum;
+  acc_t* const loss = buffers.loss;
+  BlockTargets<acc_t>& targets = buffers.targets;
   targets.load(args, walker[1], count);
   chunk.all_valid = chunk.all_valid && targets.all_valid;
   coefficients.load_at_indices(targets, count, q, weight);
@@ -404,10 +425,11 @@ LOSSOPS_HOST_DEVICE void forward_row_by_row(const CrossEntropyForwardArgs& args,
                                             int64_t end, ChunkSums& chunk) {
   ForwardWalker walker(args.rows, {&args.input, &args.target, &args.output}, begin);
   const int lockstep = args.num_classes <= kBlock ? kLockstep : 1;
-  RowStates<acc_t> states;
+  auto& states = buffers_of_this_thread<RowStates<acc_t>>();
   for (int64_t first = begin; first < end; first += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - first));
     walker.next(count);
+    states.clear(padded(count), 0);
     int numbers[kLockstep];
     int rows = 0;
     for (int j = 0; j < count; ++j) {
@@ -563,18 +585,15 @@ LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& a
                                                 int64_t begin, int64_t end, ChunkSums& chunk) {
   ForwardWalker walker(args.rows, {&args.input, &args.target, &args.output}, begin);
   const ColumnsPlan plan(args);
-  auto& buffers = ColumnBuffers<acc_t>::of_this_thread();
+  auto& buffers = buffers_of_this_thread<ColumnBuffers<acc_t>>();
   acc_t weights[kBlock];
   ProbabilityColumns<acc_t> p(buffers);
-  RowStates<acc_t> states;
+  auto& states = buffers_of_this_thread<RowStates<acc_t>>();
   for (int64_t first = begin; first < end; first += plan.rows) {
     const int count = static_cast<int>(std::min<int64_t>(plan.rows, end - first));
     const int width = padded(count);
     walker.next(count);
-    std::fill_n(states.max, width, -math::infinity<acc_t>());
-    std::fill_n(states.sum, width, 0);
-    std::fill_n(states.q_sum, width, 0);
-    std::fill_n(states.dot, width, 0);
+    states.clear(width, -math::infinity<acc_t>());
     for (int64_t c = 0; c < args.num_classes; c += plan.classes) {
       const int classes = static_cast<int>(std::min<int64_t>(plan.classes, args.num_classes - c));
       const Columns<acc_t> x =
@@ -722,7 +741,7 @@ LOSSOPS_HOST_DEVICE void backward_row_by_row(const CrossEntropyBackwardArgs& arg
   BackwardWalker walker(
       args.rows,
       {&args.input, &args.target, &args.grad_output, &args.grad_input, &args.grad_target}, begin);
-  RowGradients<acc_t> rows;
+  auto& rows = buffers_of_this_thread<RowGradients<acc_t>>();
   for (int64_t first = begin; first < end; first += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - first));
     walker.next(count);
@@ -844,11 +863,11 @@ LOSSOPS_HOST_DEVICE void backward_class_by_class(const CrossEntropyBackwardArgs&
       {&args.input, &args.target, &args.grad_output, &args.grad_input, &args.grad_target}, begin);
   const ColumnsPlan plan(args);
   const acc_t unsmoothed = coefficients.unsmoothed();
-  auto& buffers = ColumnBuffers<acc_t>::of_this_thread();
+  auto& buffers = buffers_of_this_thread<ColumnBuffers<acc_t>>();
   acc_t* const grad = buffers.grad;
   acc_t weights[kBlock];
   ProbabilityColumns<acc_t> p(buffers);
-  RowGradients<acc_t> rows;
+  auto& rows = buffers_of_this_thread<RowGradients<acc_t>>();
   for (int64_t first = begin; first < end; first += plan.rows) {
     const int count = static_cast<int>(std::min<int64_t>(plan.rows, end - first));
     const int width = padded(count);
@@ -928,7 +947,7 @@ LOSSOPS_HOST_DEVICE void sum_weight_gradient(const CrossEntropyBackwardArgs& arg
   acc_t x_buffer[kBlock];
   acc_t p[kBlock];
   double lanes[kBlock] = {};
-  RowGradients<acc_t> rows;
+  auto& rows = buffers_of_this_thread<RowGradients<acc_t>>();
   for (int64_t first_row = begin; first_row < end; first_row += kBlock) {
     const int row_count = static_cast<int>(std::min<int64_t>(kBlock, end - first_row));
     walker.next(row_count);

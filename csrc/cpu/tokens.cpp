@@ -14,6 +14,7 @@
 
 #include "cpu/columns.h"
 #include "cpu/rows.h"
+#include "cpu/thread_buffers.h"
 #include "cross_entropy_row.h"
 
 namespace lossops::cpu {
@@ -335,7 +336,7 @@ void reduce_far_rows(const TokenArgs& args, const BlockOffsets& rows, int count,
                      int64_t end, State* states, int64_t states_stride) {
   constexpr int kClasses = kColumns / kTileRows;  // that are read at a time
   static_assert(kBlock % kClasses == 0 && kTileRows == kVector);
-  auto& buffers = ColumnBuffers<acc_t>::of_this_thread();
+  auto& buffers = buffers_of_this_thread<ColumnBuffers<acc_t>>();
   std::vector<acc_t> tile(static_cast<size_t>(kTileRows) * kBlock);
   acc_t z_buffer[kBlock];
   for (int64_t first = begin; first < end; first += kBlock) {
@@ -410,7 +411,7 @@ Columns<acc_t> map_columns(const LogitMapParams& params, const Columns<acc_t>& x
 template <typename acc_t>
 int64_t forward_short_rows(const TokenForwardArgs& args, int64_t begin, int64_t end) {
   ForwardWalker walker = forward_walker(args, begin);
-  auto& buffers = ColumnBuffers<acc_t>::of_this_thread();
+  auto& buffers = buffers_of_this_thread<ColumnBuffers<acc_t>>();
   const int classes = static_cast<int>(args.num_classes);
   const int block = column_rows(args);
   int64_t first_invalid = args.rows.numel;
@@ -629,7 +630,7 @@ template <typename acc_t>
 void backward_rows(const TokenBackwardArgs& args, int64_t first_row, int64_t end_row, int64_t begin,
                    int64_t end) {
   auto walker = RowGradients<acc_t>::walker(args, first_row);
-  RowGradients<acc_t> rows;
+  auto& rows = buffers_of_this_thread<RowGradients<acc_t>>();
   acc_t x_buffer[kBlock];
   acc_t z_buffer[kBlock];
   acc_t grad[kBlock];
@@ -699,10 +700,10 @@ __attribute__((noinline)) void gradient_columns(const Columns<acc_t>& z,
 template <typename acc_t>
 void backward_columns(const TokenBackwardArgs& args, int64_t begin, int64_t end) {
   auto walker = RowGradients<acc_t>::walker(args, begin);
-  auto& buffers = ColumnBuffers<acc_t>::of_this_thread();
+  auto& buffers = buffers_of_this_thread<ColumnBuffers<acc_t>>();
   acc_t* const grad = buffers.grad;
   const int block = column_rows(args);
-  RowGradients<acc_t> rows;
+  auto& rows = buffers_of_this_thread<RowGradients<acc_t>>();
   for (int64_t first = begin; first < end; first += block) {
     const int count = static_cast<int>(std::min<int64_t>(block, end - first));
     const int width = padded(count);
