@@ -81,8 +81,8 @@ FAULTS = [
     Fault(
         "cross_entropy: smoothing adds no share to each class",
         "ce-smoothed",
-        " + smoothing_per_class",
-        "",
+        ", smoothing_per_class)",
+        ", acc_t(0))",
         "test_cross_entropy.py",
     ),
     Fault(

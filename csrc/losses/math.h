@@ -220,6 +220,12 @@ __device__ __forceinline__ float exp_times(float factor, float x, float lost) {
   return ::fmaf(product, bounded, product);
 }
 
+// a b + c with one rounding, also where the compiler would share the product with another sum.
+__device__ __forceinline__ float product_plus(float a, float b, float c) { return ::fmaf(a, b, c); }
+__device__ __forceinline__ double product_plus(double a, double b, double c) {
+  return ::fma(a, b, c);
+}
+
 // a b - c d with one rounding of the difference, the same wherever the compiler meets it.
 __device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {
   return ::fmaf(a, b, -::__fmul_rn(c, d));
@@ -529,6 +535,11 @@ LOSSOPS_HOST_DEVICE void add_exactly(acc_t& sum, acc_t x, acc_t& lost) {
 }
 
 #if !defined(__CUDA_ARCH__)
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t product_plus(acc_t a, acc_t b, acc_t c) {
+  return a * b + c;
+}
+
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t difference_of_products(acc_t a, acc_t b, acc_t c, acc_t d) {
   return a * b - c * d;

@@ -76,7 +76,8 @@ LOSSOPS_HOST_DEVICE acc_t dense_row_loss(acc_t rest, acc_t q_sum, acc_t dot) {
 // Label smoothing of one class probability.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t smoothed(acc_t probability, acc_t smoothing, acc_t smoothing_per_class) {
-  return (acc_t(1) - smoothing) * probability + smoothing_per_class;  // fault: ce-smoothed
+  // fault: ce-smoothed
+  return math::product_plus(acc_t(1) - smoothing, probability, smoothing_per_class);
 }
 
 }  // namespace lossops
