@@ -44,15 +44,15 @@ template <bool kExact>
 __device__ __forceinline__ IndexRow merge_parts(const RowNumbers& numbers, int row, int parts,
                                                 float x_at_index) {
   const auto part = [&](int n) {
-    return OthersSum{numbers.of_part(n, RowNumbers::kReference)[row],
-                     numbers.of_part(n, RowNumbers::kTotal)[row]};
+    return OthersSum<kExact>{numbers.of_part(n, RowNumbers::kReference)[row],
+                             numbers.of_part(n, RowNumbers::kTotal)[row]};
   };
   if constexpr (!kExact) {
     ExactSum sum;
     bool all_plain = true;
 #pragma unroll 1
     for (int n = 0; n < parts; ++n) {
-      all_plain = all_plain && OthersSum::is_plain(part(n).reference);
+      all_plain = all_plain && OthersSum<kExact>::is_plain(part(n).reference);
       sum.add(part(n).total);
     }
     if (all_plain && IndexRow::may_be_plain(::fabsf(x_at_index), sum.total())) {
@@ -62,12 +62,12 @@ __device__ __forceinline__ IndexRow merge_parts(const RowNumbers& numbers, int r
   float largest = -math::infinity<float>();
 #pragma unroll 1
   for (int n = 0; n < parts; ++n) {
-    largest = math::max_number(part(n).template near_largest<kExact>().reference, largest);
+    largest = math::max_number(part(n).near_largest().reference, largest);
   }
   ExactSum sum;
 #pragma unroll 1
   for (int n = 0; n < parts; ++n) {
-    sum.add(part(n).template near_largest<kExact>().template relative_to<kExact>(largest));
+    sum.add(part(n).near_largest().relative_to(largest));
   }
   return IndexRow::of(RowTerms<kExact>(largest), largest, sum.total(), x_at_index);
 }
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     const auto start = [&](int first_class) {
       share.start(logits, args.input_class_stride, args.input.strides[0], first_class);
     };
-    OthersSum sums[kRows];
+    OthersSum<kExact> sums[kRows];
     const int first_range = backward.exists() ? last_range : 0;
 #pragma unroll 1
     for (int range = first_range; range <= last_range; range += grid.range) {
@@ -161,11 +161,10 @@ __global__ void __launch_bounds__(kMostThreads, 2)
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         for (int offset = kWarpSize / 2; offset >= grid.lanes; offset /= 2) {
-          sums[i].template add<kExact>({__shfl_xor_sync(kAllLanes, sums[i].reference, offset),
-                                        __shfl_xor_sync(kAllLanes, sums[i].total, offset)});
+          sums[i].add(sums[i].of_neighbour(offset));
         }
         references[i] = sums[i].reference;
-        totals[i] = sums[i].total;
+        totals[i] = sums[i].rounded();
       }
       const int in_warp = static_cast<int>(threadIdx.x) % kWarpSize;
       if (in_warp < grid.lanes) {

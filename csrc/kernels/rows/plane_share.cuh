@@ -21,11 +21,15 @@ constexpr int kCopied = 4;
 // total = sum of exp(x_c - reference) over classes c of a row, without its class index. reference
 // is the largest of these logits. The sum of a plain row (plain_rows.cuh) is not shifted: reference
 // is then -0.0f, which marks it. A largest logit is never -0.0f (add_range adds +0.0f).
+template <bool kExact>
 struct OthersSum {
+  struct Nothing {};
   static constexpr float kPlain = -0.0f;
 
   float reference = -math::infinity<float>();
   float total = 0;
+  // What rounding took from the total.
+  std::conditional_t<kExact, float, Nothing> lost = {};
 
   static __device__ __forceinline__ bool is_plain(float reference) {
     return __float_as_uint(reference) == 0x80000000u;
@@ -33,7 +37,6 @@ struct OthersSum {
 
   // What sums relative to `from` are to be multiplied by, to be relative to a larger `to`. Not
   // inlined: it is rare.
-  template <bool kExact>
   static __device__ __attribute__((noinline)) float ratio(float from, float to) {
     if (from == -math::infinity<float>()) {
       return 0;
@@ -48,33 +51,60 @@ struct OthersSum {
   }
   // The same relative to a number that is as large as the largest logit, or a little larger: beside
   // a sum of other reference, 0 may be so far above all logits that 1 would hide them.
-  template <bool kExact>
   __device__ __forceinline__ OthersSum near_largest() const {
     return kExact || !is_plain(reference) ? *this : relative_to_log(total);
   }
   // The total relative to `larger`. *this is what near_largest() returns.
-  template <bool kExact>
   __device__ __forceinline__ float relative_to(float larger) const {
-    return reference < larger ? total * ratio<kExact>(reference, larger) : total;
+    return reference < larger ? total * ratio(reference, larger) : total;
+  }
+  __device__ __forceinline__ OthersSum moved_to(float larger) const {
+    // What the total of the smaller one has lost is less than a rounding of the sum.
+    return {larger, relative_to(larger), reference < larger ? decltype(lost)() : lost};
+  }
+  __device__ __forceinline__ float rounded() const {
+    if constexpr (kExact) {
+      return total + lost;
+    } else {
+      return total;
+    }
   }
 
-  template <bool kExact>
+  // What the lane has whose number is this one's, but for the bits of `offset`.
+  __device__ __forceinline__ OthersSum of_neighbour(int offset) const {
+    OthersSum found{__shfl_xor_sync(kAllLanes, reference, offset),
+                    __shfl_xor_sync(kAllLanes, total, offset)};
+    if constexpr (kExact) {
+      found.lost = __shfl_xor_sync(kAllLanes, lost, offset);
+    }
+    return found;
+  }
+
   __device__ __forceinline__ void add(const OthersSum& other) {
     if (__float_as_uint(reference) == __float_as_uint(other.reference)) {
-      total += other.total;
+      add_total(other);
       return;
     }
-    *this = merged<kExact>(near_largest<kExact>(), other.near_largest<kExact>());
+    *this = merged(near_largest(), other.near_largest());
   }
 
  private:
+  // The same bits, whichever is added to the other.
+  __device__ __forceinline__ void add_total(const OthersSum& other) {
+    if constexpr (kExact) {
+      lost += other.lost;
+      lost += math::lost_by_adding(total, other.total);
+    } else {
+      total += other.total;
+    }
+  }
   // Not inlined, as ratio().
-  template <bool kExact>
   static __device__ __attribute__((noinline)) OthersSum merged(const OthersSum& a,
                                                                const OthersSum& b) {
     const float larger = math::max_number(a.reference, b.reference);
-    return {larger,
-            a.template relative_to<kExact>(larger) + b.template relative_to<kExact>(larger)};
+    OthersSum sum = a.moved_to(larger);
+    sum.add_total(b.moved_to(larger));
+    return sum;
   }
   static __device__ __attribute__((noinline)) OthersSum relative_to_log(float total) {
     if (total == 0.0f) {
@@ -141,7 +171,7 @@ class GroupShare {
   // the logit. The last class takes its place.
   template <typename element_t>
   __device__ __forceinline__ void add_range(TypeTag<element_t>, int first, float* logits,
-                                            OthersSum (&sums)[kRows]) const {
+                                            OthersSum<kExact> (&sums)[kRows]) const {
     using Group = RowGroup<element_t>;
     auto* const own = reinterpret_cast<Group*>(own_);
     const int others = count(first) - 1;
@@ -180,6 +210,7 @@ class GroupShare {
       });
     };
     float totals[kRows];
+    float ones[kRows] = {};
     float references[kRows];
     int shifted = (1 << kRows) - 1;  // rows whose sums are relative to their largest, a bit each
     if constexpr (!kExact) {
@@ -195,7 +226,7 @@ class GroupShare {
         const bool is_plain = reach_of_row <= kMaxPlainLogit &&
                               (totals[i] > 0.0f || (grid_.share_bits > 0 && totals[i] == 0.0f));
         shifted |= is_plain ? 0 : 1 << i;
-        references[i] = OthersSum::kPlain;
+        references[i] = OthersSum<kExact>::kPlain;
       }
       for (int offset = kWarpSize / 2; offset >= grid_.lanes; offset /= 2) {
         shifted |= __shfl_xor_sync(kAllLanes, shifted, offset);
@@ -214,6 +245,9 @@ class GroupShare {
       }
       RowTerms<kExact> terms[kRows];
       float maxima[kRows];
+      // Terms that are exactly 1 are counted apart: beside a 1 every sum of smaller ones would be
+      // rounded as it is. One share has the order of side_by_side_rows, and no count.
+      float counted[kRows];  // the logits of such terms; NaN: none
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         float max = largest.get(i);
@@ -221,9 +255,23 @@ class GroupShare {
                                -math::infinity<float>());
         maxima[i] = largest_of_shares(max, grid_.lanes) + 0.0f;  // never -0
         terms[i] = RowTerms<kExact>(maxima[i]);
+        counted[i] = grid_.share_bits > 0 && ::fabsf(maxima[i]) < math::infinity<float>()
+                         ? maxima[i]
+                         : math::quiet_nan<float>();
       }
       float of_shifted[kRows];
-      add(of_shifted, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
+      add(
+          of_shifted,
+          [&](int i, float x) {
+            if constexpr (kExact) {
+              const bool is_one = x == counted[i];
+              ones[i] += is_one ? 1.0f : 0.0f;
+              return is_one ? 0.0f : terms[i](x);
+            } else {
+              return terms[i](x);
+            }
+          },
+          [](const Group&) {});
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (kExact || (shifted >> i & 1) != 0) {
@@ -234,11 +282,14 @@ class GroupShare {
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const OthersSum of_range{references[i], totals[i]};
+      OthersSum<kExact> of_range{references[i], totals[i]};
+      if constexpr (kExact) {
+        of_range.add({references[i], ones[i]});
+      }
       if (first == 0) {
         sums[i] = of_range;
       } else {
-        sums[i].template add<kExact>(of_range);
+        sums[i].add(of_range);
       }
     }
   }
