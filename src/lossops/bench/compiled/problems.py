@@ -67,7 +67,8 @@ def _cross_entropy(loss: Callable[..., Tensor], logits: Tensor, target: Tensor) 
 
 
 def _mse_loss(loss: Callable[..., Tensor], output: Tensor, target: Tensor) -> Tensor:
-    return loss(output, target)
+    # As diffusers does. torch's own loss has no backward pass for two dtypes in all versions.
+    return loss(output, target.to(output.dtype))
 
 
 # Loss -> how it is called, the name of its function.
