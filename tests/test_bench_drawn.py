@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -483,6 +485,44 @@ def test_packages(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(found.ms["forward"]) == set(found.ms["step"]) == {"ours"}
 
 
+@pytest.mark.parametrize("reduction", ["sum", "batchmean"])
+def test_gradients_that_overflow(reduction: str) -> None:
+    """Sums over the dimensions that an operand lacks."""
+    options: dict[str, Any] = {"reduction": reduction, "log_target": True}
+    draw = ElementDraw("expanded", (200_000, 3), "kl-log-target", ("fp16", "fp16"), reduction)
+    input, target = (-torch.ones(rows, 3).half() for rows in (1, 200_000))
+    target[:, 0] = -20
+    input.requires_grad_()
+    loss = F.kl_div(input.float(), target.float(), **options).half()
+    wide = input.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(F.kl_div(wide, target.double(), **options), wide)
+    gradient = exact.half()
+    assert gradient.isinf().tolist() == [[False, True, True]]
+
+    def error(gradient: torch.Tensor) -> float:
+        by_torch = functools.partial(F.kl_div, log_target=True)
+        return elements.error(draw, loss, [gradient], [input, target], None, by_torch)
+
+    assert error(gradient) < 1e-3
+    for wrong in (-gradient, gradient.nan_to_num(), gradient / 0, gradient * torch.nan):
+        assert error(wrong) > 0.1
+
+
+def test_results_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "PIECE", 7)
+    ours = torch.arange(1.0, 31.0).view(2, 5, 3).transpose(0, 2)
+    assert sum(piece.numel() for piece in measure._pieces(ours)) == 30
+    assert max(piece.numel() for piece in measure._pieces(ours)) <= 7
+    theirs = ours.clone()
+    assert measure._difference(theirs, ours) == 0
+    theirs[1, 4, 1] += 3
+    assert measure._difference(theirs, ours) == pytest.approx(0.1)
+    ours[0, 0, 0] = theirs[0, 0, 0] = torch.inf
+    assert measure._difference(theirs, ours) == pytest.approx(0.1)
+    theirs[0, 0, 1] = torch.inf
+    assert measure._difference(theirs, ours) == torch.inf
+
+
 def test_forward_alone_requires_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     required: list[bool] = []
 
@@ -507,6 +547,17 @@ def test_our_failures_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure.measure(draw, ["eager"], _meter(), RATES)
     assert not found.passed and found.notes == {"ours": "RuntimeError: no kernel"}
     assert f"wrong: 1\n{draw}: error inf RuntimeError: no kernel" in tables.render([found])
+
+
+@pytest.mark.parametrize("where", ["_difference", "_time"])
+def test_a_lack_of_memory_ends_no_run(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(measure, where, without_memory)
+    draw = parse("rows/contiguous shape=20x5 dtype=fp32", RowDraw)
+    found = measure.measure(draw, ["eager"], _meter(), RATES)
+    assert not found.passed and found.notes["ours"] == "OutOfMemoryError: CUDA out of memory"
 
 
 # --- functions of tokens, which a lossops may lack ----------------------------------------------

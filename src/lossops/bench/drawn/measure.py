@@ -26,6 +26,8 @@ SMALL_BYTES = 256 * MIB
 ANY_SIZE = Bounds()
 # How far a peer's outputs may be from ours before a note says so: each rounds in its own places.
 PEER_LIMIT = 0.02
+# Elements that are compared at a time. A choice: a GPU takes fewer at less than its speed.
+PIECE = 1 << 26
 
 
 def families(globs: Sequence[str] = ("*",)) -> list[str]:
@@ -106,23 +108,31 @@ def measure(draw: Draw, whos: Sequence[str], meter: Meter, bandwidth: dict[str, 
         failed("ours", problem)
         return Measured(draw, {}, {}, {}, float("inf"), False, notes, {})
     found = Measured(draw, {}, todo.floor_ms, {}, error, error <= todo.limit, notes, todo.skipped)
-    for doing, calls in todo.passes().items():
-        sound = {who: call for who, call in calls.items() if who not in broken}
-        calls = _that_run(doing, sound, todo, found, failed)
-        found.passed &= "ours" not in broken
-        if "ours" not in calls:
-            continue
-        plain: dict[str, Call] = {}
-        if meter.cuda and draw.nbytes < SMALL_BYTES:
-            of_bytes = plain_calls(meter, todo.moved["read"], todo.moved["step"])[doing]
-            plain = {f"torch {name}": call for name, call in of_bytes.items()}
-        ms = meter.medians(calls | plain, failed)
-        found.ms[doing] = {who: one for who, one in ms.items() if who not in plain}
-        if of_torch := [ms[name] for name in plain if name in ms]:
-            found.plain_ms[doing] = min(of_torch)
+    try:
+        for doing, calls in todo.passes().items():
+            sound = {who: call for who, call in calls.items() if who not in broken}
+            sound = _that_run(doing, sound, todo, found, failed)
+            if "ours" in sound:
+                _time(doing, sound, todo, meter, found, failed)
+    except Exception as problem:  # memory may be short
+        failed("ours", problem)
+    found.passed &= "ours" not in broken
     if "compile" in whos:
         torch.compiler.reset()
     return found
+
+
+def _time(
+    doing: str, calls: dict[str, Call], todo: Job, meter: Meter, found: Measured, failed: Failed
+) -> None:
+    plain: dict[str, Call] = {}
+    if meter.cuda and todo.draw.nbytes < SMALL_BYTES:
+        of_bytes = plain_calls(meter, todo.moved["read"], todo.moved["step"])[doing]
+        plain = {f"torch {name}": call for name, call in of_bytes.items()}
+    ms = meter.medians(calls | plain, failed)
+    found.ms[doing] = {who: one for who, one in ms.items() if who not in plain}
+    if of_torch := [ms[name] for name in plain if name in ms]:
+        found.plain_ms[doing] = min(of_torch)
 
 
 def _that_run(
@@ -134,11 +144,11 @@ def _that_run(
     for who, call in calls.items():
         try:
             got: Any = call()
+            ours = got if who == "ours" else ours
+            share = 0.0 if ours is None else max(map(_difference, got, ours))
         except Exception as error:  # of any kind: no peer may end the run
             failed(who, error)
             continue
-        ours = got if who == "ours" else ours
-        share = 0.0 if ours is None else max(map(_difference, got, ours))
         if who != "ours" and not share <= PEER_LIMIT:
             found.notes.setdefault(who, f"{doing}: its result is off by {share:.2g}")
         if doing == "forward" and who in peers.WRITES_LOGITS:
@@ -153,10 +163,24 @@ def _that_run(
 
 
 def _difference(theirs: Tensor, ours: Tensor) -> float:
-    """Largest difference over the largest of our numbers; equal infinities do not differ."""
-    size = ours.abs().amax().float()
-    apart = torch.where(theirs == ours, 0.0, (theirs - ours).abs().float())
-    return float(apart.amax() / (size + torch.finfo(ours.dtype).smallest_normal))
+    """Largest difference over the largest of our finite numbers; equal infinities do not differ."""
+    sizes, differences = [], []
+    for their, our in zip(_pieces(theirs), _pieces(ours), strict=True):
+        sizes.append(torch.where(our.isfinite(), our, 0.0).abs().amax().float())
+        apart = torch.where(their == our, 0.0, (their - our).abs().float())
+        differences.append(apart.amax())
+    size, apart = (torch.stack(each).amax() for each in (sizes, differences))
+    return float(apart / (size + torch.finfo(ours.dtype).smallest_normal))
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """What is compared at a time, so that it takes little memory beside what is compared."""
+    if tensor.numel() <= PIECE:
+        yield tensor
+        return
+    dim = max(range(tensor.dim()), key=tensor.size)
+    for half in tensor.tensor_split(2, dim):
+        yield from _pieces(half)
 
 
 def run(
