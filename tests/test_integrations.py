@@ -124,7 +124,9 @@ def test_notes(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code = code_of(title)
     expected = run_with_torch(code, monkeypatch)
     found, operators = run_recorded(code)
-    assert any(name.startswith("lossops::cross_entropy") for name in operators), operators
+    # The chunks of a head with a softcap, as Gemma's, are rows of token values.
+    names = ("lossops::cross_entropy", "lossops::token_values")
+    assert any(name.startswith(names) for name in operators), sorted(operators)
     assert_same_training(found, expected)
 
 
