@@ -139,11 +139,11 @@ __global__ void __launch_bounds__(kTileThreads, Taken::kBlocks)
 }
 
 template <typename acc_t>
-constexpr int kSumSteps = sizeof(acc_t) == 8 ? 1 : 4;
+constexpr int kSumSteps = sizeof(acc_t) == 8 ? 1 : 6;
 
 // A block adds up its shares of the sums.
 template <typename acc_t, typename Work, typename Terms>
-__global__ void __launch_bounds__(kTileThreads, sizeof(acc_t) == 8 ? 2 : 3)
+__global__ void __launch_bounds__(kTileThreads, sizeof(acc_t) == 8 ? 2 : 4)
     elementwise_sums_kernel(const __grid_constant__ SumPlan plan, Work work, Terms terms,
                             const __grid_constant__ ElementScales scales, Which which,
                             double* partials) {
