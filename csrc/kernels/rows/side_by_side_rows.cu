@@ -170,9 +170,18 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
   const auto load_targets = [&] {
     if (are_checked) {
       const int8_t* const indices = denominator.indices + first_row<kRows>(args.rows, shape, group);
+      VectorOf<int8_t, kRows> bytes;
+      if (shape.aligned) {
+        bytes = *reinterpret_cast<const VectorOf<int8_t, kRows>*>(indices);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          bytes.values[i] = indices[i];
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        targets[i] = indices[i];
+        targets[i] = bytes.values[i];
       }
     } else if (shape.targets_in_line) {
 #pragma unroll
@@ -469,14 +478,17 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
       }
       auto* to = static_cast<scalar_t*>(args.grad_input.data) + offsets[2];
       const auto store = [&](const Group& results) {
-        if (shape.aligned) {
-          *reinterpret_cast<Group*>(to) = results;
-        } else {
-          OddGroup<scalar_t>::store(results, to);
-        }
+        *reinterpret_cast<Group*>(to) = results;
         to += args.grad_input_class_stride;
       };
       int k = 0;
+      if (!shape.aligned) {
+#pragma unroll 1
+        for (; k < num_classes; ++k) {
+          OddGroup<scalar_t>::store(own[k * kWarpSize], to);
+          to += args.grad_input_class_stride;
+        }
+      }
 #pragma unroll 1
       for (; k + kColumnUnroll <= num_classes; k += kColumnUnroll) {
         Group results[kColumnUnroll];
