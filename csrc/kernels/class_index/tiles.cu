@@ -10,6 +10,7 @@
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/integers.h"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_words.cuh"
@@ -29,6 +30,7 @@ struct TileShape {
   int padding;            // granules between rows in shared memory, against bank conflicts
   int bytes;              // of a warp's buffer
   uint32_t rows_of_2_20;  // 2^20 over a row's granules, rounded up: divides a granule's number
+  Divisor classes;
 
   __device__ __forceinline__ int padded(int granule) const {
     return padding == 0 ? granule
@@ -53,30 +55,55 @@ struct ConstantGradient {
   }
 };
 
-// Rows with gaps, element by element: slower, but the order of the sums is the same.
-template <typename scalar_t>
-__device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, scalar_t* elements,
-                                          int pitch, int64_t first_row, int rows) {
-  for (int r = 0; r < rows; ++r) {
-    const auto* const logits = static_cast<const scalar_t*>(args.input.data) +
-                               row_offset(args.rows, args.input, first_row + r);
-    for (int c = static_cast<int>(threadIdx.x) % kWarpSize; c < args.num_classes; c += kWarpSize) {
-      elements[r * pitch + c] = logits[c];
+// Calls body(r, c, offset) with the elements of rows that have gaps: class c of row r of a tile,
+// and where it is in global memory. The lanes of a warp take them in turn, so that short rows keep
+// all of them at work, and the loads of several overlap. The order of the sums is that of other
+// rows.
+template <typename Body>
+__device__ __forceinline__ void for_elements(const CrossEntropyForwardArgs& args,
+                                             const Operand& operand, int64_t class_stride,
+                                             const Divisor& classes, int64_t first_row, int rows,
+                                             const Body& body) {
+  const int num_classes = static_cast<int>(classes.value);
+  const int count = rows * num_classes;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const auto row_of = [&](int e) {
+    return static_cast<int>(classes.quotient(static_cast<uint32_t>(e)));
+  };
+  if (args.rows.ndim <= 1) {
+    const int64_t first = first_row * operand.strides[0];
+#pragma unroll 4
+    for (int e = lane; e < count; e += kWarpSize) {
+      const int r = row_of(e);
+      const int c = e - r * num_classes;
+      body(r, c, first + r * operand.strides[0] + c * class_stride);
     }
+    return;
+  }
+#pragma unroll 1
+  for (int e = lane; e < count; e += kWarpSize) {
+    const int r = row_of(e);
+    const int c = e - r * num_classes;
+    body(r, c, row_offset(args.rows, operand, first_row + r) + c * class_stride);
   }
 }
 
 template <typename scalar_t>
+__device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args,
+                                          const Divisor& classes, scalar_t* elements, int pitch,
+                                          int64_t first_row, int rows) {
+  const auto* const logits = static_cast<const scalar_t*>(args.input.data);
+  for_elements(args, args.input, 1, classes, first_row, rows,
+               [&](int r, int c, int64_t offset) { elements[r * pitch + c] = logits[offset]; });
+}
+
+template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
-                                           const scalar_t* elements, int pitch, int64_t first_row,
-                                           int rows) {
-  for (int r = 0; r < rows; ++r) {
-    auto* const gradient = static_cast<scalar_t*>(args.grad_input.data) +
-                           row_offset(args.rows, args.grad_input, first_row + r);
-    for (int c = static_cast<int>(threadIdx.x) % kWarpSize; c < args.num_classes; c += kWarpSize) {
-      gradient[c * args.grad_input_class_stride] = elements[r * pitch + c];
-    }
-  }
+                                           const Divisor& classes, const scalar_t* elements,
+                                           int pitch, int64_t first_row, int rows) {
+  auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
+  for_elements(args, args.grad_input, args.grad_input_class_stride, classes, first_row, rows,
+               [&](int r, int c, int64_t offset) { gradients[offset] = elements[r * pitch + c]; });
 }
 
 // kTeam: lanes that share a row.
@@ -152,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
     next_target = load_target(first_of_tile);
     if constexpr (kGaps) {
-      load_rows(args, elements, pitch, first_row, rows);
+      load_rows(args, shape.classes, elements, pitch, first_row, rows);
       return;
     }
     first_element = first_row * num_classes;
@@ -381,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
     __syncwarp();
     if constexpr (kGradient && kGaps) {
-      store_rows(args, elements, pitch, first_row, rows);
+      store_rows(args, shape.classes, elements, pitch, first_row, rows);
       __syncwarp();
     } else if constexpr (kGradient) {
       scalar_t* const base = grad_input + first_element - phase;
@@ -421,7 +448,8 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                   const Denominator& denominator, const GradOutput& grad_output, Partial* partials,
                   const Finalize& finalize, cudaStream_t stream) {
   const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
-  TileShape shape = {plan.steps, plan.padding, plan.warp_bytes, 0};
+  TileShape shape = {plan.steps, plan.padding, plan.warp_bytes, 0,
+                     Divisor(static_cast<uint32_t>(args.num_classes))};
   if (plan.padding > 0) {
     const auto granules =
         static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);
