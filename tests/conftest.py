@@ -32,7 +32,6 @@ import pytest
 import torch
 
 import lossops
-from lossops.bench.meter import Meter
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -115,6 +114,8 @@ def _gpu_memory(
 @pytest.fixture
 def quick_meters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark takes one sample of each time."""
+    from lossops.bench.meter import Meter
+
     original = Meter.__init__
 
     def quick(self: Meter, device: torch.device) -> None:

@@ -9,10 +9,13 @@ __device__ __forceinline__ acc_t pairwise_reduce(const acc_t (&values)[kCount], 
   if constexpr (kCount == 1) {
     return values[0];
   } else {
-    acc_t halves[kCount / 2];
+    acc_t halves[(kCount + 1) / 2];
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       halves[i] = op(values[2 * i], values[2 * i + 1]);
+    }
+    if constexpr (kCount % 2 != 0) {
+      halves[kCount / 2] = values[kCount - 1];
     }
     return pairwise_reduce(halves, op);
   }

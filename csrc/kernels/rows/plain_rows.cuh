@@ -141,7 +141,8 @@ struct IndexRow {
     return {is_plain() ? x_at_index : max, rest};
   }
   static __device__ __forceinline__ IndexRow of_kept(float max, float rest) {
-    return {rest < 0.0f && ::fabsf(max) <= kMaxPlainLogit ? 0.0f : max, rest};
+    // The rest of a row without a sum is -1, its max not finite. Of others it is not negative.
+    return {rest < 0.0f && ::fabsf(max) < math::infinity<float>() ? 0.0f : max, rest};
   }
 
   // Whether a plain row's gradients are PlainGradient's: else the factor might leave fp32's range
