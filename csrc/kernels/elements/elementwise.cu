@@ -37,8 +37,7 @@ constexpr int64_t kFewPlannedBlocks = 4096;
 constexpr int64_t kMaxPartials = 65536;
 
 // What kernels may be asked for.
-constexpr unsigned kForwardWork =
-    kSumsLosses | kStoresLosses | kHasWeights | kWantsGradInput | kWantsGradTarget;
+constexpr unsigned kForwardWork = kSumsLosses | kStoresLosses | kHasWeights | kWantsGradInput;
 constexpr unsigned kWeightWork = kHasWeights | kWantsGradWeight;
 constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInput |
                                    kWantsGradTarget | kWantsGradWeight | kIsBackward;
@@ -56,10 +55,14 @@ struct Launch {
       add(kOutput, args.output);
     }
     add(kGradInput, args.grad_input);
-    add(kGradTarget, args.grad_target);
     work = (args.reduction == Reduction::kNone ? kStoresLosses : kSumsLosses) |
-           bit_if(args.weight, kHasWeights) | bit_if(args.grad_input, kWantsGradInput) |
-           bit_if(args.grad_target, kWantsGradTarget);
+           bit_if(args.weight, kHasWeights) | bit_if(args.grad_input, kWantsGradInput);
+    // Else it has a pass of its own.
+    if (traits_of(args.loss).writes_target_gradient && is_dense(args) &&
+        is_vector_aligned(args.grad_target.data) && !has_weights() && !computes_double(args)) {
+      add(kGradTarget, args.grad_target);
+      work |= bit_if(args.grad_target, kWantsGradTarget);
+    }
   }
 
   explicit Launch(const ElementwiseBackwardArgs& args) : scales(args) {
@@ -150,8 +153,6 @@ template <unsigned kWeights, typename Body>
 void visit_forward_work(const Launch& what, const Body& body) {
   if ((what.work & kStoresLosses) != 0) {
     body(FixedWork<kStoresLosses | kWeights>{});
-  } else if ((what.work & kWantsGradTarget) != 0) {  // with that of input or without
-    body(AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget | kWeights>{what.work});
   } else if ((what.work & kWantsGradInput) != 0) {
     body(FixedWork<kSumsLosses | kWantsGradInput | kWeights>{});
   } else {
@@ -165,6 +166,12 @@ void visit_dense_term(const Launch& what, const Term& term, const Body& body) {
   if constexpr (std::is_same_v<scalar_t, double>) {  // for little machine code
     visit(WorkOf<kForwardWork, Term>{what.work});
   } else if (!what.has_weights()) {
+    if constexpr (Term::kWritesTargetGradient) {
+      if ((what.work & kWantsGradTarget) != 0) {
+        visit(AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget>{what.work});
+        return;
+      }
+    }
     visit_forward_work<0>(what, visit);
   } else if constexpr (Term::kHasWeight) {
     visit_forward_work<kHasWeights>(what, visit);
@@ -347,9 +354,16 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   const auto stream = static_cast<cudaStream_t>(context);
   auto* const partials = reinterpret_cast<Partial*>(scratch);
   const Finalize finalize = make_finalize(args);
-  const int64_t blocks = launch(args, Launch(args), kMaxGrid, partials, finalize, stream);
+  const Launch what(args);
+  const int64_t blocks = launch(args, what, kMaxGrid, partials, finalize, stream);
   if (reduce) {
     launch_grid_reduce(partials, blocks, finalize, stream);
+  }
+  if (args.grad_target.data != nullptr && (what.work & kWantsGradTarget) == 0) {
+    ElementwiseBackwardArgs gradient;
+    static_cast<ElementwiseArgs&>(gradient) = args;
+    gradient.grad_target = args.grad_target;
+    launch_elementwise_backward(gradient, context);
   }
 }
 

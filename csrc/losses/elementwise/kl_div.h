@@ -23,6 +23,7 @@ template <bool kLogTarget, bool kLogInput>
 struct KlDivTerm {
   static constexpr bool kHasWeight = false;
   static constexpr bool kPreparesTarget = true;
+  static constexpr bool kWritesTargetGradient = false;
 
   // exp or log of target, which forward() and backward_input() take where it is there already.
   template <typename acc_t>
@@ -176,12 +177,14 @@ struct KlDivTerm {
 struct KlDivLoss {
   using Params = ParamTypes<bool, bool>;
   static constexpr char kSchema[] = ", bool log_target=False, bool log_input=True";
-  static constexpr LossTraits kTraits{/*has_weight=*/KlDivTerm<false, false>::kHasWeight,
-                                      /*takes_integers=*/false,
-                                      /*has_batchmean=*/true,
-                                      /*expands_first=*/false,
-                                      /*target_first=*/true,
-                                      /*target_has_factor=*/true};
+  static constexpr LossTraits kTraits{
+      /*has_weight=*/KlDivTerm<false, false>::kHasWeight,
+      /*takes_integers=*/false,
+      /*has_batchmean=*/true,
+      /*expands_first=*/false,
+      /*target_first=*/true,
+      /*target_has_factor=*/true,
+      /*writes_target_gradient=*/KlDivTerm<false, false>::kWritesTargetGradient};
 
   template <typename Body>
   LOSSOPS_HOST_DEVICE static void visit(const LossParams& params, Body&& body) {

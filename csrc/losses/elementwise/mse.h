@@ -13,6 +13,7 @@ namespace lossops {
 struct MseTerm {
   static constexpr bool kHasWeight = true;
   static constexpr bool kPreparesTarget = false;
+  static constexpr bool kWritesTargetGradient = true;
 
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t forward(acc_t x, acc_t t) const {
@@ -39,7 +40,8 @@ struct MseLoss {
                                       /*has_batchmean=*/false,
                                       /*expands_first=*/true,
                                       /*target_first=*/false,
-                                      /*target_has_factor=*/false};
+                                      /*target_has_factor=*/false,
+                                      /*writes_target_gradient=*/MseTerm::kWritesTargetGradient};
 
   // Calls body with the term that the run-time parameters choose.
   template <typename Body>
