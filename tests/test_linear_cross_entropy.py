@@ -391,7 +391,7 @@ class Counter(TorchDispatchMode):
 
 def options_of(dtype: torch.dtype = torch.float32, **options: Any) -> passes.Options:
     row = lossops.heads._row_options(reduction=options.pop("reduction", "mean"))
-    return passes.Options(row, dtype, torch.float32, options.get("limit"), None)
+    return passes.Options(row, dtype, dtype, torch.float32, options.get("limit"), None)
 
 
 @pytest.mark.parametrize(

@@ -391,7 +391,7 @@ def test_operators(device: str) -> None:
         call = make(9, 6, 11, device=device, bias=True, weighted=True, probabilities=probabilities)
         tensors = [call.tensors[name].requires_grad_(name in WANTED) for name in WANTED]
         tensors += [call.tensors["target"], call.tensors["weight"]]
-        options = (-100, "mean", 0.1, False, torch.float32, torch.float32, 200, None)
+        options = (-100, "mean", 0.1, False, torch.float32, torch.float32, torch.float32, 200, None)
         kept = [True, True, True]
         torch.library.opcheck(
             torch.ops.lossops.linear_cross_entropy_forward.default, (*tensors, *options, kept, True)
@@ -407,7 +407,7 @@ def test_second_derivative_of_a_graph_is_refused(device: str) -> None:
     _, leaves, arguments = problem(device, reduction="none")
     operator = torch.ops.lossops.linear_cross_entropy_backward.default
     grad = torch.ones(13, dtype=torch.float64, device=device)
-    options = (-100, "none", 0.0, False, torch.float64, torch.float64, None, None)
+    options = (-100, "none", 0.0, False, torch.float64, torch.float64, torch.float64, None, None)
     target = arguments["target"]
     mask = [True, False, False, False, False]
     (gradient,) = operator(grad, *leaves, target, None, None, *options, mask)

@@ -234,7 +234,7 @@ def test_products_and_memory_of_a_pass(keywords: str, targets: str, device: str)
         itemsize=4,
     )
     limit = tensors * workspace_of(64, problem.call)
-    made = passes.Options(row, torch.float32, torch.float32, limit, None)
+    made = passes.Options(row, torch.float32, torch.float32, torch.float32, limit, None)
     for kept, count in ((True, 3), (False, 1)):
         with Counter() as counter:
             keyword_passes.forward(operands, made, given, [kept] * 3)
@@ -404,7 +404,8 @@ def test_operators(targets: str, device: str) -> None:
         if x is not None:
             x.requires_grad_(name in WANTED)
     smoothing = problem.options.get("label_smoothing", 0.0)
-    options = (-100, "mean", smoothing, False, torch.float32, torch.float32, 2000, None)
+    dtypes = (torch.float32, torch.float32, torch.float32)
+    options = (-100, "mean", smoothing, False, *dtypes, 2000, None)
     returns = (True, True, True, targets != "probabilities", targets != "probabilities")
     weights = (problem.options["token_weight"], torch.tensor(9.0))
     if targets == "probabilities":

@@ -166,6 +166,19 @@ def test_logit_maps_are_exact(calls: list[dict[str, Any]]) -> None:
         assert (keywords["logit_scale"], keywords["softcap"]) == (logit_scale, softcap), name
 
 
+def test_options_reach_the_head(calls: list[dict[str, Any]], device: str) -> None:
+    options = {"accum_dtype": torch.bfloat16, "max_workspace_bytes": 4096}
+    batch = {key: value.to(device) for key, value in make_batch().items()}
+    for more in ({}, {"logits_dtype": torch.float32}):
+        model = make("llama").to(device).bfloat16()
+        fuse_head(model, **options, **more)
+        assert model(**batch).loss.dtype == torch.float32
+        found = calls.pop()
+        assert {name: found[name] for name in options | more} == options | more
+    with pytest.raises(TypeError, match="logits_dtype"):
+        fuse_head(make("llama"), logits_dtype="float32")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere"])
 def test_bfloat16(name: str, autocast: bool, device: str) -> None:

@@ -47,6 +47,7 @@ def linear_cross_entropy(
     return_token_accuracy: Literal[False] = ...,
     return_predicted_tokens: Literal[False] = ...,
     accum_dtype: torch.dtype = ...,
+    logits_dtype: torch.dtype | None = ...,
     max_workspace_bytes: int | None = ...,
 ) -> Tensor: ...
 
@@ -75,6 +76,7 @@ def linear_cross_entropy(
     return_token_accuracy: bool = ...,
     return_predicted_tokens: bool = ...,
     accum_dtype: torch.dtype = ...,
+    logits_dtype: torch.dtype | None = ...,
     max_workspace_bytes: int | None = ...,
 ) -> Tensor | CrossEntropyOutput: ...
 
@@ -102,6 +104,7 @@ def linear_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
     accum_dtype: torch.dtype = torch.float32,
+    logits_dtype: torch.dtype | None = None,
     max_workspace_bytes: int | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """Cross entropy of `linear(input, linear_weight, linear_bias)` and targets.
@@ -118,7 +121,8 @@ def linear_cross_entropy(
             uint8; or class probabilities of shape (C,), (..., C) or (N, C, d1, ..., dK) in a
             floating dtype.
         linear_bias: of shape (C,) or (C, d1, ..., dK).
-        weight: factor of each class, of shape (C,). With class indices, of the logits' dtype.
+        weight: factor of each class, of shape (C,). With class indices, of the logits' dtype or the
+            operands'.
         reduction: "none", "mean" or "sum", as of `cross_entropy`.
         ignore_index: rows with this class index have no loss and no gradient. None is -100. It is
             for class indices only.
@@ -134,6 +138,11 @@ def linear_cross_entropy(
         accum_dtype: dtype in which the gradient of linear_weight is added up if there are several
             chunks, float32 or the dtype of linear_weight. Sums have at least the precision of the
             products' dtype. float16 gradients of a mean or a sum are always added up in float32.
+        logits_dtype: dtype of the logits. None: that of the products, which is the operands' or
+            autocast's. float32, for products of a half type: the logits are not rounded to the
+            half type. The gradient over them is, before the two products with it, as autograd of
+            `linear(...).float()` has it. The loss and the gradients have the dtypes that they have
+            with None. The logits take twice the memory.
         max_workspace_bytes: limit of the memory of a chunk's logits; a chunk has at least one row.
             None: all rows are one chunk while their logits take no more memory than a float32
             tensor of linear_weight's shape; beyond that, a chunk takes as much memory as the
@@ -153,7 +162,8 @@ def linear_cross_entropy(
             another subclass that wraps tensors.
         ValueError: unknown reduction, batch sizes that differ, label_smoothing negative or NaN,
             accum_dtype neither float32 nor linear_weight's dtype, or other than that of options,
-            or max_workspace_bytes not positive; a keyword from logit_scale on is not as
+            logits_dtype neither the dtype of the products nor, for half types, float32, or
+            max_workspace_bytes not positive; a keyword from logit_scale on is not as
             `cross_entropy` takes it.
         RuntimeError: shapes, dtypes or devices that do not fit, label_smoothing above 1,
             ignore_index with probabilities, or weight requires grad with indices; token_weight or
@@ -180,11 +190,13 @@ def linear_cross_entropy(
             return_predicted_tokens,
         )
     )
+    arguments.check_logits_dtype(logits_dtype)
     accum_dtype, workspace, chunk_rows = arguments.sizes(options, accum_dtype, max_workspace_bytes)
     operands, shape, ignored = arguments.shaped(
         input, linear_weight, target, linear_bias, weight, ignore_index
     )
     compute_dtype, accum_dtype, is_autocast = arguments.dtypes(operands, accum_dtype)
+    logits_dtype = arguments.logits_dtype(logits_dtype, compute_dtype)
     # What cross entropy's operators take. operators.ROW_OPTIONS has their types.
     row: dict[str, Any] = {
         "ignore_index": ignored,
@@ -192,7 +204,7 @@ def linear_cross_entropy(
         "label_smoothing": label_smoothing,
         "float32_result": is_autocast,
     }
-    sizes = (compute_dtype, accum_dtype, workspace, chunk_rows)
+    sizes = (compute_dtype, logits_dtype, accum_dtype, workspace, chunk_rows)
     if keywords is not None:
         keywords = arguments.by_rows(keywords, operands, shape)
     if _is_compiling():

@@ -258,7 +258,7 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
         label_smoothing: share of the target that is spread over all classes, in [0, 1].
         options, logit_scale, softcap, temperature, lse_square_scale, token_weight,
             num_items_in_batch, return_lse, return_entropy, return_z_loss, return_token_accuracy,
-            return_predicted_tokens, accum_dtype, max_workspace_bytes: see
+            return_predicted_tokens, accum_dtype, logits_dtype, max_workspace_bytes: see
             `lossops.linear_cross_entropy`. token_weight, kept as a buffer, and num_items_in_batch
             can also be given with each call.
 
@@ -299,6 +299,7 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
         accum_dtype: torch.dtype = torch.float32,
+        logits_dtype: torch.dtype | None = None,
         max_workspace_bytes: int | None = None,
     ) -> None:
         arguments.keywords(
@@ -316,6 +317,7 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
                 return_predicted_tokens,
             )
         )
+        arguments.check_logits_dtype(logits_dtype)
         arguments.sizes(options, accum_dtype, max_workspace_bytes)
         super().__init__(
             in_features,
@@ -342,6 +344,7 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
         self.return_token_accuracy = return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
         self.accum_dtype = accum_dtype
+        self.logits_dtype = logits_dtype
         self.max_workspace_bytes = max_workspace_bytes
 
     def forward(
@@ -380,6 +383,7 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
             return_token_accuracy=self.return_token_accuracy,
             return_predicted_tokens=self.return_predicted_tokens,
             accum_dtype=self.accum_dtype,
+            logits_dtype=self.logits_dtype,
             max_workspace_bytes=self.max_workspace_bytes,
         )
 

@@ -138,6 +138,25 @@ def dtypes(
     return compute, accum_dtype if compute in HALF_DTYPES else compute, is_autocast
 
 
+def check_logits_dtype(given: Any) -> None:
+    """Raises TypeError for what is no dtype."""
+    if given is not None and not isinstance(given, torch.dtype):
+        raise TypeError(f"{_NAME}: logits_dtype must be a torch.dtype or None, but is {given!r}")
+
+
+def logits_dtype(given: torch.dtype | None, compute: torch.dtype) -> torch.dtype:
+    """The dtype of the logits of products in `compute`. Raises ValueError for another one."""
+    if given is None or given == compute:
+        return compute
+    if compute in HALF_DTYPES and given == torch.float32:
+        return given
+    more = "torch.float32 or " if compute in HALF_DTYPES else ""
+    raise ValueError(
+        f"{_NAME}: logits_dtype must be None, {more}the dtype of the products, {compute}, but is "
+        f"{given}"
+    )
+
+
 def sizes(
     options: Any,
     accum_dtype: torch.dtype,

@@ -21,7 +21,8 @@ _VECTOR_BYTES = 16
 
 
 def padded_classes(classes: int, dtype: torch.dtype) -> int:
-    """The row stride of the logits' buffer."""
+    """The row stride of the logits' buffer. dtype: of the factors; float32 logits may be rounded to
+    it in their own memory, whose rows then have the same stride."""
     vector = _VECTOR_BYTES // dtype.itemsize
     return -(-classes // vector) * vector
 
@@ -37,6 +38,7 @@ def rows_of_chunk(
     max_workspace_bytes: int | None,
     batch_chunk_size: int | None,
     tensors: int = 1,
+    logits_dtype: torch.dtype | None = None,
 ) -> int:
     """The rows of a chunk of logits.
 
@@ -48,14 +50,15 @@ def rows_of_chunk(
 
     Args:
         rows, features, classes: the sizes of the products.
-        dtype, device_type: of the logits.
+        dtype, device_type: of the factors of the products.
         adds_up_weight: whether the weight's gradient is wanted.
         max_workspace_bytes, batch_chunk_size: what the caller asked for.
         tensors: how many tensors as large as the chunk's logits there are at a time. The
             workspace is all of them.
+        logits_dtype: of the logits. None: dtype.
     """
     rows = max(1, rows)
-    logit_bytes = tensors * dtype.itemsize
+    logit_bytes = tensors * (logits_dtype or dtype).itemsize
     row_bytes = max(1, padded_classes(classes, dtype) * logit_bytes)
     most = rows
     if max_workspace_bytes is not None:

@@ -50,7 +50,7 @@ class _Call:
         tensors = tensors_of_chunk(
             self.wanted,
             is_composed=is_probability or row.label_smoothing > 0,
-            itemsize=options.compute_dtype.itemsize,
+            itemsize=options.logits_dtype.itemsize,
         )
         self.problem = Problem(operands, options, adds_up_weight=adds_up_weight, tensors=tensors)
         self.dtype = torch.float64 if options.compute_dtype == torch.float64 else torch.float32

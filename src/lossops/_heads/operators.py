@@ -32,7 +32,7 @@ ROW_OPTIONS = {
 OPERANDS = "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight"
 OPTIONS = ", ".join(
     [f"{kind} {name}" for name, kind in ROW_OPTIONS.items()]
-    + ["ScalarType compute_dtype, ScalarType accum_dtype"]
+    + ["ScalarType compute_dtype, ScalarType logits_dtype, ScalarType accum_dtype"]
     + ["SymInt? max_workspace_bytes, SymInt? batch_chunk_size"]
 )
 _NUM_OPERANDS = len(Operands._fields)
@@ -81,19 +81,25 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _fake_logits(operands: Operands, options: Options) -> Tensor:
     shape = (operands.input.size(0), *operands.linear_weight.shape[:-1])
-    return operands.input.new_empty(shape, dtype=options.compute_dtype)
+    return operands.input.new_empty(shape, dtype=options.logits_dtype)
+
+
+def _fake_rows(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+    """The loss and row_stats."""
+    row = passes.row_options(options)
+    logits = _fake_logits(operands, options)
+    loss, row_stats, _ = _ops.forward(logits, operands.target, operands.weight, *row)
+    return loss.to(passes.loss_dtype(operands, options)), row_stats
 
 
 def fake_loss(operands: Operands, options: Options) -> Tensor:
-    logits = _fake_logits(operands, options)
-    loss: Tensor = _ops.forward(logits, operands.target, operands.weight, *options.row)[0]
-    return loss
+    return _fake_rows(operands, options)[0]
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     operands, options, (kept, with_stats) = _split(arguments)
-    input, linear_weight, linear_bias, target, weight = operands
-    loss, row_stats, _ = _ops.forward(_fake_logits(operands, options), target, weight, *options.row)
+    input, linear_weight, linear_bias = operands[:3]
+    loss, row_stats = _fake_rows(operands, options)
     scaled = passes.is_scaled(options)
 
     def gradient(operand: Tensor | None, wanted: bool) -> Tensor:

@@ -29,6 +29,10 @@ _forward_inplace = make_forward_inplace()
 _overwrite = torch.ops.lossops.cross_entropy_backward_inplace.default
 _OVERWRITE_ARGUMENTS = tuple(_privates.schema_of(_overwrite)[0])
 
+# Float32 gradients over the logits are rounded to a half type in their own memory. The first rows,
+# one of so many, go through memory of their own. The others take log2 of it in copies.
+_ROWS_PER_ROW_BESIDE = 64
+
 # The gradient over float16 logits is multiplied by this power of two, or less where class weights
 # or probabilities are large: as much as float16 holds.
 _LARGEST_SCALE = 15.0
@@ -48,10 +52,15 @@ class Options(NamedTuple):
     """What a call says beside its tensors."""
 
     row: Any  # the options of cross entropy's operators
-    compute_dtype: torch.dtype  # of the logits, and of the factors of all products
+    compute_dtype: torch.dtype  # of the factors of all products
+    logits_dtype: torch.dtype  # compute_dtype, or float32 for a half type
     accum_dtype: torch.dtype  # of sums over chunks
     max_workspace_bytes: int | None
     batch_chunk_size: int | None
+
+    @property
+    def has_wide_logits(self) -> bool:
+        return self.logits_dtype != self.compute_dtype
 
 
 # The gradients of input, linear_weight and linear_bias.
@@ -114,10 +123,13 @@ class Problem:
             max_workspace_bytes=options.max_workspace_bytes,
             batch_chunk_size=options.batch_chunk_size,
             tensors=tensors,
+            logits_dtype=options.logits_dtype,
         )
         self.is_single = self.chunk_rows >= self.num_rows
         padded = chunks.padded_classes(width, dtype)
-        self.buffer = self.input.new_empty((min(self.chunk_rows, self.num_rows), padded))
+        self.buffer = self.input.new_empty(
+            (min(self.chunk_rows, self.num_rows), padded), dtype=options.logits_dtype
+        )
 
     def chunks(self) -> Iterator[slice]:
         """The rows of each chunk; without rows, one empty chunk, which checks the arguments."""
@@ -128,11 +140,37 @@ class Problem:
         """The logits of a chunk as a matrix, (rows, C * d1 * ...), in the buffer."""
         features, weight = self.input[rows], self.linear_weight.t()
         logits = self.buffer[: features.size(0), : weight.size(1)]
-        if self.linear_bias is None:
+        if self.options.has_wide_logits:
+            products.multiply_by_blocks(features, weight, logits)
+            if self.linear_bias is not None:
+                logits += self.linear_bias
+        elif self.linear_bias is None:
             torch.mm(features, weight, out=logits)
         else:
             torch.addmm(self.linear_bias, features, weight, out=logits)
         return logits
+
+    def factor(self, grad_logits: Tensor) -> Tensor:
+        """The gradient over a chunk's logits in compute_dtype, a factor of the products.
+
+        It takes the memory of float32 logits: row r of the half type lies where float32 row r / 2
+        begins, so a copy of rows n to 2n writes where only rows before n were.
+        """
+        dtype = self.options.compute_dtype
+        if grad_logits.dtype == dtype:
+            return grad_logits
+        rows, classes = grad_logits.shape
+        capacity, stride = self.buffer.shape
+        found = self.buffer.view(dtype).view(2 * capacity, stride)[:rows, :classes]
+        if grad_logits.data_ptr() != self.buffer.data_ptr():
+            return found.copy_(grad_logits)
+        done = min(rows, max(1, rows // _ROWS_PER_ROW_BESIDE))
+        found[:done] = grad_logits[:done].to(dtype)
+        while done < rows:
+            piece = slice(done, min(2 * done, rows))
+            found[piece] = grad_logits[piece]
+            done = piece.stop
+        return found
 
     def by_class(self, logits: Tensor) -> Tensor:
         """The matrix of logits as the row operators take it, (rows, C, d1, ...)."""
@@ -141,7 +179,7 @@ class Problem:
     def row_options(self) -> Any:
         """The options of the row operators: a chunk's loss is a sum, in float32 for half types."""
         if not self.is_reduced:
-            return self.row
+            return row_options(self.options)
         return self.row._replace(reduction="sum", float32_result=True)
 
     def row_loss(self, logits: Tensor, rows: slice, *, with_stats: bool) -> tuple[Tensor, Any]:
@@ -283,13 +321,15 @@ class Sums:
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         problem = self.problem
+        if self.linear_bias is not None:
+            self.linear_bias += grad_logits.sum(0, dtype=self.linear_bias.dtype)
+        if self.input is not None or self.linear_weight is not None:
+            grad_logits = problem.factor(grad_logits)
         if self.input is not None:
             products.multiply(grad_logits, problem.linear_weight, self.input[rows])
         if self.linear_weight is not None:
             product = products.multiply if self.is_first else products.add_product
             product(grad_logits.t(), problem.input[rows], self.linear_weight)
-        if self.linear_bias is not None:
-            self.linear_bias += grad_logits.sum(0, dtype=self.linear_bias.dtype)
         self.is_first = False
 
     def gradients(self) -> Gradients:
@@ -312,16 +352,32 @@ def as_matrix(gradient: Tensor, logits: Tensor) -> Tensor:
     return logits.copy_(matrix)
 
 
+def row_options(options: Options) -> Any:
+    """The options of the row operators for all rows. The loss of float32 logits is float32 at
+    first, and class weights may have the dtype of the factors."""
+    if options.has_wide_logits:
+        return options.row._replace(float32_result=True)
+    return options.row
+
+
+def loss_dtype(operands: Operands, options: Options) -> torch.dtype:
+    """The dtype of the loss, which that of the logits does not change."""
+    dtype = options.compute_dtype
+    if operands.target.is_floating_point():
+        for other in (operands.target, operands.weight):
+            dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
+    return widened(dtype, options.row.float32_result)
+
+
 def result_dtype(operands: Operands, options: Options) -> torch.dtype:
     """The dtype of the loss. It raises what is wrong with the arguments of the row operators."""
     is_known = options.row.reduction in ("none", "mean", "sum")
-    if is_known and not operands.target.is_floating_point() and operands.weight is None:
+    if not is_known or operands.target.is_floating_point() or operands.weight is not None:
         # The operators of the first chunk raise the rest.
-        return widened(options.compute_dtype, options.row.float32_result)
-    classes = operands.linear_weight.shape[:-1]
-    nothing = operands.input.new_empty((0, *classes), dtype=options.compute_dtype)
-    loss: Tensor = _ops.value(nothing, operands.target[:0], operands.weight, *options.row)
-    return loss.dtype
+        classes = operands.linear_weight.shape[:-1]
+        nothing = operands.input.new_empty((0, *classes), dtype=options.logits_dtype)
+        _ops.value(nothing, operands.target[:0], operands.weight, *row_options(options))
+    return loss_dtype(operands, options)
 
 
 def dtypes_of(operands: Operands) -> Dtypes:
@@ -374,7 +430,7 @@ def _forward(problem: Problem, dtype: torch.dtype, with_stats: bool) -> Found:
         loss, row_stats = problem.row_loss(logits, rows, with_stats=with_stats)
         losses.append(loss)
         stats.append(row_stats)
-    result = problem.total(losses, dtype) if problem.is_reduced else joined(losses, dim=0)
+    result = problem.total(losses, dtype) if problem.is_reduced else joined(losses, 0).to(dtype)
     all_stats = joined(stats, dim=1) if with_stats else None
     return Found(result, all_stats, Kept((None, None, None), None))
 

@@ -38,6 +38,22 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
         _by_parts(a, b, out, add=True)
 
 
+def multiply_by_blocks(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b of factors whose common dimension is short, as of logits. No factor is converted
+    as a whole."""
+    if out.dtype == a.dtype or (a.is_cuda and _HAS_OUT_DTYPE):
+        multiply(a, b, out)
+        return
+    rows, inner = a.shape
+    part = max(1, _PART_BYTES // (max(1, inner) * out.element_size()))
+    for row in range(0, rows, part):
+        of_a = a[row : row + part].to(out.dtype)
+        of_out = out[row : row + part]
+        for column in range(0, b.size(1), part):
+            piece = slice(column, column + part)
+            torch.mm(of_a, b[:, piece].to(out.dtype), out=of_out[:, piece])
+
+
 def _by_parts(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
     """The product of factors converted to out's dtype: parts of the longer dimension of `a`."""
     rows, inner = a.shape

@@ -18,26 +18,35 @@ from .._ops.cross_entropy_by_rows import CrossEntropyOutput, Keywords
 from .._ops.description import widened
 from .._ops.losses import CROSS_ENTROPY
 from .._privates import functorch_is_active
-from .passes import Operands, Options
+from .passes import Operands, Options, loss_dtype
 
 # Of this module, because a program may put another function in its place.
 _linear = F.linear
 
 
-def logits(operands: Operands, dtype: torch.dtype) -> Tensor:
-    """All logits, in a dtype."""
+def logits(
+    operands: Operands, dtype: torch.dtype, logits_dtype: torch.dtype | None = None
+) -> Tensor:
+    """All logits, of products in a dtype. logits_dtype: if the logits have another one."""
     input, linear_weight, linear_bias = operands[:3]
     classes = linear_weight.shape[:-1]
     matrix = linear_weight.to(dtype).flatten(0, -2)
     bias = None if linear_bias is None else linear_bias.to(dtype).reshape(-1)
-    return _linear(input.to(dtype), matrix, bias).unflatten(-1, classes)
+    input = input.to(dtype)
+    if logits_dtype is None or logits_dtype == dtype:
+        return _linear(input, matrix, bias).unflatten(-1, classes)
+    bias = None if bias is None else bias.to(logits_dtype)
+    with torch.autocast(input.device.type, enabled=False):  # which would round the factors again
+        found = _linear(input.to(logits_dtype), matrix.to(logits_dtype), bias)
+    return found.unflatten(-1, classes)
 
 
 def output(operands: Operands, options: Options, keywords: Keywords) -> CrossEntropyOutput:
     """What the call returns with further keywords, by operations that torch can differentiate."""
     row, target, weight = options.row, operands.target, operands.weight
-    x = logits(operands, options.compute_dtype)
-    if row.float32_result and weight is not None and not target.is_floating_point():
+    x = logits(operands, options.compute_dtype, options.logits_dtype)
+    is_wide = row.float32_result or options.has_wide_logits
+    if is_wide and weight is not None and not target.is_floating_point():
         weight = weight.to(x.dtype)  # as autocast has it
     found = by_rows.call(
         x,
@@ -49,7 +58,10 @@ def output(operands: Operands, options: Options, keywords: Keywords) -> CrossEnt
         label_smoothing=row.label_smoothing,
         float32_result=row.float32_result,
     )
-    return CrossEntropyOutput(found) if isinstance(found, Tensor) else found
+    found = CrossEntropyOutput(found) if isinstance(found, Tensor) else found
+    dtype = loss_dtype(operands, options)
+    z_loss = None if found.z_loss is None else found.z_loss.to(dtype)
+    return found._replace(loss=found.loss.to(dtype), z_loss=z_loss)
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -59,14 +71,15 @@ def _widened(x: Tensor) -> Tensor:
 def loss(operands: Operands, options: Options) -> Tensor:
     """The loss, by operations that torch can differentiate."""
     target, weight = operands.target, operands.weight
-    x = logits(operands, options.compute_dtype)
-    if options.row.float32_result:
+    x = logits(operands, options.compute_dtype, options.logits_dtype)
+    if options.row.float32_result or options.has_wide_logits:
         x, target, weight = (
             each if each is None or not each.is_floating_point() else _widened(each)
             for each in (x, target, weight)
         )
     formula = CROSS_ENTROPY.loss.ops.formula(options.row)
-    return CROSS_ENTROPY.loss.reference(x, target, weight, **formula)
+    found: Tensor = CROSS_ENTROPY.loss.reference(x, target, weight, **formula)
+    return found.to(loss_dtype(operands, options))
 
 
 def gradients(

@@ -56,7 +56,8 @@ class Values(NamedTuple):
 
 def _problem(operands: TokenOperands, options: TokenOptions, *, adds_up_weight: bool) -> Problem:
     row = CROSS_ENTROPY.loss.ops.Options(reduction="none")
-    made = Options(row, *options[4:], None)
+    dtype = options.compute_dtype
+    made = Options(row, dtype, dtype, options.accum_dtype, options.max_workspace_bytes, None)
     return Problem(Operands(*operands[:4], None), made, adds_up_weight=adds_up_weight)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from .._heads import arguments
 from ..heads import linear_cross_entropy
 from ._deferred import Call, DeferredLogits, Operands, defer
 
@@ -75,6 +76,7 @@ def fuse_head(
     model: torch.nn.Module,
     *,
     accum_dtype: torch.dtype = torch.float32,
+    logits_dtype: torch.dtype | None = None,
     max_workspace_bytes: int | None = None,
 ) -> FusedHead:
     """Makes the head and the loss of a causal language model one `linear_cross_entropy`.
@@ -93,7 +95,7 @@ def fuse_head(
         model: a `PreTrainedModel` with a head, which `get_output_embeddings` returns; or such a
             model inside PEFT's, DDP or another module that has it as `module`. It is changed in
             place: its class becomes a subclass with the same name.
-        accum_dtype, max_workspace_bytes: as of `linear_cross_entropy`.
+        accum_dtype, logits_dtype, max_workspace_bytes: as of `linear_cross_entropy`.
 
     Returns:
         A handle whose `remove()` undoes the change. It is also a context manager.
@@ -116,7 +118,13 @@ def fuse_head(
     _check_loss(name, model.loss_function)
     parameters = list(inspect.signature(type(model).forward).parameters)[1:]
     position = parameters.index("labels") if "labels" in parameters else None
-    keywords = {"accum_dtype": accum_dtype, "max_workspace_bytes": max_workspace_bytes}
+    keywords: dict[str, Any] = {
+        "accum_dtype": accum_dtype,
+        "max_workspace_bytes": max_workspace_bytes,
+    }
+    if logits_dtype is not None:
+        arguments.check_logits_dtype(logits_dtype)
+        keywords["logits_dtype"] = logits_dtype
     setattr(model, _STATE, _State(position, keywords, loss=causal_lm_loss))
     if not hasattr(type(model), "_lossops_fused"):  # FSDP2's class keeps it after remove()
         model.__class__ = _fused_class(type(model))
