@@ -1,7 +1,8 @@
 """Matrix products into memory that exists already, in the dtype of that memory.
 
-A product of half types may be wanted in float32: as a sum over chunks, or for float16, whose range
-is small. CUDA has kernels for that. Elsewhere parts of the factors are converted first.
+A product of half types may be wanted in float32: as a sum over chunks, as logits without rounding,
+or for float16, whose range is small. CUDA has kernels for that. Elsewhere parts of the factors are
+converted first.
 """
 
 from __future__ import annotations
