@@ -152,6 +152,30 @@ def test_same_bits_of_any_operands(
                     assert found.stride() == expected.stride(), what
 
 
+@pytest.mark.parametrize("turns", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("name", ["input", "target"])
+def test_loss_beside_an_expanded_view(name: str, turns: bool, device: str) -> None:
+    """Such a view and its gradient lie differently: the loss must not see which is there."""
+    generator = torch.Generator().manual_seed(0)
+    draws = range(20)  # a bit of a sum differs in one of 50
+    sizes = itertools.product(draws, ((32, 64), (68, 130)), ((1, 1), (1, -1), (-1, 1)))
+    for _, shape, small in sizes:
+        own = [1 if size == 1 else whole for size, whole in zip(small, shape, strict=True)]
+        view = torch.rand(own, generator=generator).to(device).expand(shape)
+        # Losses of both signs: of their small sum, each order of additions has other last bits.
+        other = torch.randn(shape, generator=generator).to(device)
+        other = other.mT.contiguous().mT if turns else other
+        for target, which in itertools.product((view, other), WANTED):
+            if (target is view) != (name == "target"):
+                continue
+            tensors = {"input": other if target is view else view, "target": target}
+            alone = lossops.kl_div(**tensors, reduction="sum", log_target=True)
+            for key in which:
+                tensors[key] = tensors[key].detach().requires_grad_()
+            value = lossops.kl_div(**tensors, reduction="sum", log_target=True)
+            assert same_bits(value, alone), f"{name} {small} of {shape}, gradients of {which}"
+
+
 def test_ignored_rows_and_weights(device: str) -> None:
     """The mean's denominator is known before the gradient is written."""
     (loss,) = [x for x in LOSSES if not x.elementwise]

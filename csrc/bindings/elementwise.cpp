@@ -7,6 +7,35 @@
 
 namespace lossops::bindings {
 
+namespace {
+
+// Whether a view has elements that lie at one place, as those of torch.Tensor.expand() do.
+bool is_expanded(const View& view) {
+  for (int dim = 0; dim < view.sizes.size; ++dim) {
+    if (view.strides[dim] == 0 && view.sizes[dim] > 1) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Computes the gradient of an expanded view, for a grad_output of 1. It lies otherwise than the
+// view. In the kernel of the loss it would decide how elements are dealt out to threads, and so a
+// bit of the loss.
+void launch_gradient_apart(const ElementwiseProblem& problem, const ElementwiseArgs& base,
+                           Operand ElementwiseBackwardArgs::* which, const View& operand,
+                           const Tensor& gradient) {
+  ElementwiseBackwardArgs args;
+  static_cast<ElementwiseArgs&>(args) = base;
+  set_result(args.*which, gradient);
+  ElementwiseSpace space(problem, args);
+  space.add(args.*which, problem.strides_of(operand.sizes, to_dims(gradient.strides())));
+  space.finish();
+  LOSSOPS_LAUNCH(problem.input.tensor, elementwise_backward, args);
+}
+
+}  // namespace
+
 ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
                                       const Tensor& target, const OptionalTensor& weight,
                                       const LossParams& params, const std::string& reduction,
@@ -36,6 +65,7 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
   }
   const View* const operands[2] = {&problem.input, &problem.target};
   Operand* const gradients[2] = {&args.grad_input, &args.grad_target};
+  bool is_apart[2] = {};
   for (int i = 0; extra == Extra::kGradient && i < 2; ++i) {
     if (!wanted[i]) {
       continue;
@@ -48,8 +78,11 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
         "there is no gradient in forward without a reduction, for a weighted mean, or for "
         "an operand that is broadcast or integral");
     const Tensor& gradient = result.kept[i].emplace(empty_like(operand));
-    set_result(*gradients[i], gradient);
-    space.add(*gradients[i], problem.strides_of(operand.sizes, to_dims(gradient.strides())));
+    is_apart[i] = is_expanded(operand);
+    if (!is_apart[i]) {
+      set_result(*gradients[i], gradient);
+      space.add(*gradients[i], problem.strides_of(operand.sizes, to_dims(gradient.strides())));
+    }
   }
   space.finish();
   const int64_t mean_doubles = weighted_mean ? 2 : 0;
@@ -61,6 +94,14 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
                           : scratch.data();
   }
   LOSSOPS_LAUNCH(input, elementwise_forward, args, scratch.data() + mean_doubles);
+  for (int i = 0; i < 2; ++i) {
+    if (is_apart[i]) {
+      launch_gradient_apart(
+          problem, args,
+          i == 0 ? &ElementwiseBackwardArgs::grad_input : &ElementwiseBackwardArgs::grad_target,
+          *operands[i], *result.kept[i]);
+    }
+  }
   return result;
 }
 
