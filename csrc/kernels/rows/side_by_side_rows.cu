@@ -108,7 +108,8 @@ struct OddGroup {
     for (int i = 0; i < Group::kWords; ++i) {
       words[i] = aligned[i];
     }
-    words[Group::kWords] = is_odd ? aligned[Group::kWords] : 0;
+    // Of the last word the half that is the group's: the other may be behind the end of the memory.
+    words[Group::kWords] = is_odd ? reinterpret_cast<const uint16_t*>(from)[Group::kRows - 1] : 0;
   }
   __device__ __forceinline__ Group get() const {
     Group group;
