@@ -509,6 +509,13 @@ struct RowGradients : RowBlock<acc_t> {
     return {this->stats(j), of_softmax[j], of_entropy[j], inverse_sum[j]};
   }
 
+  // The thread keeps this object. Of rows with many indices it shall not keep their memory.
+  void release() {
+    if (indexed.capacity() > kBlock) {
+      std::vector<IndexedClass>().swap(indexed);
+    }
+  }
+
  private:
   void load_indexed(const TokenBackwardArgs& args, const Walker& walker, int count) {
     std::copy_n(of_softmax, padded(count), exact_of_softmax);
@@ -660,6 +667,7 @@ void backward_rows(const TokenBackwardArgs& args, int64_t first_row, int64_t end
       store_block(args.grad_input, grad_at, count, grad);
     }
   }
+  rows.release();
 }
 
 // A block of rows, padded, and classes. What a row has in common is in local arrays: the compiler
@@ -733,6 +741,7 @@ void backward_columns(const TokenBackwardArgs& args, int64_t begin, int64_t end)
                     grad, buffers.staging);
     }
   }
+  rows.release();
 }
 
 // ------------------------------------------------------------------------ launches
