@@ -185,7 +185,9 @@ class SumTile {
     first_ = next_;
     next_ += int64_t{kSteps} * plan_.lanes;
     const int64_t most = int64_t{kSteps} * kTileThreads;
-    left_ = static_cast<int>(end_ - first_ < most ? end_ - first_ : most);
+    // A thread without a sum ends at 0, which may be further behind than an int can say.
+    const int64_t left = end_ - first_;
+    left_ = left > 0 ? static_cast<int>(left < most ? left : most) : 0;
     // Lane 0 of the first sum is there in every block.
     return first_ - lane_ < last_of_split();
   }
