@@ -9,7 +9,7 @@ namespace lossops::bindings {
 
 namespace {
 
-// Whether a view has elements that lie at one place, as those of torch.Tensor.expand() do.
+// Whether several elements of a view have one place, as in torch.Tensor.expand().
 bool is_expanded(const View& view) {
   for (int dim = 0; dim < view.sizes.size; ++dim) {
     if (view.strides[dim] == 0 && view.sizes[dim] > 1) {
@@ -19,9 +19,9 @@ bool is_expanded(const View& view) {
   return false;
 }
 
-// Computes the gradient of an expanded view, for a grad_output of 1. It lies otherwise than the
-// view. In the kernel of the loss it would decide how elements are dealt out to threads, and so a
-// bit of the loss.
+// Computes the gradient of an expanded view, for a grad_output of 1, by a launch of its own. The
+// gradient is dense, and the view is not. In the kernel of the loss it would change the tiles and
+// the order of the sums: the last bit of the loss would depend on whether a gradient is wanted.
 void launch_gradient_apart(const ElementwiseProblem& problem, const ElementwiseArgs& base,
                            Operand ElementwiseBackwardArgs::* which, const View& operand,
                            const Tensor& gradient) {

@@ -8,9 +8,9 @@
 
 namespace lossops::cpu {
 
-// A T of this thread. Not on the stack, which is small in some threads, and kept for the thread's
-// next call: to allocate it for each took 5 % of the time. It has what the last call left there.
-// Nobody may take a T while somebody further up the stack has it.
+// Returns the calling thread's T. It is not on the stack, which is small in some threads. The
+// thread keeps it until it ends: to allocate it in each call took 5 % of the time. Its contents are
+// those of the last call. While a function holds a T, nothing that it calls may ask for the same T.
 template <typename T>
 T& buffers_of_this_thread() {
   static thread_local std::unique_ptr<T> buffers;
@@ -18,7 +18,7 @@ T& buffers_of_this_thread() {
     buffers.reset(new (std::nothrow) T);
   }
   if (buffers == nullptr) {
-    throw std::runtime_error("cross_entropy: out of memory: cannot allocate " +
+    throw std::runtime_error("lossops: out of memory: cannot allocate " +
                              std::to_string(sizeof(T)) + " bytes on cpu");
   }
   return *buffers;

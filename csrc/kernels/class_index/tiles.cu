@@ -38,8 +38,8 @@ struct TileShape {
   }
 };
 
-// Where the rows of a tile start in shared memory: at 32-bit words, or in the middle of one; or
-// each is copied there by itself, because they do not follow one another in logits or gradient.
+// Where the rows of a tile start in shared memory: at 32-bit words, or in the middle of one. Rows
+// with gaps do not follow one another in logits or gradient; each starts at a word.
 enum class Rows : int8_t { kAtWords, kWithinWords, kWithGaps };
 
 // The gradient of a row that has no loss.
@@ -55,10 +55,10 @@ struct ConstantGradient {
   }
 };
 
-// Calls body(r, c, offset) with the elements of rows that have gaps: class c of row r of a tile,
-// and where it is in global memory. The lanes of a warp take them in turn, so that short rows keep
-// all of them at work, and the loads of several overlap. The order of the sums is that of other
-// rows.
+// Of rows with gaps: calls body(r, c, offset) for class c of row r of a tile; offset, in elements,
+// is its place in the operand. Neighbouring lanes take neighbouring elements, across rows, so that
+// short rows keep all lanes at work. Rows of one dimension have four loads on their way. The copy
+// does not change the order of the sums.
 template <typename Body>
 __device__ __forceinline__ void for_elements(const CrossEntropyForwardArgs& args,
                                              const Operand& operand, int64_t class_stride,

@@ -57,7 +57,7 @@ struct Launch {
     add(kGradInput, args.grad_input);
     work = (args.reduction == Reduction::kNone ? kStoresLosses : kSumsLosses) |
            bit_if(args.weight, kHasWeights) | bit_if(args.grad_input, kWantsGradInput);
-    // Else it has a pass of its own.
+    // In all other cases launch_elementwise_forward() launches a backward pass for it.
     if (traits_of(args.loss).writes_target_gradient && is_dense(args) &&
         is_vector_aligned(args.grad_target.data) && !has_weights() && !computes_double(args)) {
       add(kGradTarget, args.grad_target);

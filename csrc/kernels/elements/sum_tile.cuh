@@ -1,7 +1,7 @@
 // The gradient of an operand that is broadcast. Each of its elements is a sum over the elements of
-// the space that read it. A few threads of a block, called lanes, share a sum. If sums are long or
-// few, several blocks share a sum too. Their parts are folded in a fixed order. If sums are short
-// and many, a block has one group of them after the other.
+// the space that read it, its walk. From 1 to 256 threads of a block, called lanes, share a sum.
+// Long or few sums are split: several blocks add up a part each, and a second kernel folds the
+// parts in a fixed order. Of short and many sums, a block takes several groups in turn.
 #pragma once
 
 #include <algorithm>
@@ -100,8 +100,9 @@ class SumPlanner {
   }
 
   void share(int steps) {
-    // Sums of which there are so many blocks get a warp at the most, or a thread each: their lanes
-    // need no barrier. A choice, not measured.
+    // Where as many blocks are left, a sum gets a warp at the most, or one thread: no barrier.
+    // Measured on an H200: a step of MSE of fp16, 601044x571, 2.19 instead of 5.65 ms. The number
+    // is a choice.
     constexpr int64_t kManyBlocks = 1024;
     constexpr int kWarps = kTileThreads / kWarpSize;
     if (plan_.walks_lead) {
@@ -111,8 +112,8 @@ class SumPlanner {
       }
       plan_.block_sums = kTileThreads / plan_.lanes;
     } else {
-      // Else 64 sums a block: of half types these are 128 bytes, a cache line. A choice, not
-      // measured. All blocks get as many, within one.
+      // At most 64 sums a block, of half types 128 bytes, a cache line; 256 where kManyBlocks are
+      // left. All blocks but the last have equally many. A choice, not measured.
       const int64_t most = plan_.sums >= kTileThreads * kManyBlocks ? kTileThreads : 64;
       const int64_t groups = std::max<int64_t>(ceil_div(plan_.sums, most), 1);
       plan_.block_sums = static_cast<int32_t>(std::max<int64_t>(ceil_div(plan_.sums, groups), 1));

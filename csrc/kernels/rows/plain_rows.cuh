@@ -89,7 +89,10 @@ __device__ __forceinline__ float team_total(ExactSum sum, int team) {
   return sum.total();
 }
 
-// The sums of a row with a class index: max and rest, or 0 and -others of a plain row.
+// What a row with a class index is reduced to:
+//   shifted  max = the largest logit, rest = sum_c exp(x_c - max) - 1, not negative
+//   plain    max = 0, rest = -others, negative
+// A row without a sum has a max that is not finite, and -1.
 struct IndexRow {
   static constexpr float kLowest = -87;  // exp() of less is subnormal
 
@@ -135,13 +138,13 @@ struct IndexRow {
 
   __device__ __forceinline__ bool is_plain() const { return max == 0.0f && rest < 0.0f; }
 
-  // What forward leaves of it in row_stats: of a plain row the logit at the class index instead of
-  // 0. To that logit the rest is others / exp(x_t), so a reader needs no logits.
+  // What forward leaves of it in row_stats. A plain row has the logit x_t at its class index
+  // instead of 0: relative to that the rest is others / exp(x_t), so a reader needs no logits.
   __device__ __forceinline__ IndexRow kept(float x_at_index) const {
     return {is_plain() ? x_at_index : max, rest};
   }
   static __device__ __forceinline__ IndexRow of_kept(float max, float rest) {
-    // The rest of a row without a sum is -1, its max not finite. Of others it is not negative.
+    // Of the rows with a finite max, only plain ones have a negative rest.
     return {rest < 0.0f && ::fabsf(max) < math::infinity<float>() ? 0.0f : max, rest};
   }
 

@@ -1,7 +1,8 @@
 // Cross entropy of rows that lie side by side, such as the pixels of an (N, C, H, W) tensor: a
 // thread takes a few neighbouring rows, a group, and copies all of their classes to shared memory
-// first. If the rows of a plane are not whole groups, its last group has some rows of the group
-// before it: both threads write the same, and one counts them.
+// first. If a plane is not whole groups, its last group is moved back and overlaps the group before
+// it. Both threads write the same results for the shared rows, and the first one adds them to the
+// loss. So the gradient cannot take the place of the logits.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,8 +23,8 @@ namespace {
 
 using namespace side_by_side;
 
-// A multiprocessor shall hold as many blocks. Measured on an H200: with 7, fp16 spills and its step
-// takes 10 % longer.
+// Resident blocks a multiprocessor, at the least. Measured on an H200: with 7, fp16 spills and its
+// step takes 10 % longer.
 template <typename scalar_t>
 constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7 : 6;
 // Classes that a thread loads at a time, of groups at any address. With 4, half types spill.
@@ -33,7 +34,8 @@ struct ColumnShape {
   int64_t groups;
   bool aligned;          // groups of logits and gradients, and rows are whole groups
   bool targets_in_line;  // int64, one after the other
-  // Rows of one dimension or two, few enough for 32 bits: groups of the first dimension.
+  // Rows of one dimension or two, whose groups have numbers of 31 bits. The divisor is the number
+  // of groups along the first dimension.
   bool by_divisor;
   Divisor first_dimension;
 };
@@ -42,8 +44,8 @@ struct ColumnShape {
 // would take registers.
 struct GroupPlace {
   uint32_t plane;
-  int64_t begin;     // of the group's rows in the plane, if planes ended with whole groups
-  int64_t position;  // of its rows
+  int64_t begin;     // the group's number in its plane, times its rows
+  int64_t position;  // of its first row in the plane: begin, but so that all of its rows exist
 
   template <int kRows>
   static __device__ __forceinline__ GroupPlace of(const IterationSpace& rows,

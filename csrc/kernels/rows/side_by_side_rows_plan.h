@@ -8,7 +8,7 @@
 
 namespace lossops::cuda::side_by_side {
 
-// More do not fit the shared memory of a block of 32 threads.
+// With as many, the logits of 64 threads fill kMaxSharedBytes.
 constexpr int kMaxColumnClasses = 88;
 static_assert(kMaxColumnClasses <= kMaxIndexClasses, "class indices in bytes");
 

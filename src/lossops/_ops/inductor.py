@@ -2,7 +2,7 @@
 
 Inductor cannot look into an operator: what goes in and what comes out are tensors in memory. Its
 own code takes a cast, a scale or a padding into the same pass, and writes over what nothing else
-reads. So four things are not left to operators:
+reads. So four things are not left to operators alone:
 
     a cast ahead of logits      the operator reads the half type, and returns float32
     something else ahead        torch's operations, where the operand would not be in memory else
@@ -259,10 +259,12 @@ class _Rows:
 
 
 def _gradient_of_logits(given: Any) -> Tensor:
+    """The gradient of cross entropy, from row_stats: max and rest of each row."""
     rows = _Rows(given.target, given.input.size(1), given.ignore_index)
     row_max, rest = (stats.view(given.target.shape).unsqueeze(-1) for stats in given.row_stats)
     if given.input.is_cuda and given.input.dtype in HALF_DTYPES:
-        # Of such rows, the rest to the logit of the class index.
+        # Plain rows (plain_rows.cuh) have the logit at the class index, x_t, and minus the sum of
+        # the others' exp(x). Relative to x_t, their rest is that sum over exp(x_t).
         is_of_others = (rest < 0) & (row_max.abs() < torch.inf)  # fault: rest-of-others
         rest = torch.where(is_of_others, -rest * (-row_max).exp(), rest)
     grad = given.grad_output.float()
