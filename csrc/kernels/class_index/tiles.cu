@@ -55,10 +55,10 @@ struct ConstantGradient {
   }
 };
 
-// Of rows with gaps: calls body(r, c, offset) for class c of row r of a tile; offset, in elements,
-// is its place in the operand. Neighbouring lanes take neighbouring elements, across rows, so that
-// short rows keep all lanes at work. Rows of one dimension have four loads on their way. The copy
-// does not change the order of the sums.
+// Walks a tile of rows with gaps. Calls body(r, c, offset) for class c of row r; offset, in
+// elements, is the place of that class in the operand. Neighbouring lanes take neighbouring
+// elements, across rows, so that short rows keep all lanes at work. Rows of one dimension have four
+// loads on their way. The copy does not change the order of the sums.
 template <typename Body>
 __device__ __forceinline__ void for_elements(const CrossEntropyForwardArgs& args,
                                              const Operand& operand, int64_t class_stride,

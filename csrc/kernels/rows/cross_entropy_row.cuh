@@ -415,7 +415,7 @@ __device__ __forceinline__ void finish_indexed_row(const CrossEntropyForwardArgs
       partial);
 }
 
-// The same of a row that may be a plain one.
+// Records a row that may be a plain one (IndexRow).
 template <typename OutputOffset>
 __device__ __forceinline__ void record_row(const CrossEntropyForwardArgs& args, float loss,
                                            float weight, const IndexRow& row, float x_at_index,

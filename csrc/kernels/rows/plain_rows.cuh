@@ -144,7 +144,7 @@ struct IndexRow {
     return {is_plain() ? x_at_index : max, rest};
   }
   static __device__ __forceinline__ IndexRow of_kept(float max, float rest) {
-    // Of the rows with a finite max, only plain ones have a negative rest.
+    // Only plain rows have a finite max and a negative rest.
     return {rest < 0.0f && ::fabsf(max) < math::infinity<float>() ? 0.0f : max, rest};
   }
 

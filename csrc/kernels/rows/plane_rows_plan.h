@@ -11,14 +11,17 @@
 namespace lossops::cuda::plane_rows {
 
 using side_by_side::group_rows;
+using side_by_side::groups_of;
+using side_by_side::groups_of_plane;
 using side_by_side::kGroupBytes;
+using side_by_side::positions_of;
 
 constexpr int kMostThreads = 512;
 constexpr int kMostLanes = 128;
 // 64 bytes of a class at once: two sectors of memory.
 constexpr int kLeastLanes = 8;
-// Classes of a share, unless a block has too few threads for so many shares. A choice: with fewer
-// classes, what a share does once for its rows counts for more.
+// Classes of a share, unless a block has too few threads for so many shares. Measured on an H200,
+// 8x150x512x512 of bf16: .52 / .57, with 24 classes .46 / .52, with 128 .44 / .47.
 constexpr int kShareClasses = 40;
 // Logits of a block, while it has more than kLeastLanes: four fit a multiprocessor. A choice.
 constexpr int64_t kBlockBytes = 48 << 10;
@@ -79,17 +82,6 @@ struct Cut {
   // Each thread has as many places as the first.
   int64_t logit_bytes() const { return ceil_div(range, shares) * threads() * int64_t{kGroupBytes}; }
 };
-
-// Rows of the first dimension.
-inline int64_t positions_of(const CrossEntropyArgs& args) {
-  return args.rows.ndim == 0 ? 1 : args.rows.sizes[0];
-}
-inline int64_t groups_of_plane(const CrossEntropyArgs& args) {
-  return ceil_div(positions_of(args), group_rows(element_size(args.input.dtype)));
-}
-inline int64_t groups_of(const CrossEntropyArgs& args) {
-  return args.rows.numel == 0 ? 0 : groups_of_plane(args) * (args.rows.numel / positions_of(args));
-}
 
 // Decided by the classes, not by the rows: a row's bits shall not depend on the rows beside it.
 // More rows than 32 bits count would not fit any GPU's memory.

@@ -110,7 +110,8 @@ struct OddGroup {
     for (int i = 0; i < Group::kWords; ++i) {
       words[i] = aligned[i];
     }
-    // Of the last word the half that is the group's: the other may be behind the end of the memory.
+    // Only the group's half of the last word is read: the other half may be behind the end of the
+    // memory.
     words[Group::kWords] = is_odd ? reinterpret_cast<const uint16_t*>(from)[Group::kRows - 1] : 0;
   }
   __device__ __forceinline__ Group get() const {
@@ -528,14 +529,13 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
 void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                               const Denominator& denominator, const GradOutput& grad_output,
                               Partial* partials, const Finalize& finalize, cudaStream_t stream) {
-  const int64_t group = group_rows(element_size(args.input.dtype));
   const bool targets_in_line = args.target.dtype == DType::kInt64 && args.target.strides[0] == 1;
   ColumnShape shape = {groups_of(args), false, targets_in_line, has_counted_planes(args), {}};
   shape.aligned = lies_in_columns(args, args.input, args.input_class_stride) &&
                   (args.grad_input.data == nullptr ||
                    lies_in_columns(args, args.grad_input, args.grad_input_class_stride));
   if (shape.by_divisor) {
-    shape.first_dimension = Divisor(static_cast<uint32_t>(ceil_div(args.rows.sizes[0], group)));
+    shape.first_dimension = Divisor(static_cast<uint32_t>(groups_of_plane(args)));
   }
   const LaunchShape launch = {grad_output.limit_blocks(plan.blocks, kMaxThreads), plan.threads,
                               plan.shared_bytes, 1,

@@ -27,13 +27,16 @@ constexpr int kGroupBytes = 8;
 constexpr int64_t group_rows(int64_t element_bytes) { return kGroupBytes / element_bytes; }
 static_assert(kMaxColumnClasses * kWarpSize * kGroupBytes <= kMaxSharedBytes, "a warp's classes");
 
-// Of a thread each.
+// Rows of the first dimension: of a plane.
+inline int64_t positions_of(const CrossEntropyArgs& args) {
+  return args.rows.ndim == 0 ? 1 : args.rows.sizes[0];
+}
+inline int64_t groups_of_plane(const CrossEntropyArgs& args) {
+  return ceil_div(positions_of(args), group_rows(element_size(args.input.dtype)));
+}
+// The groups of all rows. A thread has one group at a time.
 inline int64_t groups_of(const CrossEntropyArgs& args) {
-  if (args.rows.numel == 0) {
-    return 0;
-  }
-  const int64_t size = args.rows.ndim == 0 ? 1 : args.rows.sizes[0];
-  return ceil_div(size, group_rows(element_size(args.input.dtype))) * (args.rows.numel / size);
+  return args.rows.numel == 0 ? 0 : groups_of_plane(args) * (args.rows.numel / positions_of(args));
 }
 
 // Whether rows have one dimension or two, and groups numbers of 31 bits.
