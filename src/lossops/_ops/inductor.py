@@ -198,6 +198,11 @@ def _may_be_padded(logits: Tensor) -> bool:
     return logits.is_cuda and logits.size(-1) % 8 != 0
 
 
+def _may_have_plain_rows(logits: Tensor) -> bool:
+    """Whether a kernel may have written row_stats of plain rows (plain_rows.cuh)."""
+    return logits.is_cuda and logits.dtype in HALF_DTYPES
+
+
 # ---------------------------------------------------------------- rows of logits
 
 
@@ -262,11 +267,14 @@ def _gradient_of_logits(given: Any) -> Tensor:
     """The gradient of cross entropy, from row_stats: max and rest of each row."""
     rows = _Rows(given.target, given.input.size(1), given.ignore_index)
     row_max, rest = (stats.view(given.target.shape).unsqueeze(-1) for stats in given.row_stats)
-    if given.input.is_cuda and given.input.dtype in HALF_DTYPES:
+    if _may_have_plain_rows(given.input):
         # Plain rows (plain_rows.cuh) have the logit at the class index, x_t, and minus the sum of
         # the others' exp(x). Relative to x_t, their rest is that sum over exp(x_t).
         is_of_others = (rest < 0) & (row_max.abs() < torch.inf)  # fault: rest-of-others
         rest = torch.where(is_of_others, -rest * (-row_max).exp(), rest)
+        # A sum like that of the factor. Without it, the gradient takes more than the 30 operations
+        # that Inductor computes at once, and it keeps some of them in a float32 tensor.
+        rest = torch.where(rows.is_index, rest, 0.0).sum(-1, keepdim=True)
     grad = given.grad_output.float()
     if given.reduction == "none":
         grad = grad.unsqueeze(-1)
