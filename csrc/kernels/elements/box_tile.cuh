@@ -3,143 +3,162 @@
 
 #include <cstdint>
 
-#include "kernels/elements/places.cuh"
-#include "kernels/elements/values.cuh"
+#include "kernels/elements/quad_values.cuh"
+#include "kernels/elements/tile_places.cuh"
 
 namespace lossops::cuda {
 
-// A box. Operands whose rows lie along its dimension 1 are read and written in that order; shared
-// memory turns them.
+using BoxPlaces = TilePlaces<BoxesTile>;
+
+// A box. It is computed in the order of its rows: a thread has quads of columns. Operands whose
+// neighbours lie along the columns are read and written in quads of rows. Shared memory turns them.
+//
+// Places in a box count columns and rows of units, as if those did not share any.
 class BoxTile {
  public:
   using acc_t = float;
-  static constexpr int kWidth = 1;
-  static constexpr int kSteps = kBoxElements / kTileThreads;
+  static constexpr int kWidth = kQuad;
+  static constexpr int kSteps = kBoxElements / kQuad / kTileThreads;
   static constexpr bool kIsHalf = false;
   static constexpr bool kHasSubnormals = true;
-  using Values = PlannedValues<BoxTile>;
-  friend Values;
+  using Values = QuadValues<BoxTile>;
 
-  // Rows of a box lie one element further apart than they are long, so that columns are in
-  // different banks. The most rows are those of 8 elements.
+  // Rows lie one element further apart than they are long, so that quads of rows are in different
+  // banks. The most rows are those of 4 units.
   struct Shared {
-    acc_t values[kBoxElements + kBoxElements / 8];
+    float values[kBoxElements + kBoxElements / (4 * kQuad)];
   };
 
-  __device__ __forceinline__ BoxTile(const ElementPlan& plan, const ChunkPlaces& places,
+  __device__ __forceinline__ BoxTile(const ElementPlan& plan, const BoxPlaces& places,
                                      Shared& shared)
-      : plan_(plan),
-        places_(places),
-        shared_(shared),
-        shift_(plan.box_shifts[0]),
-        turned_shift_(plan.box_shifts[1]) {
-    const Extents& extents = plan.extents;
-    const int64_t box = places.chunk();
-    const int64_t rest = extents.quotient(box, 2);
-    const int64_t second = rest - extents.quotient(rest, 3) * extents.sizes[3];
-    const int64_t left = plan.box_extents[0] - ((box - rest * extents.sizes[2]) << shift_);
-    const int64_t turned_left = plan.box_extents[1] - (second << turned_shift_);
-    if (left >> shift_ == 0 || turned_left >> turned_shift_ == 0) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const bool is_there = column() < left && row(step) < turned_left;
-        const bool is_turned_there = turned_column() < turned_left && turned_row(step) < left;
-        there_ &= is_there ? kAll : ~(1u << step);
-        turned_there_ &= is_turned_there ? kAll : ~(1u << step);
-      }
-    }
+      : plan_(plan), places_(places), shared_(shared), straight_(plan, 0), turned_(plan, 1) {
+    const int first = places.tile().first[0];
+    straight_.place_units(plan, 0, first);
+    turned_.place_others(plan, 0, first);
   }
 
-  __device__ __forceinline__ bool is_half() const {
-    return is_half_type(plan_.operands[kInput].dtype);
+  // Goes to a box of the tile.
+  __device__ __forceinline__ void move_to(int box) {
+    first_row_ = places_.tile().first_row(plan_, box);
+    turned_.place_units(plan_, 1, first_row_);
+    straight_.place_others(plan_, 1, first_row_);
   }
+
   __device__ __forceinline__ const PlanOperand& operand(Which which) const {
     return plan_.operands[which];
   }
-  __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps]) {
-    Values(results).store(*this, which);
-  }
-  __device__ __forceinline__ bool has(int step) const { return (there_ >> step & 1u) != 0; }
-
- private:
-  static constexpr uint32_t kAll = (1u << kSteps) - 1;
-
-  // The row and the column, in the box, of the thread's element of a step. The threads of a block
-  // take whole rows, so the column is the same in each step.
-  __device__ __forceinline__ uint32_t row(int step) const {
-    return (threadIdx.x >> shift_) + step * (kTileThreads >> shift_);
-  }
-  __device__ __forceinline__ uint32_t column() const { return threadIdx.x & ((1u << shift_) - 1); }
-  // The same in the order of turned operands, whose rows are the columns of the box.
-  __device__ __forceinline__ uint32_t turned_row(int step) const {
-    return (threadIdx.x >> turned_shift_) + step * (kTileThreads >> turned_shift_);
-  }
-  __device__ __forceinline__ uint32_t turned_column() const {
-    return threadIdx.x & ((1u << turned_shift_) - 1);
-  }
-  template <int kBytes, typename Body>
-  __device__ __forceinline__ void for_each_element(Which which, Body&& body) const {
-    const PlanOperand& operand = plan_.operands[which];
-    char* const data =
-        places_.data(which) +
-        (operand.is_turned
-             ? turned_column() * operand.strides[1] + turned_row(0) * operand.strides[0]
-             : column() * operand.strides[0] + row(0) * operand.strides[1]);
-    const int64_t further = operand.is_turned ? (kTileThreads >> turned_shift_) * operand.strides[0]
-                                              : (kTileThreads >> shift_) * operand.strides[1];
-    const uint32_t there = operand.is_turned ? turned_there_ : there_;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if ((there >> step & 1u) != 0) {
-        body(step, data + step * further);
-      }
-    }
+  __device__ __forceinline__ bool is_half() const { return is_half_type(operand(kInput).dtype); }
+  __device__ __forceinline__ void store(Which which, const float (&values)[Values::kCount]) {
+    Values::store(*this, which, values);
   }
 
-  // What was read of a turned operand: from its own order to that of the plan.
+  __device__ __forceinline__ bool has(int n) const {
+    const int row = first_row_ * kQuad + straight_.other(n / kQuad);
+    return n % kQuad >= straight_.skipped && straight_.others[n / kQuad] >= row / kQuad * kQuad;
+  }
+  __device__ __forceinline__ bool has_all() const {
+    return straight_.skipped == 0 && !straight_.lacks_others;
+  }
+
+  __device__ __forceinline__ int stride(Which which) const {
+    return static_cast<int>(operand(which).strides[operand(which).is_turned ? 1 : 0]);
+  }
+  __device__ __forceinline__ static int spread() { return 1; }
+  __device__ __forceinline__ UnitKind kind(Which which) const {
+    const UnitKind kind = operand(which).kind;
+    return kind == UnitKind::kVector && column(which, 0) % kQuad != 0 ? UnitKind::kStrided : kind;
+  }
+  __device__ __forceinline__ char* row(Which which, int step) const {
+    const int64_t* const strides = operand(which).strides;
+    return places_.address(places_.row(0), which) + (operand(which).is_turned
+                                                         ? turned_.others[step] * strides[0]
+                                                         : straight_.others[step] * strides[1]);
+  }
+  __device__ __forceinline__ int column(Which which, int /*step*/) const {
+    return operand(which).is_turned ? turned_.begin : straight_.begin;
+  }
+
+  // What was read of a turned operand: from quads of rows to quads of columns.
   __device__ __forceinline__ void take(Which which, Values& values) const {
-    exchange(
-        which, values, [&](int step) { return turned_place(step); },
-        [&](int step) { return place(step); });
-  }
-  // What is to be written: the way back.
-  __device__ __forceinline__ void give(Which which, Values& values) const {
-    exchange(
-        which, values, [&](int step) { return place(step); },
-        [&](int step) { return turned_place(step); });
-  }
-  template <typename From, typename To>
-  __device__ __forceinline__ void exchange(Which which, Values& values, From&& from,
-                                           To&& to) const {
-    if (!plan_.operands[which].is_turned) {
+    if (!operand(which).is_turned) {
       return;
     }
+    exchange([&](int step, int i, float& cell) { cell = values.at(step, i); }, true);
+    collect([&](int step, int i, float cell) { values.set(step, i, cell); }, false);
+  }
+  // What is to be written: the way back.
+  __device__ __forceinline__ void give(Which which, float (&values)[Values::kCount]) const {
+    if (!operand(which).is_turned) {
+      return;
+    }
+    exchange([&](int step, int i, float& cell) { cell = values[step * kQuad + i]; }, false);
+    collect([&](int step, int i, float cell) { values[step * kQuad + i] = cell; }, true);
+  }
+
+ private:
+  // The quads of a thread along one side of the box. In each step it has another row, or column, of
+  // the other side.
+  struct Side {
+    __device__ __forceinline__ Side(const ElementPlan& plan, int side)
+        : shift(plan.box_shifts[side]), unit(static_cast<int>(threadIdx.x) & ((1 << shift) - 1)) {}
+
+    // In the box.
+    __device__ __forceinline__ int other(int step) const {
+      return (static_cast<int>(threadIdx.x) >> shift) + step * (kTileThreads >> shift);
+    }
+    // side: along which the quads lie. first: its first unit in the box.
+    __device__ __forceinline__ void place_units(const ElementPlan& plan, int side, int first) {
+      const int own = (first + unit) * kQuad;
+      begin = place_in_matrix(plan, side, own);
+      skipped = own - begin;
+    }
+    // The same of the rows, or columns, that the steps have.
+    __device__ __forceinline__ void place_others(const ElementPlan& plan, int side, int first) {
+      lacks_others = false;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int own = first * kQuad + other(step);
+        others[step] = place_in_matrix(plan, side, own);
+        lacks_others = lacks_others || others[step] < own;
+      }
+    }
+
+    const int shift;
+    const int unit;      // in the box
+    int begin;           // the first of the four, in the matrix
+    int skipped;         // how many of them do not count
+    int others[kSteps];  // in the matrix
+    bool lacks_others;   // some of these do not count
+  };
+
+  __device__ __forceinline__ float& cell(bool is_turned, int step, int i) const {
+    const int pitch = (kQuad << straight_.shift) + 1;
+    return is_turned ? shared_.values[(turned_.unit * kQuad + i) * pitch + turned_.other(step)]
+                     : shared_.values[straight_.other(step) * pitch + straight_.unit * kQuad + i];
+  }
+  template <typename Put>
+  __device__ __forceinline__ void exchange(const Put& put, bool is_turned) const {
     __syncthreads();  // nothing is read of what was exchanged before
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      shared_.values[from(step)] = values.at(step);
+    for (int n = 0; n < Values::kCount; ++n) {
+      put(n / kQuad, n % kQuad, cell(is_turned, n / kQuad, n % kQuad));
     }
     __syncthreads();
+  }
+  template <typename Get>
+  __device__ __forceinline__ void collect(const Get& get, bool is_turned) const {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      values.at(step) = shared_.values[to(step)];
+    for (int n = 0; n < Values::kCount; ++n) {
+      get(n / kQuad, n % kQuad, cell(is_turned, n / kQuad, n % kQuad));
     }
-  }
-  // An element of the box in shared memory: the thread's own, and in the order of turned operands.
-  __device__ __forceinline__ uint32_t place(int step) const {
-    return row(step) * ((1u << shift_) + 1) + column();
-  }
-  __device__ __forceinline__ uint32_t turned_place(int step) const {
-    return turned_column() * ((1u << shift_) + 1) + turned_row(step);
   }
 
   const ElementPlan& plan_;
-  const ChunkPlaces& places_;
+  const BoxPlaces& places_;
   Shared& shared_;
-  const int shift_;               // side 0 is 2^shift_
-  const int turned_shift_;        // the same of side 1
-  uint32_t there_ = kAll;         // bit by bit, the steps whose elements are there
-  uint32_t turned_there_ = kAll;  // the same in the order of turned operands
+  Side straight_;  // quads of columns
+  Side turned_;    // quads of rows
+  int first_row_;  // the first unit of rows of the box
 };
 
 }  // namespace lossops::cuda

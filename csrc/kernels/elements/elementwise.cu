@@ -29,9 +29,10 @@ constexpr int64_t kTilesOfBlock = 4;
 // But no fewer blocks than these where there are as many tiles: a step of MSE of fp32 8192x8192
 // takes 197 us with 4 tiles a block and 195 with 2.
 constexpr int64_t kFewBlocks = 8192;
-// The same for the tiles of a plan. They have 256 (fp64) to 4096 (half types) elements, most of
-// them 2048: half of a dense tile. How many a block takes is a choice, not a measurement.
-constexpr int64_t kPlannedTilesOfBlock = 16;
+// The same of a plan, also where nothing is reduced. Tiles of a matrix have 2048 or 4096 elements,
+// those of units and boxes 256 to 8192. How many a block takes is a choice, not a measurement.
+constexpr int64_t kMatrixTilesOfBlock = 16;
+constexpr int64_t kPlanTilesOfBlock = 4;
 constexpr int64_t kFewPlannedBlocks = 4096;
 // 1 MiB of partials, which a cluster folds in microseconds.
 constexpr int64_t kMaxPartials = 65536;
@@ -206,21 +207,25 @@ template <typename Body>
 void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& body) {
   const bool is_double = what.computes_double(args);
   const bool packs = !is_double && !what.has_weights();
-  ElementPlan plan = ElementPlanner(args.space, what.operands, packs).plan();
+  ElementPlanner planner(args.space, what.operands, packs);
   const auto visit = [&](auto taken, auto work, auto terms) {
-    plan.cut(decltype(taken)::kTileElements);
-    body(taken, plan, work, terms);
+    using Taken = decltype(taken);
+    body(taken, planner.plan(Taken::kWidth, Taken::kAtOnce), work, terms);
   };
-  const auto visit_rows = [&](auto work, auto terms) {
+  const auto visit_matrix = [&](auto work, auto terms) {
+    MatrixPlan plan = planner.matrix();
+    const auto visit_tiles = [&](auto taken) {
+      plan.cut(decltype(taken)::kTileElements);
+      body(taken, plan, work, terms);
+    };
     constexpr unsigned kWork = decltype(work)::kBits;
-    // A sum of losses of half types takes fewer instructions.
+    // Sums have kernels for half types alone, which take fewer instructions. Others do not, for
+    // little machine code.
     constexpr bool kHalf = (kWork & kSumsLosses) != 0;
     if (kHalf && plan.is_half) {
-      plan.has_quads ? visit(Quads<kHalf, kWork>{}, work, terms)
-                     : visit(Rows<kHalf, kWork>{}, work, terms);
+      plan.has_quads ? visit_tiles(InQuads<kHalf, kWork>{}) : visit_tiles(InRows<kHalf, kWork>{});
     } else {
-      plan.has_quads ? visit(Quads<false, kWork>{}, work, terms)
-                     : visit(Rows<false, kWork>{}, work, terms);
+      plan.has_quads ? visit_tiles(InQuads<false, kWork>{}) : visit_tiles(InRows<false, kWork>{});
     }
   };
   constexpr unsigned kAll = kForwardWork | kBackwardWork;
@@ -229,22 +234,39 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   const AnyWork<kBackwardWork & ~kWeightWork> backward{what.work};
   if (is_double) {
     visit_any_term(args, what, [&](auto terms) {
-      visit(DoubleRows{}, WorkOf<kAll, decltype(terms)>{what.work}, terms);
+      visit(InDoubles{}, WorkOf<kAll, decltype(terms)>{what.work}, terms);
     });
-  } else if (what.has_weights()) {
-    visit(WeightedRows{}, AnyWork<kAll>{what.work}, AnyTerm<true>{args.loss, args.params});
-  } else if (plan.has_boxes) {
-    what.is_backward() ? visit(Boxes<true>{}, backward, any) : visit(Boxes<false>{}, forward, any);
-  } else if (what.is_backward()) {
-    visit_rows(backward, any);
-  } else {
+  } else if (planner.has_boxes()) {
+    what.is_backward() ? visit(InBoxes<true>{}, backward, any)
+                       : visit(InBoxes<false>{}, forward, any);
+  } else if (planner.is_matrix()) {
+    if (what.is_backward()) {
+      visit_matrix(backward, any);
+      return;
+    }
     visit_forward_work<0>(what, [&](auto work) {
       if constexpr (work.has(kStoresLosses)) {
-        visit_rows(work, any);
+        visit_matrix(work, any);
       } else {  // asked for most: kernels of one loss need fewer registers
-        visit_loss_type(args.loss,
-                        [&](auto loss) { visit_rows(work, TermOf<decltype(loss)>{args.params}); });
+        visit_loss_type(
+            args.loss, [&](auto loss) { visit_matrix(work, TermOf<decltype(loss)>{args.params}); });
       }
+    });
+  } else if (planner.has_quads()) {
+    if (what.is_backward()) {
+      visit(InQuadUnits<decltype(backward)::kBits>{}, backward, any);
+      return;
+    }
+    // One kernel for all sums: for little machine code.
+    if ((what.work & kStoresLosses) != 0) {
+      visit(InQuadUnits<kStoresLosses>{}, FixedWork<kStoresLosses>{}, any);
+    } else {
+      constexpr unsigned kSums = kSumsLosses | kWantsGradInput;
+      visit(InQuadUnits<kSums>{}, AnyWork<kSums>{what.work}, any);
+    }
+  } else {
+    visit_any_term(args, what, [&](auto terms) {
+      visit(InSingleUnits{}, WorkOf<kAll, decltype(terms)>{what.work}, terms);
     });
   }
 }
@@ -265,8 +287,10 @@ void visit_kernel(const ElementwiseArgs& args, const Launch& what, const Body& b
 template <typename Taken>
 int64_t blocks_of(Taken /*taken*/, const typename Taken::Plan& plan, const Launch& what) {
   const int64_t tiles = Taken::tiles(plan);
-  if constexpr (std::is_same_v<typename Taken::Plan, ElementPlan>) {
-    return reduce_blocks(tiles, kPlannedTilesOfBlock, kFewPlannedBlocks);
+  if constexpr (std::is_same_v<typename Taken::Plan, MatrixPlan>) {
+    return reduce_blocks(tiles, kMatrixTilesOfBlock, kFewPlannedBlocks);
+  } else if constexpr (std::is_same_v<typename Taken::Plan, ElementPlan>) {
+    return reduce_blocks(tiles, kPlanTilesOfBlock, kFewPlannedBlocks);
   } else {
     return what.sums_losses() ? reduce_blocks(tiles, kTilesOfBlock, kFewBlocks) : tiles;
   }
@@ -280,8 +304,9 @@ int64_t launch(const ElementwiseArgs& args, const Launch& what, int64_t most_blo
     using Taken = decltype(taken);
     blocks = std::min(blocks_of(taken, plan, what), most_blocks);
     launch_kernel("elementwise_kernel", elementwise_kernel<Taken, decltype(work), decltype(terms)>,
-                  {blocks, kTileThreads, 0, 1, what.is_backward()}, stream, plan, work, terms,
-                  what.scales, reduction_scale(args, typename Taken::acc_t(1)), partials, finalize);
+                  {blocks, kTileThreads, Taken::bytes(plan), 1, what.is_backward()}, stream, plan,
+                  work, terms, what.scales, reduction_scale(args, typename Taken::acc_t(1)),
+                  partials, finalize);
   });
   return blocks;
 }

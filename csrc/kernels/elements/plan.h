@@ -1,200 +1,91 @@
-// How elements of any layout are dealt out to threads. Host code without CUDA, and the arithmetic
-// that kernels share with it (csrc/tests/test_element_plan.cpp).
+// How elements of any layout are dealt out to threads. Host code without CUDA; kernels read the
+// plan by tiles.h.
 //
-// Elements are numbered along the dimensions of the plan, fastest first, and neighbouring threads
-// take neighbouring numbers. Where element n lies follows from n by one multiplication a dimension:
+// An ElementPlan serves operands that no MatrixPlan serves: more than two dimensions, fp64,
+// weights, columns that are far apart, and boxes. One dimension is that of the columns, along which
+// operands are read; the others number the rows. A unit is a few columns of a row, which a thread
+// has. They follow each other where all operands can be read by vectors; else they are further
+// apart, so that a warp reads neighbours each time: a group of units has a stretch of columns, and
+// they take turns. If a row is no whole groups, its last group begins further ahead and shares
+// columns with the one before: so whatever a unit reads is there, and what it writes twice is the
+// same. Units are numbered row by row, and a tile is so many of them.
 //
-//   n stride_0 + (n / size_0) gap_1 + (n / size_0 / size_1) gap_2 + ...
-//   gap_d = stride_d - size_(d-1) stride_(d-1)
-//
-// which holds whether or not dimensions merge, for any strides.
+// Where operands disagree on which dimension is contiguous, rows are cut into units as well, and a
+// tile is a box of both.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 
-#include "kernels/elements/operands.h"
-#include "kernels/primitives/integers.h"
+#include "kernels/elements/matrix_plan.h"
+#include "kernels/primitives/sizes.h"
 
 namespace lossops::cuda {
 
-// Dimensions of a plan, at the most: boxes add two to those of the operands, chunks one.
-constexpr int kPlanDims = kMaxDims + 3;
-// Elements of a box. Its sides are powers of two, of at most a block's threads.
-constexpr int kBoxShift = 11;
-constexpr int kBoxElements = 1 << kBoxShift;
+// A box has 2^kBoxShift units of columns times units of rows. Its sides are powers of two.
+constexpr int kBoxShift = 7;
+constexpr int kBoxElements = (kQuad * kQuad) << kBoxShift;
+// Boxes of a tile, at the most. A choice, not measured.
+constexpr int kBoxesOfTile = 4;
 
-// Four elements with neighbouring numbers, which a thread reads at once.
-constexpr int kQuad = 4;
-// How an operand has its quads.
-enum class QuadKind : int8_t {
-  kNone,    // has none
-  kVector,  // all are aligned vectors
-  kOne,     // all are one number
-  kWords,   // of 2 bytes an element, anywhere: a quad may have the end of a row in it
+// How a unit of an operand lies in memory.
+enum class UnitKind : int8_t {
+  kVector,   // an aligned vector; if a row is no whole units, its last one is not aligned
+  kOne,      // one number
+  kStrided,  // at equal distances
 };
 
-// The dimensions of a plan. Those of a chunk come first: numbers in it fit 31 bits, and gaps 32.
-struct Extents {
-  int64_t sizes[kPlanDims] = {};
-  Divisor divisors[kPlanDims];  // of sizes that fit 31 bits
-  int ndim = 0;
-  int chunk_ndim = 0;
-
-  void add(int64_t size) { sizes[ndim++] = size; }
-  void set_divisors() {
-    for (int dim = 0; dim < ndim; ++dim) {
-      if (0 < sizes[dim] && sizes[dim] <= kMaxDividend) {
-        divisors[dim] = Divisor(static_cast<uint32_t>(sizes[dim]));
-      }
-    }
-  }
-
-  LOSSOPS_HOST_DEVICE int64_t quotient(int64_t n, int dim) const {
-    if (n > kMaxDividend) {
-      return n / sizes[dim];
-    }
-    return sizes[dim] > kMaxDividend ? 0 : divisors[dim].quotient(static_cast<uint32_t>(n));
-  }
-
-  // How far from its first element an operand has the one whose number along dimensions
-  // [first, last) is n.
-  LOSSOPS_HOST_DEVICE int64_t offset(const int64_t* strides, int64_t n, int first, int last) const {
-    int64_t offset = 0;
-#if defined(__CUDA_ARCH__)
-#pragma unroll 1
-#endif
-    for (int dim = first; dim < last; ++dim) {
-      const int64_t rest = quotient(n, dim);
-      offset += (n - rest * sizes[dim]) * strides[dim];
-      n = rest;
-    }
-    return offset;
-  }
-};
-
-// An operand, as plans number its elements. Strides and gaps are in bytes.
+// An operand, as plans number its elements. Strides are in bytes, and [0] is that of the columns.
 struct PlanOperand {
   char* data = nullptr;  // null: absent
   int64_t strides[kPlanDims] = {};
-  int32_t gaps[kPlanDims] = {};  // of the dimensions within a chunk; [0] is stride 0
   DType dtype = DType::kFloat32;
   int32_t bytes = 4;  // of an element
-  // Within a chunk, element n lies at n stride_0 + (n / size_0) gap_1: the further gaps are 0.
-  bool is_simple = false;
-  QuadKind quads = QuadKind::kNone;
-  bool is_turned = false;  // its rows lie along the other side of boxes
-
-  // Sets the gap of a dimension. Returns whether it fits.
-  bool set_gap(const Extents& extents, int dim) {
-    const int64_t gap = strides[dim] - (dim > 0 ? extents.sizes[dim - 1] * strides[dim - 1] : 0);
-    gaps[dim] = static_cast<int32_t>(gap);
-    return -kMaxDividend <= gap && gap <= kMaxDividend;
-  }
+  UnitKind kind = UnitKind::kStrided;
+  bool is_turned = false;  // its neighbours are those of a column: see boxes
+  int8_t slot = 0;         // its number among those that are there
 };
 
-// The distance that `number` gaps make. number: of an element or a row of a chunk, so it has 31
-// bits.
-LOSSOPS_HOST_DEVICE int64_t times(uint32_t number, int32_t gap) {
-  // fault: elementwise-offset
-  return static_cast<int64_t>(static_cast<int32_t>(number)) * gap;
-}
-
-// Adds the gaps of dimensions from 2 on to offsets. rest: the rows of the chunk that the elements
-// lie in; overwritten.
-template <int kSteps>
-LOSSOPS_HOST_DEVICE void add_further_gaps(const Extents& extents, const int32_t* gaps,
-                                          uint32_t (&rest)[kSteps], int64_t (&offsets)[kSteps]) {
-#if defined(__CUDA_ARCH__)
-#pragma unroll 1
-#endif
-  for (int dim = 1; dim + 1 < extents.chunk_ndim; ++dim) {
-    const Divisor divisor = extents.divisors[dim];
-    const int32_t gap = gaps[dim + 1];
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
-    for (int step = 0; step < kSteps; ++step) {
-      rest[step] = divisor.quotient(rest[step]);
-      offsets[step] += times(rest[step], gap);
-    }
-  }
-}
-
-// Chooses the chunks of a plan whose sizes and strides are known. A chunk has as many of the first
-// dimensions as numbers and gaps allow, and may have a part of the next one: that dimension is cut.
-// Calls of_operands(body) to have body(operand) called.
-// Returns the elements of the last chunk along the dimension that was cut; 0: none was.
-template <typename OfOperands>
-int64_t choose_chunks(Extents& extents, int64_t most_elements, const OfOperands& of_operands) {
-  int64_t elements = 1;
-  int64_t last_elements = 0;
-  int dim = 0;
-  for (; dim < extents.ndim; ++dim) {
-    bool fits = true;
-    of_operands([&](PlanOperand& operand) { fits = operand.set_gap(extents, dim) && fits; });
-    if (!fits) {
-      break;
-    }
-    // A piece is whole quads, so that vectors are aligned in every chunk.
-    int64_t piece = std::max<int64_t>(most_elements / elements, 1);
-    piece -= piece > kQuad ? piece % kQuad : 0;
-    const int64_t size = extents.sizes[dim];
-    if (piece < size) {
-      // The dimension becomes two: a piece, and how many of those.
-      for (int other = extents.ndim; other > dim + 1; --other) {
-        extents.sizes[other] = extents.sizes[other - 1];
-      }
-      extents.sizes[dim] = piece;
-      extents.sizes[dim + 1] = ceil_div(size, piece);
-      ++extents.ndim;
-      of_operands([&](PlanOperand& operand) {
-        for (int other = extents.ndim - 1; other > dim; --other) {
-          operand.strides[other] = operand.strides[other - 1];
-        }
-        operand.strides[dim + 1] *= piece;
-      });
-      last_elements = (size - (extents.sizes[dim + 1] - 1) * piece) * elements;
-      ++dim;
-      break;
-    }
-    elements *= size;
-  }
-  extents.chunk_ndim = dim;
-  return last_elements;
-}
-
 struct ElementPlan {
+  // Dimension 0 numbers the units of a row, or its tiles where rows are cut; the others number the
+  // rows. Where there are boxes, dimensions 0 and 1 number the tiles along the columns and the rows
+  // of a matrix.
   Extents extents;
   PlanOperand operands[kNumOperands];
-  bool has_quads = false;  // four neighbours are read at once
-  bool is_half = false;    // all operands are of half types
-  int64_t chunk_elements = 1;
-  int64_t last_elements = 0;  // of the last chunk along a dimension that was cut; 0: as others
-  int64_t chunks = 1;
-  int64_t chunk_tiles = 1;  // by cut()
-
-  // Where operands disagree on which dimension is contiguous, a tile is a box of two dimensions.
-  // Dimensions 0 and 1 are its sides, 2 and 3 count boxes along each, and a chunk is one box.
+  int8_t slots[kNumOperands] = {};  // which operands are there
+  int32_t num_slots = 0;
   bool has_boxes = false;
-  int32_t box_shifts[2] = {};   // logarithms of the sides, to base 2
-  int64_t box_extents[2] = {};  // sizes of the two dimensions; boxes may reach beyond them
+  bool cuts_rows = false;  // each tile lies in one row
+  int32_t width = 1;       // columns of a unit
+  int32_t spread = 1;      // how many columns they are apart, and units of a group: a power of two
 
-  LOSSOPS_HOST_DEVICE int64_t tiles() const { return chunks * chunk_tiles; }
+  int64_t columns = 1;
+  int64_t row_units = 1;
+  Divisor row_divisor;  // of row_units; where rows are cut, of more than any tile has
+  int64_t units = 0;    // of all rows
+  int32_t tile_units = 1;
+  int32_t tile_rows = 1;  // rows that a tile has a part of, at the most
+  int64_t tiles = 0;
 
-  // tile_elements: elements of a tile of the kernel that takes the plan.
-  void cut(int64_t tile_elements) { chunk_tiles = ceil_div(chunk_elements, tile_elements); }
+  int32_t box_shifts[2] = {};    // logarithms of the sides of a box in units, to base 2
+  int32_t matrix_units[2] = {};  // of columns and rows
+  int32_t matrix_last[2] = {};   // where the last unit of each begins
+
+  // Of what a block works out for a tile, and for the next one: an address for each row and
+  // operand.
+  int64_t table_bytes() const {
+    return int64_t{2} * tile_rows * num_slots * static_cast<int64_t>(sizeof(char*));
+  }
 };
 
 // Makes an ElementPlan.
 class ElementPlanner {
  public:
-  // operands: kNumOperands of them; null data: absent. may_pack: the plan may have boxes and quads,
-  // and may say that all operands are of half types. chunk_elements: elements of a chunk, at the
-  // most.
-  ElementPlanner(const IterationSpace& space, const Operand* operands, bool may_pack,
-                 int64_t chunk_elements = int64_t{1} << 30)
-      : space_(space), operands_(operands) {
+  // operands: kNumOperands of them; null data: absent. may_pack: the plan may have boxes and units
+  // of several columns.
+  ElementPlanner(const IterationSpace& space, const Operand* operands, bool may_pack)
+      : space_(space), operands_(operands), may_pack_(may_pack) {
     if (space_.ndim == 0 || space_.numel == 0) {
       space_.ndim = 1;
       space_.sizes[0] = 1;
@@ -205,15 +96,54 @@ class ElementPlanner {
       own.data = static_cast<char*>(operand.data);
       own.dtype = operand.dtype;
       own.bytes = static_cast<int32_t>(element_size(operand.dtype));
+      own.slot = static_cast<int8_t>(plan_.num_slots);
+      plan_.slots[plan_.num_slots++] = static_cast<int8_t>(&operand - operands_);
     });
-    plan_.has_boxes = may_pack && chooses_boxes();
-    plan_.has_boxes ? cut_boxes() : cut_rows(chunk_elements);
-    plan_.has_quads = may_pack && !plan_.has_boxes && finds_quads();
-    plan_.is_half = may_pack && are_half();
-    count();
+    plan_.columns = space_.sizes[lead_];
+    plan_.has_boxes = may_pack_ && chooses_boxes();
   }
 
-  const ElementPlan& plan() const { return plan_; }
+  bool has_boxes() const { return plan_.has_boxes; }
+  // In rows of 4 to 7 columns many columns would belong to two units. A choice, not measured.
+  bool has_quads() const { return may_pack_ && plan_.columns >= 2 * kQuad && has_near_columns(); }
+  // Whether two dimensions tell where elements lie: see matrix_plan.h.
+  bool is_matrix() const {
+    return may_pack_ && space_.ndim <= 2 && has_near_columns() && has_long_chunks();
+  }
+  MatrixPlan matrix() const { return MatrixPlanner(space_, operands_, lead_).plan(); }
+
+  // To be called once. width: of a unit. at_once: units that a block takes at a time; boxes do not
+  // ask.
+  const ElementPlan& plan(int width, int at_once) {
+    plan_.width = width;
+    add(plan_.columns, lead_);
+    if (plan_.has_boxes) {
+      add(space_.sizes[other_], other_);
+    }
+    for (int dim = 0; dim < space_.ndim; ++dim) {
+      if (dim != lead_ && !(plan_.has_boxes && dim == other_)) {
+        add(space_.sizes[dim], dim);
+      }
+    }
+    bool are_vectors = true;
+    for_each_operand([&](const Operand& operand, PlanOperand& own) {
+      own.is_turned = plan_.has_boxes && operand.strides[other_] == 1 && is_turned(operand, lead_);
+      own.kind = kind_of(operand, own, own.is_turned ? 1 : 0);
+      // Gradients do not count, so that elements are numbered alike with them and without them.
+      const bool is_gradient = &operand - operands_ > kOutput;
+      are_vectors = are_vectors && (is_gradient || own.kind != UnitKind::kStrided);
+    });
+    if (plan_.has_boxes) {
+      number_boxes();
+    } else {
+      if (width > 1 && !are_vectors) {
+        spread();
+      }
+      number_units(at_once);
+    }
+    plan_.extents.set_divisors();
+    return plan_;
+  }
 
  private:
   template <typename Body>
@@ -254,6 +184,37 @@ class ElementPlanner {
     return found;
   }
 
+  // Whether 31 bits hold the distance of the columns of a unit, in bytes. Elements have at most 4.
+  bool has_near_columns() const {
+    constexpr int64_t kMostBytes = 4;
+    bool are_near = true;
+    for (int which = 0; which < kNumOperands; ++which) {
+      const Operand& operand = operands_[which];
+      const int64_t stride = operand.data != nullptr ? std::abs(operand.strides[lead_]) : 0;
+      are_near = are_near && stride <= kMaxDividend / kWarpSize / kMostBytes;
+    }
+    return are_near;
+  }
+
+  // Whether a chunk of a matrix has enough for a tile. It is one row where a gap has more than 31
+  // bits. Gradients do not count, so that elements are numbered alike with them and without them.
+  bool has_long_chunks() const {
+    constexpr int64_t kLongChunk = 2048;
+    bool are_long = plan_.columns >= kLongChunk || space_.ndim < 2;
+    if (!are_long) {
+      are_long = true;
+      for (int which = 0; which <= kOutput; ++which) {
+        const Operand& operand = operands_[which];
+        if (operand.data != nullptr) {
+          const int64_t gap = operand.strides[1 - lead_] - plan_.columns * operand.strides[lead_];
+          const int64_t bytes = element_size(operand.dtype);
+          are_long = are_long && std::abs(gap) <= kMaxDividend / bytes;
+        }
+      }
+    }
+    return are_long;
+  }
+
   bool is_broadcast(const Operand& operand) const {
     return std::any_of(operand.strides, operand.strides + space_.ndim,
                        [](int64_t stride) { return stride == 0; });
@@ -266,132 +227,130 @@ class ElementPlanner {
   // least half of the boxes. Rows are faster for matrices that fill less: these are so small that
   // the cache holds what a warp reads across the rows (docs/experiments/elementwise.md).
   bool chooses_boxes() {
-    if (other_ == lead_) {
+    const int64_t sizes[2] = {space_.sizes[lead_], space_.sizes[other_]};
+    if (other_ == lead_ || std::min(sizes[0], sizes[1]) < kQuad ||
+        std::max(sizes[0], sizes[1]) > kMaxDividend || !has_near_columns()) {
       return false;
     }
-    const auto padded = [&](int dim, int shift) {
-      return (((space_.sizes[dim] - 1) >> shift) + 1) << shift;
-    };
+    int64_t units[2];
+    for (int i = 0; i < 2; ++i) {
+      units[i] = ceil_div(sizes[i], kQuad);
+      plan_.matrix_units[i] = static_cast<int32_t>(units[i]);
+      plan_.matrix_last[i] = static_cast<int32_t>(sizes[i] - kQuad);
+    }
+    const auto padded = [&](int i, int shift) { return (((units[i] - 1) >> shift) + 1) << shift; };
     int64_t least = 0;
     // Of sides that are filled alike, the first are chosen: those nearest to a square.
-    for (const int shift : {5, 6, 4, 7, 3, 8}) {
-      const int64_t elements = padded(lead_, shift) * padded(other_, kBoxShift - shift);
-      if (least == 0 || elements < least) {
-        least = elements;
+    for (const int shift : {4, 3, 5, 2}) {
+      const int64_t filled = padded(0, shift) * padded(1, kBoxShift - shift);
+      if (least == 0 || filled < least) {
+        least = filled;
         plan_.box_shifts[0] = shift;
         plan_.box_shifts[1] = kBoxShift - shift;
       }
     }
-    return 2 * space_.sizes[lead_] * space_.sizes[other_] >= least;
+    return 2 * sizes[0] * sizes[1] >= kQuad * kQuad * least;
   }
 
-  bool are_half() {
-    bool are = true;
-    for_each_operand(
-        [&](const Operand& operand, PlanOperand&) { are = are && is_half_type(operand.dtype); });
-    return are;
+  // dim: that of the plan along which the operand's units lie.
+  UnitKind kind_of(const Operand& operand, const PlanOperand& own, int dim) const {
+    const int64_t size = space_.sizes[dim == 0 ? lead_ : other_];
+    if (own.strides[dim] == 0) {
+      return UnitKind::kOne;
+    }
+    if (own.strides[dim] != own.bytes || plan_.width == 1) {
+      return UnitKind::kStrided;
+    }
+    // Rows that are no whole units have one that is not aligned, and a warp with that unit reads
+    // twice. From so many columns on, those warps are few. A choice, not measured.
+    constexpr int64_t kLongRow = 2048;
+    const int64_t bytes = plan_.width * own.bytes;
+    bool is_aligned = reinterpret_cast<uintptr_t>(operand.data) % bytes == 0 &&
+                      (size % plan_.width == 0 || size >= kLongRow);
+    for (int other = 0; other < plan_.extents.ndim; ++other) {
+      is_aligned = is_aligned && (other == dim || own.strides[other] % bytes == 0);
+    }
+    return is_aligned ? UnitKind::kVector : UnitKind::kStrided;
   }
 
-  // Whether all operands have quads; says of each how.
-  bool finds_quads() {
-    bool found = true;
-    for_each_operand([&](const Operand& operand, PlanOperand& own) {
-      const bool is_written = &operand - operands_ >= kOutput;
-      own.quads = quads_of(operand, own);
-      found = found && own.quads != QuadKind::kNone && !(is_written && own.quads == QuadKind::kOne);
+  // Chooses how far the columns of a unit are apart: as far as groups fill rows well.
+  void spread() {
+    // A choice, not measured: up to an eighth of the columns may belong to two groups.
+    constexpr int64_t kShare = 8;
+    plan_.spread = kWarpSize;
+    const auto fills = [&] {
+      const int64_t group = int64_t{plan_.width} * plan_.spread;
+      const int64_t shared = ceil_div(plan_.columns, group) * group - plan_.columns;
+      return group <= plan_.columns && shared * kShare <= plan_.columns;
+    };
+    while (plan_.spread > 1 && !fills()) {
+      plan_.spread /= 2;
+    }
+    for_each_operand([&](const Operand& /*operand*/, PlanOperand& own) {
+      own.kind = own.kind == UnitKind::kOne ? own.kind : UnitKind::kStrided;
     });
-    return found;
-  }
-  QuadKind quads_of(const Operand& operand, const PlanOperand& own) const {
-    const Extents& extents = plan_.extents;
-    const bool is_half = is_half_type(operand.dtype);
-    if ((!is_half && operand.dtype != DType::kFloat32) || is_turned(operand, lead_) ||
-        extents.chunk_ndim == 0) {
-      return QuadKind::kNone;
-    }
-    const int64_t row = extents.sizes[0];
-    const bool is_one = own.strides[0] == 0;
-    // Elements of a row from which on unaligned half types are read by words. A quad in which a row
-    // ends is slow: of rows of 64 that is at most one in 16. A choice, not measured.
-    constexpr int64_t kLeastRow = 64;
-    const bool has_words = is_half && own.is_simple && !is_one && row >= kLeastRow;
-    const QuadKind anywhere = has_words ? QuadKind::kWords : QuadKind::kNone;
-    // Where rows of a chunk follow each other without gaps, it does not matter where they end.
-    const bool has_gaps = !own.is_simple || (extents.chunk_ndim > 1 && own.gaps[1] != 0);
-    if (row % kQuad != 0 && has_gaps) {
-      return anywhere;
-    }
-    if (is_one) {
-      return QuadKind::kOne;
-    }
-    const int64_t bytes = kQuad * own.bytes;
-    bool is_aligned = reinterpret_cast<uintptr_t>(own.data) % bytes == 0;
-    for (int dim = has_gaps ? 1 : extents.chunk_ndim; dim < extents.ndim; ++dim) {
-      is_aligned = is_aligned && own.strides[dim] % bytes == 0;
-    }
-    return is_aligned ? QuadKind::kVector : anywhere;
   }
 
-  // Adds a dimension to the plan: `size` elements of dimension `dim` of the space, `factor` of its
-  // strides apart.
-  void add(int64_t size, int dim, int64_t factor) {
+  // Adds a dimension to the plan.
+  void add(int64_t size, int dim) {
     for_each_operand([&](const Operand& operand, PlanOperand& own) {
-      own.strides[plan_.extents.ndim] = operand.strides[dim] * factor * own.bytes;
+      own.strides[plan_.extents.ndim] = operand.strides[dim] * own.bytes;
     });
     plan_.extents.add(size);
   }
 
-  template <typename Skips>
-  void add_others(const Skips& skips) {
-    for (int dim = 0; dim < space_.ndim; ++dim) {
-      if (!skips(dim)) {
-        add(space_.sizes[dim], dim, 1);
-      }
-    }
-  }
-
-  void cut_rows(int64_t chunk_elements) {
-    add(space_.sizes[lead_], lead_, 1);
-    add_others([&](int dim) { return dim == lead_; });
-    plan_.last_elements = choose_chunks(plan_.extents, chunk_elements, [&](const auto& body) {
-      for_each_operand([&](const Operand&, PlanOperand& own) { body(own); });
-    });
-    for_each_operand([&](const Operand&, PlanOperand& own) {
-      own.is_simple = true;
-      for (int dim = 2; dim < plan_.extents.chunk_ndim; ++dim) {
-        own.is_simple = own.is_simple && own.gaps[dim] == 0;
-      }
-    });
-  }
-
-  void cut_boxes() {
-    const int64_t sides[2] = {int64_t{1} << plan_.box_shifts[0], int64_t{1} << plan_.box_shifts[1]};
-    const int dims[2] = {lead_, other_};
-    for (const bool counts : {false, true}) {
-      for (int i = 0; i < 2; ++i) {
-        const int64_t size = space_.sizes[dims[i]];
-        add(counts ? ceil_div(size, sides[i]) : sides[i], dims[i], counts ? sides[i] : 1);
-        plan_.box_extents[i] = size;
-      }
-    }
-    add_others([&](int dim) { return dim == lead_ || dim == other_; });
-    plan_.extents.chunk_ndim = 2;
-    for_each_operand([&](const Operand& operand, PlanOperand& own) {
-      own.is_turned = operand.strides[other_] == 1 && is_turned(operand, lead_);
-    });
-  }
-
-  void count() {
+  void number_boxes() {
     Extents& extents = plan_.extents;
-    extents.set_divisors();
-    for (int dim = 0; dim < extents.ndim; ++dim) {
-      (dim < extents.chunk_ndim ? plan_.chunk_elements : plan_.chunks) *= extents.sizes[dim];
+    extents.sizes[0] = ceil_div(plan_.matrix_units[0], int64_t{1} << plan_.box_shifts[0]);
+    extents.sizes[1] =
+        ceil_div(plan_.matrix_units[1], int64_t{kBoxesOfTile} << plan_.box_shifts[1]);
+    plan_.tiles = count();
+  }
+
+  int64_t count() const {
+    int64_t count = space_.numel > 0 ? 1 : 0;
+    for (int dim = 0; dim < plan_.extents.ndim; ++dim) {
+      count *= plan_.extents.sizes[dim];
     }
-    plan_.chunks = space_.numel > 0 ? plan_.chunks : 0;
+    return count;
+  }
+
+  void number_units(int at_once) {
+    const int64_t group = int64_t{plan_.width} * plan_.spread;
+    plan_.row_units = ceil_div(plan_.columns, group) * plan_.spread;
+    plan_.extents.sizes[0] = plan_.row_units;
+    plan_.units = count();
+    // Long tiles share what a block works out for a tile. Where there are few, or where they have
+    // many rows, they are shorter. A choice, not measured.
+    constexpr int kMostTurns = 4;
+    constexpr int64_t kManyTiles = 2048;
+    constexpr int64_t kManyRows = 411;  // their tables fit in the 48 KB that kernels get unasked
+    for (int turns = kMostTurns; turns > 0; turns /= 2) {
+      plan_.tile_units = turns * at_once;
+      plan_.tiles = ceil_div(plan_.units, plan_.tile_units);
+      plan_.tile_rows = static_cast<int32_t>(std::min<int64_t>(
+          (plan_.tile_units - 2) / plan_.row_units + 2, plan_.units / plan_.row_units));
+      if (plan_.tiles >= kManyTiles && plan_.tile_rows <= kManyRows) {
+        break;
+      }
+    }
+    // Numbers in a tile have 31 bits, so tiles do not cross the ends of rows that are so long.
+    // Their last tile is not full.
+    constexpr int64_t kCutRow = int64_t{1} << 22;
+    if (plan_.row_units >= kCutRow) {
+      plan_.cuts_rows = true;
+      plan_.tile_rows = 1;
+      const int64_t pieces = ceil_div(plan_.row_units, plan_.tile_units);
+      plan_.tiles = plan_.units / plan_.row_units * pieces;
+      plan_.extents.sizes[0] = pieces;
+    }
+    plan_.row_divisor =
+        Divisor(static_cast<uint32_t>(plan_.cuts_rows ? kMaxDividend : plan_.row_units));
   }
 
   IterationSpace space_;
   const Operand* const operands_;
+  const bool may_pack_;
   int lead_ = 0;   // the dimension of the space along which rows lie
   int other_ = 0;  // the dimension along which rows of turned operands lie; lead_: there are none
   ElementPlan plan_;

@@ -119,7 +119,13 @@ __device__ __forceinline__ double total(const Tile& tile, const acc_t (&values)[
   acc_t own[kCount];
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    own[n] = tile.has(n) ? values[n] : acc_t(0);
+    own[n] = values[n];
+  }
+  if (!tile.has_all()) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      own[n] = tile.has(n) ? own[n] : acc_t(0);
+    }
   }
   return static_cast<double>(pairwise_sum(own));
 }

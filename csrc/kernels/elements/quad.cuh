@@ -3,12 +3,12 @@
 
 #include <cstdint>
 
-#include "kernels/elements/plan.h"
+#include "kernels/elements/extents.h"
 #include "kernels/primitives/vectorized.cuh"
 
 namespace lossops::cuda {
 
-// What was read of a quad. In the layout of QuadKind::kVector, an element of 4 bytes has a cell of
+// What was read of a quad. In the layout of an aligned vector, an element of 4 bytes has a cell of
 // its own; elements of 2 bytes lie in the first two cells, two in each.
 struct QuadCells {
   uint32_t cells[kQuad];
@@ -55,7 +55,20 @@ struct QuadCells {
     }
   }
 
-  // These bring what was read into the layout of QuadKind::kVector.
+  // Elements `distance` bytes apart.
+  template <int kBytes>
+  __device__ __forceinline__ void load_strided(const char* data, int distance) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      if constexpr (kBytes == 4) {
+        cells[i] = *reinterpret_cast<const uint32_t*>(data + int64_t{i} * distance);
+      } else {
+        cells[i] = *reinterpret_cast<const uint16_t*>(data + int64_t{i} * distance);
+      }
+    }
+  }
+
+  // These bring what was read into the layout of an aligned vector.
   template <int kBytes>
   __device__ __forceinline__ void settle_one() {
     const uint32_t one = kBytes == 4 ? cells[0] : cells[0] << 16 | cells[0];
@@ -74,6 +87,33 @@ struct QuadCells {
     cells[0] = low;
   }
 
+  // Of elements of 2 bytes.
+  __device__ __forceinline__ void settle_strided() {
+    cells[0] = __byte_perm(cells[0], cells[1], 0x5410);
+    cells[1] = __byte_perm(cells[2], cells[3], 0x5410);
+  }
+
+  // Elements of 2 bytes to float.
+  template <typename scalar_t>
+  __device__ __forceinline__ void unpack() {
+    // From the last, so that no word is overwritten before it is read.
+#pragma unroll
+    for (int i = kQuad - 1; i >= 0; --i) {
+      const scalar_t value{static_cast<uint16_t>(cells[i / 2] >> (i % 2 * 16))};
+      cells[i] = __float_as_uint(to_acc<float>(value));
+    }
+  }
+  // The other way: rounds.
+  template <typename scalar_t>
+  __device__ __forceinline__ static QuadCells pack(const float* values) {
+    QuadCells quad;
+#pragma unroll
+    for (int word = 0; word < static_cast<int>(sizeof(scalar_t)); ++word) {
+      quad.cells[word] = pack_word<scalar_t>(values + word * (4 / sizeof(scalar_t)));
+    }
+    return quad;
+  }
+
   template <int kBytes>
   __device__ __forceinline__ void store_vector(char* data) const {
     if constexpr (kBytes == 4) {
@@ -87,6 +127,18 @@ struct QuadCells {
     for (int i = 0; i < kQuad; ++i) {
       *reinterpret_cast<uint16_t*>(data + 2 * i + (i < left ? 0 : jump)) =
           static_cast<uint16_t>(cells[i / 2] >> (i % 2 * 16));
+    }
+  }
+  template <int kBytes>
+  __device__ __forceinline__ void store_strided(char* data, int distance) const {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      if constexpr (kBytes == 4) {
+        *reinterpret_cast<uint32_t*>(data + int64_t{i} * distance) = cells[i];
+      } else {
+        *reinterpret_cast<uint16_t*>(data + int64_t{i} * distance) =
+            static_cast<uint16_t>(cells[i / 2] >> (i % 2 * 16));
+      }
     }
   }
 };

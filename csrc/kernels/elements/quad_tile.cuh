@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kernels/elements/places.cuh"
+#include "kernels/elements/chunk_places.cuh"
 #include "kernels/elements/quad.cuh"
 
 namespace lossops::cuda {
@@ -21,7 +21,7 @@ class QuadTile {
   static constexpr bool kHasSubnormals = true;
 
   // first: the thread's first element in the chunk.
-  __device__ __forceinline__ QuadTile(const ElementPlan& plan, const ChunkPlaces& chunk,
+  __device__ __forceinline__ QuadTile(const MatrixPlan& plan, const ChunkPlaces& chunk,
                                       uint32_t first)
       : places_(plan, chunk, first) {}
 
@@ -31,7 +31,7 @@ class QuadTile {
       tile.is_half(which) ? load<2>(tile, which) : load<4>(tile, which);
     }
     __device__ __forceinline__ void convert(const QuadTile& tile, Which which) {
-      const PlanOperand& operand = tile.places_.operand(which);
+      const MatrixOperand& operand = tile.places_.operand(which);
       if (!tile.is_half(which)) {
         settle<4>(tile, operand);
         return;
@@ -57,8 +57,8 @@ class QuadTile {
         });
       } else if constexpr (kBytes == 2) {
         odd_ = 0;
-        const int32_t jump = tile.places_.operand(which).gaps[1];
-        tile.places_.for_each_simple_step(which, kBytes, [&](int step, const char* data) {
+        const int32_t jump = tile.places_.operand(which).gap;
+        tile.places_.for_each_step(which, kBytes, [&](int step, const char* data) {
           odd_ |= (reinterpret_cast<uintptr_t>(data) & 2) != 0 ? 1u << step : 0;
           const int left = tile.places_.left(step);
           if (left >= kQuad) {
@@ -70,7 +70,7 @@ class QuadTile {
       }
     }
     template <int kBytes>
-    __device__ __forceinline__ void settle(const QuadTile& tile, const PlanOperand& operand) {
+    __device__ __forceinline__ void settle(const QuadTile& tile, const MatrixOperand& operand) {
       if (operand.quads == QuadKind::kOne) {
 #pragma unroll
         for (QuadCells& quad : quads_) {
@@ -87,12 +87,7 @@ class QuadTile {
     __device__ __forceinline__ void unpack() {
 #pragma unroll
       for (QuadCells& quad : quads_) {
-        // From the last, so that no word is overwritten before it is read.
-#pragma unroll
-        for (int i = kWidth - 1; i >= 0; --i) {
-          const scalar_t value{static_cast<uint16_t>(quad.cells[i / 2] >> (i % 2 * 16))};
-          quad.cells[i] = __float_as_uint(to_acc<float>(value));
-        }
+        quad.template unpack<scalar_t>();
       }
     }
 
@@ -103,6 +98,7 @@ class QuadTile {
 
   __device__ __forceinline__ bool is_half() const { return is_half(kInput); }
   __device__ __forceinline__ bool has(int /*n*/) const { return true; }
+  __device__ __forceinline__ bool has_all() const { return true; }
 
   // Rounds and writes.
   __device__ __forceinline__ void store(Which which, const float (&results)[kSteps * kWidth]) {
@@ -113,12 +109,7 @@ class QuadTile {
       store_halves<half_t>(which, results);
     } else {
       for_each_quad(which, 4, [&](int step, char* data) {
-        QuadCells cells;
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          cells.cells[i] = __float_as_uint(results[step * kWidth + i]);
-        }
-        cells.store_vector<4>(data);
+        QuadCells::pack<float>(results + step * kWidth).store_vector<4>(data);
       });
     }
   }
@@ -131,16 +122,13 @@ class QuadTile {
   template <typename scalar_t>
   __device__ __forceinline__ void store_halves(Which which,
                                                const float (&results)[kSteps * kWidth]) const {
-    const auto pack = [&](int step) {
-      const float* const own = results + step * kWidth;
-      return QuadCells{{pack_word<scalar_t>(own), pack_word<scalar_t>(own + 2)}};
-    };
+    const auto pack = [&](int step) { return QuadCells::pack<scalar_t>(results + step * kWidth); };
     if (places_.operand(which).quads == QuadKind::kVector) {
       for_each_quad(which, 2,
                     [&](int step, char* data) { pack(step).template store_vector<2>(data); });
     } else {
-      const int32_t jump = places_.operand(which).gaps[1];
-      places_.for_each_simple_step(which, 2, [&](int step, char* data) {
+      const int32_t jump = places_.operand(which).gap;
+      places_.for_each_step(which, 2, [&](int step, char* data) {
         pack(step).store_halves(data, places_.left(step), jump);
       });
     }
@@ -150,12 +138,7 @@ class QuadTile {
   template <typename Body>
   __device__ __forceinline__ void for_each_quad(Which which, int32_t stride,
                                                 const Body& body) const {
-    if (places_.operand(which).is_simple) {
-      places_.for_each_simple_step(which, stride, body);
-      keep_apart();
-    } else {
-      places_.for_each_step(which, stride, body);
-    }
+    places_.for_each_step(which, stride, body);
   }
 
   const RowPlaces<kSteps, kWidth> places_;

@@ -3,14 +3,14 @@
 
 #include <cstdint>
 
-#include "kernels/elements/places.cuh"
+#include "kernels/elements/chunk_places.cuh"
 #include "kernels/elements/values.cuh"
 
 namespace lossops::cuda {
 
 // kSteps elements of a thread, kTileThreads apart; all of them are there. kIsHalf: all operands are
 // of half types.
-template <typename acc_t_, int kSteps_, bool kIsHalf_ = false>
+template <typename acc_t_, int kSteps_, bool kIsHalf_>
 class RowTile {
  public:
   using acc_t = acc_t_;
@@ -22,7 +22,7 @@ class RowTile {
   friend Values;
 
   // first: the thread's first element in the chunk.
-  __device__ __forceinline__ RowTile(const ElementPlan& plan, const ChunkPlaces& chunk,
+  __device__ __forceinline__ RowTile(const MatrixPlan& plan, const ChunkPlaces& chunk,
                                      uint32_t first)
       : places_(plan, chunk, first) {}
 
@@ -30,26 +30,25 @@ class RowTile {
     return kIsHalf || is_half_type(operand(kInput).dtype);
   }
   __device__ __forceinline__ bool has(int /*step*/) const { return true; }
+  __device__ __forceinline__ bool has_all() const { return true; }
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps]) {
     Values(results).store(*this, which);
   }
 
  private:
-  __device__ __forceinline__ const PlanOperand& operand(Which which) const {
+  __device__ __forceinline__ const MatrixOperand& operand(Which which) const {
     return places_.operand(which);
   }
   template <int kBytes, typename Body>
   __device__ __forceinline__ void for_each_element(Which which, const Body& body) const {
-    const int32_t stride = operand(which).gaps[0];
-    if (kSteps > 1 && operand(which).is_simple && stride == kBytes) {
-      places_.for_each_simple_step(which, kBytes, body);
+    const int32_t stride = operand(which).stride;
+    if (stride == kBytes) {
+      places_.for_each_step(which, kBytes, body);
       keep_apart();
     } else {
       places_.for_each_step(which, stride, body);
     }
   }
-  __device__ __forceinline__ void take(Which /*which*/, Values& /*values*/) const {}
-  __device__ __forceinline__ void give(Which /*which*/, Values& /*values*/) const {}
 
   const RowPlaces<kSteps, kWidth> places_;
 };

@@ -7,17 +7,54 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/elements/places.cuh"
+#include "kernels/elements/plan.h"
 #include "kernels/elements/values.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
 
 namespace lossops::cuda {
 
+// Where element n of a walk lies follows from n by one multiplication a dimension:
+//
+//   n stride_0 + (n / size_0) gap_1 + (n / size_0 / size_1) gap_2 + ...
+//   gap_d = stride_d - size_(d-1) stride_(d-1)
+struct SumOperand : PlanOperand {
+  int32_t gaps[kPlanDims] = {};  // in bytes; [0] is stride 0
+
+  // Sets the gap of a dimension. Returns whether it fits.
+  bool set_gap(const Extents& extents, int dim) {
+    const int64_t gap = strides[dim] - (dim > 0 ? extents.sizes[dim - 1] * strides[dim - 1] : 0);
+    gaps[dim] = static_cast<int32_t>(gap);
+    return -kMaxDividend <= gap && gap <= kMaxDividend;
+  }
+};
+
+// Adds the gaps of dimensions from 2 on to offsets. rest: the rows of the chunk that the elements
+// lie in; overwritten.
+template <int kSteps>
+LOSSOPS_HOST_DEVICE void add_further_gaps(const Extents& extents, int ndim, const int32_t* gaps,
+                                          uint32_t (&rest)[kSteps], int64_t (&offsets)[kSteps]) {
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
+  for (int dim = 1; dim + 1 < ndim; ++dim) {
+    const Divisor divisor = extents.divisors[dim];
+    const int32_t gap = gaps[dim + 1];
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int step = 0; step < kSteps; ++step) {
+      rest[step] = divisor.quotient(rest[step]);
+      offsets[step] += times(rest[step], gap);
+    }
+  }
+}
+
 struct SumPlan {
   // The walked dimensions, which are summed over, come first; those that number the sums follow.
   Extents extents;
   int32_t num_walked = 0;
-  PlanOperand operands[kNumOperands];
+  bool has_gaps = false;  // numbers of a walk have 31 bits, and gaps 32
+  SumOperand operands[kNumOperands];
   int64_t walk = 1;  // elements of a sum
   int64_t sums = 1;
   int32_t block_sums = 1;  // sums of a block
@@ -49,16 +86,15 @@ class SumPlanner {
       (dim < plan_.num_walked ? plan_.walk : plan_.sums) *= plan_.extents.sizes[dim];
     }
     share(steps);
-    // The numbers of a walk are those of a chunk where they and the gaps are small enough.
     Extents& extents = plan_.extents;
-    bool is_small = plan_.walk + int64_t{kTileThreads} * steps <= kMaxDividend;
-    for (PlanOperand& own : plan_.operands) {
+    bool has_gaps = plan_.walk + int64_t{kTileThreads} * steps <= kMaxDividend;
+    for (SumOperand& own : plan_.operands) {
       for (int dim = 0; dim < plan_.num_walked; ++dim) {
-        is_small = own.set_gap(extents, dim) && is_small;
+        has_gaps = own.set_gap(extents, dim) && has_gaps;
       }
     }
     extents.set_divisors();
-    extents.chunk_ndim = is_small ? plan_.num_walked : 0;
+    plan_.has_gaps = has_gaps;
   }
 
   const SumPlan& plan() const { return plan_; }
@@ -88,7 +124,7 @@ class SumPlanner {
         if (operand.data == nullptr) {
           continue;
         }
-        PlanOperand& own = plan_.operands[which];
+        SumOperand& own = plan_.operands[which];
         own.data = static_cast<char*>(operand.data);
         own.dtype = operand.dtype;
         own.bytes = static_cast<int32_t>(element_size(operand.dtype));
@@ -190,16 +226,17 @@ class SumTile {
     const int64_t left = end_ - first_;
     left_ = left > 0 ? static_cast<int>(left < most ? left : most) : 0;
     // Lane 0 of the first sum is there in every block.
-    return first_ - lane_ < last_of_split();
+    return first_ - lane_ < end_of_split();
   }
 
   __device__ __forceinline__ bool is_half() const {
     return is_half_type(plan_.operands[kInput].dtype);
   }
-  __device__ __forceinline__ const PlanOperand& operand(Which which) const {
+  __device__ __forceinline__ const SumOperand& operand(Which which) const {
     return plan_.operands[which];
   }
   __device__ __forceinline__ bool has(int step) const { return step * plan_.lanes < left_; }
+  __device__ __forceinline__ bool has_all() const { return has(kSteps - 1); }
 
   // Adds up what the lanes have of each sum. buffer: (kTileThreads,). partials: (splits, sums) of
   // sums that are split; others are elements of the gradient.
@@ -242,7 +279,7 @@ class SumTile {
     return buffer[slot_];
   }
 
-  __device__ __forceinline__ int64_t last_of_split() const {
+  __device__ __forceinline__ int64_t end_of_split() const {
     const int64_t end = (split_ + 1) * plan_.split_walk;
     return end < plan_.walk ? end : plan_.walk;
   }
@@ -252,12 +289,12 @@ class SumTile {
 
   template <int kBytes, typename Body>
   __device__ __forceinline__ void for_each_element(Which which, Body&& body) const {
-    const PlanOperand& operand = plan_.operands[which];
+    const SumOperand& operand = plan_.operands[which];
     const Extents& extents = plan_.extents;
     const int walked = plan_.num_walked;
     char* const data = operand.data + own_[which];
     int64_t offsets[kSteps];
-    if (extents.chunk_ndim == 1) {  // sums along one dimension, as most are
+    if (plan_.has_gaps && walked == 1) {  // sums along one dimension, as most are
       char* const first = unfolded(data + times(static_cast<uint32_t>(first_), operand.gaps[0]));
       __builtin_assume(__isGlobal(first));
 #pragma unroll
@@ -268,7 +305,7 @@ class SumTile {
       }
       return;
     }
-    if (extents.chunk_ndim == walked) {
+    if (plan_.has_gaps) {
       uint32_t rest[kSteps];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -276,7 +313,7 @@ class SumTile {
         rest[step] = extents.divisors[0].quotient(own);
         offsets[step] = times(own, operand.gaps[0]) + times(rest[step], operand.gaps[1]);
       }
-      add_further_gaps(extents, operand.gaps, rest, offsets);
+      add_further_gaps(extents, walked, operand.gaps, rest, offsets);
     } else {  // it is large, and this is slow
       int64_t far[kSteps];
 #pragma unroll 1
@@ -295,8 +332,6 @@ class SumTile {
       }
     }
   }
-  __device__ __forceinline__ void take(Which /*which*/, Values& /*values*/) const {}
-  __device__ __forceinline__ void give(Which /*which*/, Values& /*values*/) const {}
 
   const SumPlan& plan_;
   int lane_;

@@ -4,11 +4,9 @@
 // A Tile says what is computed in (acc_t), how many elements a thread has (kSteps), whether all
 // operands are of half types (kIsHalf), and where they are:
 //
-// - operand(which): its PlanOperand;
+// - operand(which): what the plan says of it, its dtype among that;
 // - for_each_element<kBytes>(which, body): calls body(step, address) for elements that are there.
-//   kBytes: of an element; fp64 reads any dtype through it;
-// - take(which, values), give(which, values): called after values were read, and before they are
-//   written.
+//   kBytes: of an element; fp64 reads any dtype through it.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +32,6 @@ class PlannedValues {
   }
 
   __device__ __forceinline__ acc_t at(int step, int /*i*/) const { return values_[step]; }
-  __device__ __forceinline__ acc_t& at(int step) { return values_[step]; }
 
   // Starts to read. Half types stay bits until convert(), so that nothing waits for them here.
   __device__ __forceinline__ void load(Tile& tile, Which which) {
@@ -63,12 +60,10 @@ class PlannedValues {
         unpack<half_t>();
       }
     }
-    tile.take(which, *this);
   }
 
   // Rounds and writes.
   __device__ __forceinline__ void store(Tile& tile, Which which) {
-    tile.give(which, *this);
     const DType dtype = tile.operand(which).dtype;
     if constexpr (kIsDouble) {
       tile.template for_each_element<8>(

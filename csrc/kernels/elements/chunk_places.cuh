@@ -1,9 +1,9 @@
-// Where the elements of a block's tiles lie.
+// Where the elements of a block's tiles lie in a matrix.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/elements/plan.h"
+#include "kernels/elements/matrix_plan.h"
 #include "kernels/primitives/vectorized.cuh"
 
 namespace lossops::cuda {
@@ -16,7 +16,7 @@ class ChunkPlaces {
   };
 
   // tile: the first.
-  __device__ __forceinline__ ChunkPlaces(const ElementPlan& plan, Shared& shared, int64_t tile)
+  __device__ __forceinline__ ChunkPlaces(const MatrixPlan& plan, Shared& shared, int64_t tile)
       : plan_(plan), shared_(shared) {
     if (plan.chunks > 1) {
       locate(tile, 0);
@@ -34,27 +34,20 @@ class ChunkPlaces {
   }
 
   __device__ __forceinline__ int64_t chunk() const { return chunk_; }
-  __device__ __forceinline__ char* data(Which which) const {
-    char* const data = plan_.operands[which].data;
-    return plan_.chunks > 1 ? data + shared_.offsets[turn_][which] : data;
-  }
-  // The address of element `number` of the chunk, without the gaps of dimensions from 1 on. It is
-  // kept in one pair of registers, so that adding an offset takes one instruction.
+  // The address of element `number` of the chunk, without the gaps. It is kept in one pair of
+  // registers, so that adding an offset takes one instruction.
   __device__ __forceinline__ char* address(Which which, uint32_t number) const {
-    char* const address = unfolded(data(which) + times(number, plan_.operands[which].gaps[0]));
+    char* data = plan_.operands[which].data;
+    data = plan_.chunks > 1 ? data + shared_.offsets[turn_][which] : data;
+    char* const address = unfolded(data + times(number, plan_.operands[which].stride));
     __builtin_assume(__isGlobal(address));
     return address;
   }
 
   __device__ __forceinline__ uint32_t elements() const {
-    if (plan_.last_elements != 0) {
-      // The dimension that was cut is the first after those of a chunk.
-      const int64_t pieces = plan_.extents.sizes[plan_.extents.chunk_ndim];
-      if (chunk_ % pieces == pieces - 1) {
-        return static_cast<uint32_t>(plan_.last_elements);
-      }
-    }
-    return static_cast<uint32_t>(plan_.chunk_elements);
+    const int64_t parts = plan_.chunk_extents.sizes[0];
+    const bool is_last = plan_.chunks == 1 || chunk_ % parts == parts - 1;
+    return static_cast<uint32_t>(is_last ? plan_.last_elements : plan_.chunk_elements);
   }
 
  private:
@@ -64,13 +57,13 @@ class ChunkPlaces {
   // A thread for each operand.
   __device__ __forceinline__ void locate(int64_t tile, int turn) const {
     if (threadIdx.x < kNumOperands) {
-      const Extents& extents = plan_.extents;
-      shared_.offsets[turn][threadIdx.x] = extents.offset(
-          plan_.operands[threadIdx.x].strides, chunk_of(tile), extents.chunk_ndim, extents.ndim);
+      const Extents& extents = plan_.chunk_extents;
+      shared_.offsets[turn][threadIdx.x] = extents.offset(plan_.operands[threadIdx.x].chunk_strides,
+                                                          chunk_of(tile), 0, extents.ndim);
     }
   }
 
-  const ElementPlan& plan_;
+  const MatrixPlan& plan_;
   Shared& shared_;
   int turn_ = 1;
   int64_t chunk_ = 0;
@@ -81,21 +74,21 @@ template <int kSteps, int kWidth>
 class RowPlaces {
  public:
   // first: the thread's first element in the chunk.
-  __device__ __forceinline__ RowPlaces(const ElementPlan& plan, const ChunkPlaces& chunk,
+  __device__ __forceinline__ RowPlaces(const MatrixPlan& plan, const ChunkPlaces& chunk,
                                        uint32_t first)
       : plan_(plan), chunk_(chunk), first_(first) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      rows_[step] = plan.extents.divisors[0].quotient(first + step * kStride);
+      rows_[step] = plan.columns.quotient(first + step * kStride);
     }
   }
 
-  __device__ __forceinline__ const PlanOperand& operand(Which which) const {
+  __device__ __forceinline__ const MatrixOperand& operand(Which which) const {
     return plan_.operands[which];
   }
   // Elements from the first one of a step to the end of its row.
   __device__ __forceinline__ int left(int step) const {
-    const uint32_t row = plan_.extents.divisors[0].value;
+    const uint32_t row = plan_.columns.value;
     return static_cast<int>((rows_[step] + 1) * row - (first_ + step * kStride));
   }
 
@@ -104,37 +97,18 @@ class RowPlaces {
   template <typename Body>
   __device__ __forceinline__ void for_each_step(Which which, int32_t stride,
                                                 const Body& body) const {
-    const int32_t* const gaps = operand(which).gaps;
     char* const data = chunk_.address(which, first_);
-    int64_t offsets[kSteps];
-    uint32_t rest[kSteps];
+    const int32_t gap = operand(which).gap;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      rest[step] = rows_[step];
-      offsets[step] = times(rest[step], gaps[1]);
-    }
-    add_further_gaps(plan_.extents, gaps, rest, offsets);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      body(step, data + offsets[step] + static_cast<int64_t>(step * kStride) * stride);
-    }
-  }
-  // The same for an operand that is simple.
-  template <typename Body>
-  __device__ __forceinline__ void for_each_simple_step(Which which, int32_t stride,
-                                                       const Body& body) const {
-    char* const data = chunk_.address(which, first_);
-    const int32_t gap = operand(which).gaps[1];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      body(step, data + times(rows_[step], gap) + step * kStride * stride);
+      body(step, data + times(rows_[step], gap) + int64_t{step} * kStride * stride);
     }
   }
 
  private:
   static constexpr int kStride = kTileThreads * kWidth;
 
-  const ElementPlan& plan_;
+  const MatrixPlan& plan_;
   const ChunkPlaces& chunk_;
   const uint32_t first_;
   uint32_t rows_[kSteps];  // by step

@@ -1,0 +1,54 @@
+// Dimensions of plans.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/primitives/integers.h"
+#include "launchers.h"
+
+namespace lossops::cuda {
+
+// Dimensions of a plan, at the most.
+constexpr int kPlanDims = kMaxDims + 1;
+// Elements that a thread takes together.
+constexpr int kQuad = 4;
+
+// The dimensions of a plan.
+struct Extents {
+  int64_t sizes[kPlanDims] = {};
+  Divisor divisors[kPlanDims];  // of sizes that fit 31 bits
+  int ndim = 0;
+
+  void add(int64_t size) { sizes[ndim++] = size; }
+  void set_divisors() {
+    for (int dim = 0; dim < ndim; ++dim) {
+      if (0 < sizes[dim] && sizes[dim] <= kMaxDividend) {
+        divisors[dim] = Divisor(static_cast<uint32_t>(sizes[dim]));
+      }
+    }
+  }
+
+  LOSSOPS_HOST_DEVICE int64_t quotient(int64_t n, int dim) const {
+    if (n > kMaxDividend) {
+      return n / sizes[dim];
+    }
+    return sizes[dim] > kMaxDividend ? 0 : divisors[dim].quotient(static_cast<uint32_t>(n));
+  }
+
+  // How far from its first element an operand has the one whose number along dimensions
+  // [first, last) is n.
+  LOSSOPS_HOST_DEVICE int64_t offset(const int64_t* strides, int64_t n, int first, int last) const {
+    int64_t offset = 0;
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
+    for (int dim = first; dim < last; ++dim) {
+      const int64_t rest = quotient(n, dim);
+      offset += (n - rest * sizes[dim]) * strides[dim];
+      n = rest;
+    }
+    return offset;
+  }
+};
+
+}  // namespace lossops::cuda
