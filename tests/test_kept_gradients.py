@@ -154,14 +154,17 @@ def test_same_bits_of_any_operands(
 
 @pytest.mark.parametrize("turns", [False, True], ids=["", "turned"])
 @pytest.mark.parametrize("name", ["input", "target"])
-def test_loss_beside_an_expanded_view(name: str, turns: bool, device: str) -> None:
+def test_loss_beside_a_view_of_shared_places(name: str, turns: bool, device: str) -> None:
     """Such a view and its gradient lie differently: the loss must not see which is there."""
     generator = torch.Generator().manual_seed(0)
     draws = range(20)  # a bit of a sum differs in one of 50
-    sizes = itertools.product(draws, ((32, 64), (68, 130)), ((1, 1), (1, -1), (-1, 1)))
+    sizes = itertools.product(draws, ((32, 64), (68, 130)), ((1, 1), (1, -1), (-1, 1), None))
     for _, shape, small in sizes:
-        own = [1 if size == 1 else whole for size, whole in zip(small, shape, strict=True)]
-        view = torch.rand(own, generator=generator).to(device).expand(shape)
+        if small is None:  # windows
+            view = torch.rand(sum(shape) - 1, generator=generator).to(device).unfold(0, shape[1], 1)
+        else:
+            own = [1 if size == 1 else whole for size, whole in zip(small, shape, strict=True)]
+            view = torch.rand(own, generator=generator).to(device).expand(shape)
         # Losses of both signs: of their small sum, each order of additions has other last bits.
         other = torch.randn(shape, generator=generator).to(device)
         other = other.mT.contiguous().mT if turns else other

@@ -9,17 +9,27 @@ namespace lossops::bindings {
 
 namespace {
 
-// Whether several elements of a view have one place, as in torch.Tensor.expand().
-bool is_expanded(const View& view) {
+// Whether a dense tensor of the shape of a view may have other neighbours than the view, because
+// several elements of the view share a place: as those of torch.Tensor.expand(), of stride 0, and
+// of windows of torch.Tensor.unfold() with a step of 1, whose two strides are alike.
+bool has_shared_places(const View& view) {
   for (int dim = 0; dim < view.sizes.size; ++dim) {
-    if (view.strides[dim] == 0 && view.sizes[dim] > 1) {
+    if (view.sizes[dim] <= 1) {
+      continue;
+    }
+    if (view.strides[dim] == 0) {
       return true;
+    }
+    for (int other = 0; other < dim; ++other) {
+      if (view.sizes[other] > 1 && view.strides[other] == view.strides[dim]) {
+        return true;
+      }
     }
   }
   return false;
 }
 
-// Computes the gradient of an expanded view, for a grad_output of 1, by a launch of its own. The
+// Computes the gradient of such a view, for a grad_output of 1, by a launch of its own. The
 // gradient is dense, and the view is not. In the kernel of the loss it would change the tiles and
 // the order of the sums: the last bit of the loss would depend on whether a gradient is wanted.
 void launch_gradient_apart(const ElementwiseProblem& problem, const ElementwiseArgs& base,
@@ -78,7 +88,7 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
         "there is no gradient in forward without a reduction, for a weighted mean, or for "
         "an operand that is broadcast or integral");
     const Tensor& gradient = result.kept[i].emplace(empty_like(operand));
-    is_apart[i] = is_expanded(operand);
+    is_apart[i] = has_shared_places(operand);
     if (!is_apart[i]) {
       set_result(*gradients[i], gradient);
       space.add(*gradients[i], problem.strides_of(operand.sizes, to_dims(gradient.strides())));
