@@ -223,9 +223,11 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     // little machine code.
     constexpr bool kHalf = (kWork & kSumsLosses) != 0;
     if (kHalf && plan.is_half) {
-      plan.has_quads ? visit_tiles(InQuads<kHalf, kWork>{}) : visit_tiles(InRows<kHalf, kWork>{});
+      plan.has_quads ? visit_tiles(InQuads<kHalf, kWork>{})
+                     : visit_tiles(InSingles<kHalf, kWork>{});
     } else {
-      plan.has_quads ? visit_tiles(InQuads<false, kWork>{}) : visit_tiles(InRows<false, kWork>{});
+      plan.has_quads ? visit_tiles(InQuads<false, kWork>{})
+                     : visit_tiles(InSingles<false, kWork>{});
     }
   };
   constexpr unsigned kAll = kForwardWork | kBackwardWork;

@@ -10,7 +10,7 @@
 #include "kernels/elements/dense_tile.cuh"
 #include "kernels/elements/process.cuh"
 #include "kernels/elements/quad_tile.cuh"
-#include "kernels/elements/row_tile.cuh"
+#include "kernels/elements/single_tile.cuh"
 #include "kernels/elements/sum_tile.cuh"
 #include "kernels/elements/unit_tile.cuh"
 #include "kernels/primitives/integers.h"
@@ -94,7 +94,7 @@ struct InMatrix {
     }
     const uint32_t last = first + kTileElements < elements ? first + kTileElements : elements;
     for (uint32_t number = first + threadIdx.x; number < last; number += kTileThreads) {
-      RowTile<acc_t, 1, WholeTile::kIsHalf> rest(plan, places, number);
+      SingleTile<acc_t, 1, WholeTile::kIsHalf> rest(plan, places, number);
       body(rest);
     }
   }
@@ -105,7 +105,7 @@ struct InMatrix {
 template <bool kIsHalf, unsigned kWork>
 using InQuads = InMatrix<QuadTile<kIsHalf ? 4 : 2, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
 template <bool kIsHalf, unsigned kWork>
-using InRows = InMatrix<RowTile<float, 8, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
+using InSingles = InMatrix<SingleTile<float, 8, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
 
 // What ways to take an ElementPlan share. Taken has take(plan, places, body): calls body with the
 // elements that a thread has of a tile.

@@ -1,5 +1,5 @@
 // How elements are dealt out where two dimensions, columns and rows, tell where they lie. Host code
-// without CUDA; kernels read the plan by chunk_places.cuh.
+// without CUDA; kernels read the plan by matrix_places.cuh.
 //
 // Elements are numbered row by row, and neighbouring threads take neighbouring numbers. Where
 // element n lies follows from n by one multiplication a dimension:

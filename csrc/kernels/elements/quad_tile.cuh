@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kernels/elements/chunk_places.cuh"
+#include "kernels/elements/matrix_places.cuh"
 #include "kernels/elements/quad.cuh"
 
 namespace lossops::cuda {
@@ -109,7 +109,7 @@ class QuadTile {
       store_halves<half_t>(which, results);
     } else {
       for_each_quad(which, 4, [&](int step, char* data) {
-        QuadCells::pack<float>(results + step * kWidth).store_vector<4>(data);
+        QuadCells::pack<float>(results + step * kWidth).template store_vector<4>(data);
       });
     }
   }
@@ -141,7 +141,7 @@ class QuadTile {
     places_.for_each_step(which, stride, body);
   }
 
-  const RowPlaces<kSteps, kWidth> places_;
+  const MatrixPlaces<kSteps, kWidth> places_;
 };
 
 }  // namespace lossops::cuda

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "kernels/elements/plan.h"
-#include "kernels/elements/values.cuh"
+#include "kernels/elements/single_values.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
 
 namespace lossops::cuda {
@@ -182,7 +182,7 @@ class SumTile {
   static constexpr int kSteps = kSteps_;
   static constexpr bool kIsHalf = false;
   static constexpr bool kHasSubnormals = true;
-  using Values = PlannedValues<SumTile>;
+  using Values = SingleValues<SumTile>;
   friend Values;
 
   __device__ __forceinline__ SumTile(const SumPlan& plan, int64_t share) : plan_(plan) {

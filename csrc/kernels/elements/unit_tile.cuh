@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "kernels/elements/quad_values.cuh"
+#include "kernels/elements/single_values.cuh"
 #include "kernels/elements/tile_places.cuh"
-#include "kernels/elements/values.cuh"
 
 namespace lossops::cuda {
 
@@ -69,7 +69,7 @@ template <typename acc_t, int kSteps>
 class SingleUnitTile : public UnitTile<acc_t, kSteps, 1> {
  public:
   using UnitTile<acc_t, kSteps, 1>::UnitTile;
-  using Values = PlannedValues<SingleUnitTile>;
+  using Values = SingleValues<SingleUnitTile>;
 
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps]) {
     Values(results).store(*this, which);

@@ -3,27 +3,27 @@
 
 #include <cstdint>
 
-#include "kernels/elements/chunk_places.cuh"
-#include "kernels/elements/values.cuh"
+#include "kernels/elements/matrix_places.cuh"
+#include "kernels/elements/single_values.cuh"
 
 namespace lossops::cuda {
 
 // kSteps elements of a thread, kTileThreads apart; all of them are there. kIsHalf: all operands are
 // of half types.
 template <typename acc_t_, int kSteps_, bool kIsHalf_>
-class RowTile {
+class SingleTile {
  public:
   using acc_t = acc_t_;
   static constexpr int kWidth = 1;
   static constexpr int kSteps = kSteps_;
   static constexpr bool kIsHalf = kIsHalf_;
   static constexpr bool kHasSubnormals = true;
-  using Values = PlannedValues<RowTile>;
+  using Values = SingleValues<SingleTile>;
   friend Values;
 
   // first: the thread's first element in the chunk.
-  __device__ __forceinline__ RowTile(const MatrixPlan& plan, const ChunkPlaces& chunk,
-                                     uint32_t first)
+  __device__ __forceinline__ SingleTile(const MatrixPlan& plan, const ChunkPlaces& chunk,
+                                        uint32_t first)
       : places_(plan, chunk, first) {}
 
   __device__ __forceinline__ bool is_half() const {
@@ -50,7 +50,7 @@ class RowTile {
     }
   }
 
-  const RowPlaces<kSteps, kWidth> places_;
+  const MatrixPlaces<kSteps, kWidth> places_;
 };
 
 }  // namespace lossops::cuda

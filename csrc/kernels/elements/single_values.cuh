@@ -17,14 +17,14 @@
 namespace lossops::cuda {
 
 template <typename Tile>
-class PlannedValues {
+class SingleValues {
  public:
   using acc_t = typename Tile::acc_t;
   static constexpr int kSteps = Tile::kSteps;
   static constexpr bool kIsDouble = sizeof(acc_t) == 8;
 
-  PlannedValues() = default;
-  __device__ __forceinline__ explicit PlannedValues(const acc_t (&results)[kSteps]) {
+  SingleValues() = default;
+  __device__ __forceinline__ explicit SingleValues(const acc_t (&results)[kSteps]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       values_[step] = results[step];

@@ -71,11 +71,11 @@ class ChunkPlaces {
 
 // Where a thread's elements lie in rows: kSteps times kWidth neighbours, which all are there.
 template <int kSteps, int kWidth>
-class RowPlaces {
+class MatrixPlaces {
  public:
   // first: the thread's first element in the chunk.
-  __device__ __forceinline__ RowPlaces(const MatrixPlan& plan, const ChunkPlaces& chunk,
-                                       uint32_t first)
+  __device__ __forceinline__ MatrixPlaces(const MatrixPlan& plan, const ChunkPlaces& chunk,
+                                          uint32_t first)
       : plan_(plan), chunk_(chunk), first_(first) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
