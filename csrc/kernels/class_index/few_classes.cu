@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "kernels/class_index/few_classes_plan.h"
+#include "kernels/class_index/row_copies.cuh"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/async_copy.cuh"
@@ -23,6 +24,7 @@ struct FewShape {
   BlockShares shares;     // steps of each warp
   bool input_in_vectors;  // whole steps; else word by word
   bool gradient_in_vectors;
+  Divisor classes;
 };
 
 // Shared memory by its address, which the compiler would compute anew from a pointer for each
@@ -209,15 +211,11 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
       }
       granules += num_classes * kStepRows / 4;
     } else if constexpr (kAny) {
-#pragma unroll 1
-      for (int r = step_row + lane; r < min(rows, step_row + kStepRows); r += kWarpSize) {
-        const float* const logits = static_cast<const float*>(args.input.data) +
-                                    row_offset(args.rows, args.input, first_row + r);
-#pragma unroll 1
-        for (int c = 0; c < num_classes; ++c) {
-          start_own_copy<4>(to + (r - step_row) * row_bytes + 4 * c, logits + c);
-        }
-      }
+      const auto* const logits = static_cast<const float*>(args.input.data);
+      for_classes<1>(args.rows, args.input, 1, shape.classes, first_row + step_row,
+                     min(rows - step_row, kStepRows), [&](int r, int c, int64_t offset) {
+                       start_own_copy<4>(to + r * row_bytes + 4 * c, logits + offset);
+                     });
     } else if (step_row + kStepRows <= rows) {
 #pragma unroll
       for (int i = 0; i < kLastVectors; i += kWarpSize) {
@@ -477,16 +475,11 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
         }
         gradients += num_classes * kStepRows / 4;
       } else if constexpr (kAny) {
-#pragma unroll 1
-        for (int r = step_row + lane; r < min(rows, next_row); r += kWarpSize) {
-          float* const gradient =
-              grad_input + row_offset(args.rows, args.grad_input, first_row + r);
-#pragma unroll 1
-          for (int c = 0; c < num_classes; ++c) {
-            gradient[c * args.grad_input_class_stride] =
-                load_shared(stage + (r - step_row) * row_bytes + 4 * c);
-          }
-        }
+        for_classes<1>(args.rows, args.grad_input, args.grad_input_class_stride, shape.classes,
+                       first_row + step_row, min(rows_left, kStepRows),
+                       [&](int r, int c, int64_t offset) {
+                         grad_input[offset] = load_shared(stage + r * row_bytes + 4 * c);
+                       });
       } else if (next_row <= rows) {
 #pragma unroll
         for (int i = 0; i < kLastVectors; i += kWarpSize) {
@@ -553,7 +546,8 @@ void launch_few_classes(const CrossEntropyForwardArgs& args, const RowPlan& plan
   }
   const FewShape shape = {
       shares, rows_follow_in_vectors(args, args.input, 1),
-      gradient && rows_follow_in_vectors(args, args.grad_input, args.grad_input_class_stride)};
+      gradient && rows_follow_in_vectors(args, args.grad_input, args.grad_input_class_stride),
+      Divisor(static_cast<uint32_t>(args.num_classes))};
   const bool usual = shape.input_in_vectors &&
                      (gradient ? denominator.indices != nullptr && shape.gradient_in_vectors
                                : targets_are_in_vectors(args)) &&

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "kernels/class_index/float_tiles_plan.h"
+#include "kernels/class_index/row_copies.cuh"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/async_copy.cuh"
@@ -38,6 +39,7 @@ struct TileShape {
   int swizzle;         // lane % 8 >> swizzle: the bits that a lane flips in a unit's number
   bool input_in_bulk;  // whole tiles; else word by word
   bool gradient_in_bulk;
+  Divisor classes;
 };
 
 template <int kWords>
@@ -185,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   __syncthreads();
   const auto* const input = static_cast<const float*>(args.input.data);
   auto* const grad_input = static_cast<float*>(args.grad_input.data);
-  const Operand* const operands[] = {&args.input, &args.target, &args.output, &args.grad_input};
+  const Operand* const operands[] = {&args.target, &args.output};
   uint32_t parity = 0;
   Partial partial;
   // The tiles of a block's warps alternate.
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     const uint32_t bytes = static_cast<uint32_t>(rows * num_classes) * uint32_t{sizeof(float)};
     const bool whole = bytes % kVectorBytes == 0;
     const bool in_bulk = whole && shape.input_in_bulk;
-    int64_t offsets[4];  // of this lane's row
+    int64_t offsets[2];  // of this lane's row
     row_offsets(args.rows, operands, first_row + (exists ? own_row : 0), offsets);
     if (in_bulk) {
       if (lane == 0) {
@@ -206,16 +208,12 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         arrived.copy(tile, input + first_row * num_classes, bytes);
       }
     } else {
-#pragma unroll 1
-      for (int r = 0; r < rows; ++r) {
-        const float* const logits = input + __shfl_sync(kAllLanes, offsets[0], r << shape.log_team);
-#pragma unroll 1
-        for (int c = lane; c < num_classes; c += kWarpSize) {
-          tile[r * num_classes + c] = logits[c];
-        }
-      }
+      for_classes<1>(args.rows, args.input, 1, shape.classes, first_row, rows,
+                     [&](int r, int c, int64_t offset) {
+                       start_own_copy(tile + r * num_classes + c, input + offset);
+                     });
     }
-    const int64_t target = load_class_index(args.target, offsets[1]);
+    const int64_t target = load_class_index(args.target, offsets[0]);
     if (n == 0) {
       unit.wait(args, denominator);
     }
@@ -223,6 +221,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     if (in_bulk) {
       arrived.wait(parity);
       parity ^= 1;
+    } else {
+      wait_for_own_copies();
     }
     // Writes what stands at the class index.
     const auto at_index = [&](float x) {
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
       record_row(
           args, loss, weight, reduced.max, reduced.rest, first_row + own_row,
-          [&](int64_t) { return offsets[2]; }, partial);
+          [&](int64_t) { return offsets[1]; }, partial);
     }
     if constexpr (kGradient) {
       const LogitGradient<float, true> gradient(finished.softmax, scale * weight);
@@ -313,14 +313,10 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           wait_for_bulk_reads();
         }
       } else {
-#pragma unroll 1
-        for (int r = 0; r < rows; ++r) {
-          float* const to = grad_input + __shfl_sync(kAllLanes, offsets[3], r << shape.log_team);
-#pragma unroll 1
-          for (int c = lane; c < num_classes; c += kWarpSize) {
-            to[c * args.grad_input_class_stride] = tile[r * num_classes + c];
-          }
-        }
+        for_classes<1>(args.rows, args.grad_input, args.grad_input_class_stride, shape.classes,
+                       first_row, rows, [&](int r, int c, int64_t offset) {
+                         grad_input[offset] = tile[r * num_classes + c];
+                       });
       }
     }
     __syncwarp();
@@ -349,6 +345,7 @@ void launch_float_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan
   shape.input_in_bulk = rows_follow_in_vectors(args, args.input, 1);
   shape.gradient_in_bulk =
       gradient && rows_follow_in_vectors(args, args.grad_input, args.grad_input_class_stride);
+  shape.classes = Divisor(static_cast<uint32_t>(num_classes));
   const auto launch = [&](auto kernel) {
     allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kWarps * kMaxTileBytes);
     launch_kernel("cross_entropy_forward_float_tile_kernel", kernel,

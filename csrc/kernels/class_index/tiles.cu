@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/class_index/row_copies.cuh"
 #include "kernels/class_index/tiles_plan.h"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
@@ -31,6 +32,7 @@ struct TileShape {
   int bytes;              // of a warp's buffer
   uint32_t rows_of_2_20;  // 2^20 over a row's granules, rounded up: divides a granule's number
   Divisor classes;
+  Divisor pairs;          // of a row's classes; the last may be half of one
 
   __device__ __forceinline__ int padded(int granule) const {
     return padding == 0 ? granule
@@ -55,55 +57,54 @@ struct ConstantGradient {
   }
 };
 
-// Walks a tile of rows with gaps. Calls body(r, c, offset) for class c of row r; offset, in
-// elements, is the place of that class in the operand. Neighbouring lanes take neighbouring
-// elements, across rows, so that short rows keep all lanes at work. Rows of one dimension have four
-// loads on their way. The copy does not change the order of the sums.
-template <typename Body>
-__device__ __forceinline__ void for_elements(const CrossEntropyForwardArgs& args,
-                                             const Operand& operand, int64_t class_stride,
-                                             const Divisor& classes, int64_t first_row, int rows,
-                                             const Body& body) {
-  const int num_classes = static_cast<int>(classes.value);
-  const int count = rows * num_classes;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const auto row_of = [&](int e) {
-    return static_cast<int>(classes.quotient(static_cast<uint32_t>(e)));
-  };
-  if (args.rows.ndim <= 1) {
-    const int64_t first = first_row * operand.strides[0];
-#pragma unroll 4
-    for (int e = lane; e < count; e += kWarpSize) {
-      const int r = row_of(e);
-      const int c = e - r * num_classes;
-      body(r, c, first + r * operand.strides[0] + c * class_stride);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int e = lane; e < count; e += kWarpSize) {
-    const int r = row_of(e);
-    const int c = e - r * num_classes;
-    body(r, c, row_offset(args.rows, operand, first_row + r) + c * class_stride);
-  }
-}
-
+// Copies rows with gaps to shared memory, a row each `pitch` elements, which are whole words. Two
+// elements at a time, by the words that they lie in.
 template <typename scalar_t>
-__device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args,
-                                          const Divisor& classes, scalar_t* elements, int pitch,
-                                          int64_t first_row, int rows) {
+__device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, const Divisor& pairs,
+                                          scalar_t* elements, int pitch, int64_t first_row,
+                                          int rows) {
+  const int num_classes = static_cast<int>(args.num_classes);
   const auto* const logits = static_cast<const scalar_t*>(args.input.data);
-  for_elements(args, args.input, 1, classes, first_row, rows,
-               [&](int r, int c, int64_t offset) { elements[r * pitch + c] = logits[offset]; });
+  for_classes<2>(args.rows, args.input, 1, pairs, first_row, rows,
+                 [&](int r, int c, int64_t offset) {
+                   const auto address = reinterpret_cast<uintptr_t>(logits + offset);
+                   const bool is_within_word = address % 4 != 0;
+                   const auto* const words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+                   const uint32_t next = is_within_word && c + 1 < num_classes ? words[1] : 0;
+                   reinterpret_cast<uint32_t*>(elements)[(r * pitch + c) / 2] =
+                       __funnelshift_r(words[0], next, is_within_word ? 16 : 0);
+                 });
 }
 
+// Copies their gradients back, two at a time if they are one run of whole words.
 template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
                                            const Divisor& classes, const scalar_t* elements,
                                            int pitch, int64_t first_row, int rows) {
+  const int num_classes = static_cast<int>(args.num_classes);
   auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
-  for_elements(args, args.grad_input, args.grad_input_class_stride, classes, first_row, rows,
-               [&](int r, int c, int64_t offset) { gradients[offset] = elements[r * pitch + c]; });
+  scalar_t* const run = gradients + first_row * num_classes;
+  const bool is_run = args.rows.ndim <= 1 && args.grad_input_class_stride == 1 &&
+                      (rows == 1 || args.grad_input.strides[0] == num_classes);
+  if (!is_run || reinterpret_cast<uintptr_t>(run) % 4 != 0) {
+    for_classes<1>(
+        args.rows, args.grad_input, args.grad_input_class_stride, classes, first_row, rows,
+        [&](int r, int c, int64_t offset) { gradients[offset] = elements[r * pitch + c]; });
+    return;
+  }
+  const int count = rows * num_classes;
+#pragma unroll 4
+  for (int e = threadIdx.x % kWarpSize * 2; e < count; e += 2 * kWarpSize) {
+    const int r = static_cast<int>(classes.quotient(static_cast<uint32_t>(e)));
+    const int c = e - r * num_classes;
+    const scalar_t first = elements[r * pitch + c];
+    if (e + 1 < count) {
+      const scalar_t second = elements[c + 1 < num_classes ? r * pitch + c + 1 : (r + 1) * pitch];
+      reinterpret_cast<uint32_t*>(run)[e / 2] = first.bits | uint32_t{second.bits} << 16;
+    } else {
+      run[e] = first;
+    }
+  }
 }
 
 // kTeam: lanes that share a row.
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
     next_target = load_target(first_of_tile);
     if constexpr (kGaps) {
-      load_rows(args, shape.classes, elements, pitch, first_row, rows);
+      load_rows(args, shape.pairs, elements, pitch, first_row, rows);
       return;
     }
     first_element = first_row * num_classes;
@@ -449,7 +450,8 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                   const Finalize& finalize, cudaStream_t stream) {
   const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
   TileShape shape = {plan.steps, plan.padding, plan.warp_bytes, 0,
-                     Divisor(static_cast<uint32_t>(args.num_classes))};
+                     Divisor(static_cast<uint32_t>(args.num_classes)),
+                     Divisor(static_cast<uint32_t>(ceil_div(args.num_classes, 2)))};
   if (plan.padding > 0) {
     const auto granules =
         static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);

@@ -58,13 +58,20 @@ __device__ __forceinline__ RowVector gather_run(const RowSource& source, const R
   return vector;
 }
 
-// gradients: element 0 of the run. lies_as_logits: the logits are a run too, and its vectors are
-// aligned as those of the gradients.
+// How the logits lie, seen from the vectors of the gradients.
+enum class FlatLogits : int8_t {
+  kInVectors,  // a run too, with vectors where the gradients have them
+  kInRun,      // a run that begins elsewhere
+  kInRows,     // of neighbouring classes
+  kApart,
+};
+
+// gradients: element 0 of the run.
 template <typename Gradients, typename scalar_t, typename Map>
 __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
     flat_gradients_kernel(const __grid_constant__ Gradients rows,
                           const __grid_constant__ RowSource source, void* gradients,
-                          bool lies_as_logits, const __grid_constant__ RowGrid grid,
+                          FlatLogits layout, const __grid_constant__ RowGrid grid,
                           const __grid_constant__ FlatTiles plan, const RowType<scalar_t> type,
                           const Map map) {
   using acc_t = acc_type_t<scalar_t>;
@@ -84,16 +91,31 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
   const auto thread = static_cast<int>(threadIdx.x);
   int v = tile.first_vector + thread;
 
+  // Where the logits of a vector begin, if they are neighbours; else null.
+  const auto logits_of = [&](int vector) -> const scalar_t* {
+    const auto* const logits = static_cast<const scalar_t*>(source.input.data);
+    const int first = plan.first_element(vector);
+    if (!plan.is_whole(vector) || layout == FlatLogits::kApart) {
+      return nullptr;
+    }
+    if (layout != FlatLogits::kInRows) {
+      return logits + first;
+    }
+    const int row = plan.row_of(first);
+    const int c = first - row * num_classes;
+    return c + kSize > num_classes
+               ? nullptr
+               : logits + grid.place(static_cast<uint32_t>(row)).offset(source.input) + c;
+  };
   // On their way while the numbers of the rows are computed.
   RowVector vectors[kVectors] = {};
-  if (lies_as_logits) {
-    const auto* const logits = reinterpret_cast<const RowVector*>(
-        static_cast<const scalar_t*>(source.input.data) - plan.head);
 #pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      if (v + u * kThreads < tile.end_vector && plan.is_whole(v + u * kThreads)) {
-        vectors[u] = logits[v + u * kThreads];
-      }
+  for (int u = 0; u < kVectors; ++u) {
+    const int vector = v + u * kThreads;
+    const scalar_t* const logits = vector < tile.end_vector ? logits_of(vector) : nullptr;
+    if (logits != nullptr) {
+      vectors[u] = layout == FlatLogits::kInVectors ? *reinterpret_cast<const RowVector*>(logits)
+                                                    : RowVector::load_by_words(logits);
     }
   }
 #pragma unroll 1
@@ -109,7 +131,7 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
       return;
     }
     const bool is_whole = plan.is_whole(v);
-    if (!lies_as_logits || !is_whole) {
+    if (logits_of(v) == nullptr) {
       vectors[0] = gather_run<scalar_t>(source, grid, plan, first);
     }
     acc_t x[kSize];
@@ -174,12 +196,15 @@ void launch_flat_gradients_of(const RowSlice& slice, const Gradients& rows, cons
   const auto address = reinterpret_cast<uintptr_t>(grad_input.data);
   const FlatTiles plan(slice.rows(), num_classes, sizeof(scalar_t),
                        static_cast<int>(address % kVectorBytes / sizeof(scalar_t)));
-  const bool lies_as_logits =
-      is_run(slice, source.input, source.class_stride, num_classes) &&
+  const bool in_vectors =
       (address - reinterpret_cast<uintptr_t>(source.input.data)) % kVectorBytes == 0;
+  const FlatLogits layout =
+      is_run(slice, source.input, source.class_stride, num_classes)
+          ? (in_vectors ? FlatLogits::kInVectors : FlatLogits::kInRun)
+          : (source.class_stride == 1 ? FlatLogits::kInRows : FlatLogits::kApart);
   launch_kernel("flat_gradients_kernel", flat_gradients_kernel<Gradients, scalar_t, Map>,
                 {plan.blocks(), FlatTiles::kThreads, 0, 1, true}, stream, rows, source,
-                grad_input.data, lies_as_logits, RowGrid(slice, 1), plan, type, map);
+                grad_input.data, layout, RowGrid(slice, 1), plan, type, map);
 }
 
 }  // namespace lossops::cuda

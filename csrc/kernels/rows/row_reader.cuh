@@ -77,6 +77,25 @@ struct alignas(kVectorBytes) RowVector {
     }
   }
 
+  // From any element's address, by the words that the elements lie in.
+  template <typename scalar_t>
+  static __device__ __forceinline__ RowVector load_by_words(const scalar_t* elements) {
+    const auto address = reinterpret_cast<uintptr_t>(elements);
+    const auto* const words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+    const bool is_within_word = sizeof(scalar_t) < 4 && address % 4 != 0;
+    uint32_t found[5];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+      found[i] = i < 4 || is_within_word ? words[i] : 0;
+    }
+    RowVector vector;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      vector.words[i] = __funnelshift_r(found[i], found[i + 1], is_within_word ? 16 : 0);
+    }
+    return vector;
+  }
+
   template <typename scalar_t>
   static __device__ __forceinline__ RowVector
   pack(const RowType<scalar_t>& type, const acc_type_t<scalar_t> (&values)[kVectorSize<scalar_t>]) {

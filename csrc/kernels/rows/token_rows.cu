@@ -174,30 +174,49 @@ __device__ __forceinline__ double load_row_grad(const TokenBackwardArgs& args,
   return grad.data != nullptr ? load_value(args, grad, place.offset(grad)) : 0.0;
 }
 
-// So few class indices are added up by a thread, one after the other; more by a warp.
+// So few class indices are added up one after the other; more by a warp.
 constexpr int64_t kFewIndices = 32;
 
-// What the gradient of a row that counts is made of. By all lanes of a warp, if the row has more
-// than kFewIndices. What a row takes is computed in fp64, as in token_values_kernel.
+// A class index of a row, if it is in range, and the gradient of its log-probability.
+struct IndexTerm {
+  int index = -1;
+  double grad = 0;
+
+  static __device__ __forceinline__ IndexTerm load(const TokenBackwardArgs& args,
+                                                   const RowGrid::Place& place, int64_t k) {
+    const int64_t c = load_index(args, place, k);
+    return {c >= 0 && c < args.num_classes ? static_cast<int>(c) : -1, load_grad(args, place, k)};
+  }
+  __device__ __forceinline__ double of_softmax() const {
+    return index >= 0 ? -grad : math::quiet_nan<double>();
+  }
+};
+
+// What the gradient of a row that counts is made of. of_indices: of all class indices, the sum of
+// of_softmax(). What a row takes is computed in fp64, as in token_values_kernel.
+__device__ __forceinline__ TokenGradient<double> gradient_of_row(const TokenBackwardArgs& args,
+                                                                 const RowGrid::Place& place,
+                                                                 double of_indices) {
+  const auto kept = [&](int64_t plane) {
+    return load_as<double>(args.row_stats, stats_dtype(args), plane * args.rows.numel + place.row);
+  };
+  return TokenGradient<double>::of({kept(0), kept(1), kept(2)},
+                                   of_indices + load_row_grad(args, place, args.grad_lse),
+                                   load_row_grad(args, place, args.grad_entropy));
+}
+
+// The same. By all lanes of a warp, if the row has more than kFewIndices.
 __device__ __forceinline__ TokenGradient<double> load_gradient(const TokenBackwardArgs& args,
                                                                const RowGrid::Place& place) {
-  double of_softmax = 0;
+  double of_indices = 0;
   const int64_t count = args.grad_log_probs.data != nullptr ? args.num_indices : 0;
   const bool is_shared = args.num_indices > kFewIndices;
 #pragma unroll 1
   for (int64_t k = is_shared ? threadIdx.x % kWarpSize : 0; k < count;
        k += is_shared ? kWarpSize : 1) {
-    const int64_t c = load_index(args, place, k);
-    of_softmax -=
-        c >= 0 && c < args.num_classes ? load_grad(args, place, k) : math::quiet_nan<double>();
+    of_indices += IndexTerm::load(args, place, k).of_softmax();
   }
-  of_softmax = is_shared ? warp_sum(of_softmax) : of_softmax;
-  of_softmax += load_row_grad(args, place, args.grad_lse);
-  const auto kept = [&](int64_t plane) {
-    return load_as<double>(args.row_stats, stats_dtype(args), plane * args.rows.numel + place.row);
-  };
-  return TokenGradient<double>::of({kept(0), kept(1), kept(2)}, of_softmax,
-                                   load_row_grad(args, place, args.grad_entropy));
+  return gradient_of_row(args, place, is_shared ? warp_sum(of_indices) : of_indices);
 }
 
 // TokenGradient::of_class() in few operations.
@@ -285,7 +304,7 @@ __global__ void __launch_bounds__(kRowThreads)
 enum class AtIndices : int8_t { kRewrite, kKeep, kRestore };
 
 // Rewrites the gradients at class indices. Those of repeated indices add up: the first of them
-// writes the sum. Like token_values_kernel for all dtypes. lanes: of a row, which share its
+// writes the sum. Like token_values_kernel for all dtypes. lanes: of a row, one for each of its
 // indices; a warp, if it has more than kFewIndices. kept: (rows, indices), unless kRewrite.
 __global__ void __launch_bounds__(kRowThreads)
     token_classes_kernel(const __grid_constant__ TokenBackwardArgs args,
@@ -294,43 +313,72 @@ __global__ void __launch_bounds__(kRowThreads)
                          double* kept) {
   const uint32_t group = group_of_thread(lanes);
   const RowGrid::Place place = grid.place(group);
-  const TokenGradient<double> gradient = load_gradient(args, place);
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const auto count = static_cast<int>(args.num_indices);
+  const bool are_few = count <= kFewIndices;
+  IndexTerm own;
+  if (lane < count) {
+    own = IndexTerm::load(args, place, lane);
+  }
+  double sum = 0;  // of the gradients at this lane's index
+  bool is_first = true;
+  TokenGradient<double> gradient;
+  if (are_few) {
+    // In the order of load_gradient().
+    double of_indices = 0;
+#pragma unroll 1
+    for (int k = 0; k < count; ++k) {
+      const IndexTerm other = {__shfl_sync(kAllLanes, own.index, k, lanes),
+                               __shfl_sync(kAllLanes, own.grad, k, lanes)};
+      of_indices += other.of_softmax();
+      if (other.index == own.index) {
+        is_first = is_first && k >= lane;
+        sum += other.grad;
+      }
+    }
+    gradient = gradient_of_row(args, place, of_indices);
+  } else {
+    gradient = load_gradient(args, place);
+  }
   wait_for_previous_kernel();
   if (group >= grid.groups || !source.counts(place)) {
     return;
   }
 #pragma unroll 1
-  for (int64_t k = threadIdx.x & (lanes - 1); k < args.num_indices; k += lanes) {
-    const int64_t c = load_index(args, place, k);
-    if (c < 0 || c >= args.num_classes) {
+  for (int k = lane; k < count; k += lanes) {
+    if (!are_few) {
+      own = IndexTerm::load(args, place, k);
+      sum = 0;
+      is_first = true;
+#pragma unroll 1
+      for (int other = 0; other < count; ++other) {
+        const IndexTerm term = IndexTerm::load(args, place, other);
+        if (term.index == own.index) {
+          is_first = is_first && other >= k;
+          sum += term.grad;
+        }
+      }
+    }
+    if (own.index < 0 || !is_first) {
       continue;
     }
-    double sum = 0;
-    bool is_first = true;
-#pragma unroll 1
-    for (int64_t other = 0; other < args.num_indices; ++other) {
-      if (load_index(args, place, other) == c) {
-        is_first = is_first && other >= k;
-        sum += load_grad(args, place, other);
-      }
+    const int64_t at = place.row * count + k;
+    double value = 0;
+    if (todo == AtIndices::kRestore) {
+      value = kept[at];
+    } else {
+      const int64_t offset = place.offset(source.input) + own.index * source.class_stride;
+      const auto x = load_operand<double>(source.input, offset);
+      double slope = 0;
+      visit_logit_map<double>(args.map, [&](const auto& map) { slope = map.derivative(x); });
+      value = gradient_at(gradient, mapped_logit(args, source, offset), slope, sum);
     }
-    if (is_first) {
-      double value = 0;
-      if (todo == AtIndices::kRestore) {
-        value = kept[place.row * args.num_indices + k];
-      } else {
-        const int64_t offset = place.offset(source.input) + c * source.class_stride;
-        const auto x = load_operand<double>(source.input, offset);
-        double slope = 0;
-        visit_logit_map<double>(args.map, [&](const auto& map) { slope = map.derivative(x); });
-        value = gradient_at(gradient, mapped_logit(args, source, offset), slope, sum);
-      }
-      if (todo == AtIndices::kKeep) {
-        kept[place.row * args.num_indices + k] = value;
-      } else {
-        store_operand(args.grad_input,
-                      place.offset(args.grad_input) + c * args.grad_input_class_stride, value);
-      }
+    if (todo == AtIndices::kKeep) {
+      kept[at] = value;
+    } else {
+      store_operand(args.grad_input,
+                    place.offset(args.grad_input) + own.index * args.grad_input_class_stride,
+                    value);
     }
   }
 }
@@ -368,12 +416,20 @@ struct FlatTokenGradients {
   RowType<scalar_t> type;
   LinearMap<acc_t> map;
   LinearMap<double> wide_map;  // the same in fp64
+  // Of rows with several class indices, by token_gradients_kernel: the threads of a tile, one for
+  // each of its rows, would wait for one index after the other. Else null.
+  const TokenLogitGradient<scalar_t>* of_rows;
 
   __device__ __forceinline__ bool begin() const { return true; }
 
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
     Gradient result{{}, acc_t(0), Gradient::kDoesNotCount};
     if (!source.counts(place)) {
+      return result;
+    }
+    result.index = -1;
+    if (of_rows != nullptr) {
+      result.of_logit = of_rows[place.row];
       return result;
     }
     const TokenGradient<double> gradient = load_gradient(args, place);
@@ -383,9 +439,7 @@ struct FlatTokenGradients {
     result.of_logit.mean_distance = static_cast<acc_t>(numbers[1]);
     result.of_logit.of_softmax = static_cast<acc_t>(numbers[2]);
     result.of_logit.of_entropy = static_cast<acc_t>(numbers[3]);
-    result.index = -1;
-    // token_classes_kernel rewrites the gradients at several indices.
-    if (args.grad_log_probs.data != nullptr && args.num_indices == 1) {
+    if (args.grad_log_probs.data != nullptr) {
       const int64_t c = load_index(args, place, 0);
       if (c >= 0 && c < args.num_classes) {
         const auto* const logits = static_cast<const scalar_t*>(source.input.data);
@@ -539,6 +593,14 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
     launch_kernel("token_classes_kernel", token_classes_kernel, shape, stream,
                   slice_of(slice, args), source, rows, index_lanes, todo, kept);
   };
+  // What the gradients of each row are made of.
+  const auto launch_numbers = [&](const RowSlice& slice, const RowSource& source) {
+    const int lanes = args.num_indices > kFewIndices ? kWarpSize : 1;
+    const RowGrid rows(slice, 1);
+    launch_kernel("token_gradients_kernel", token_gradients_kernel,
+                  {rows.blocks(lanes), kRowThreads}, stream, slice_of(slice, args), source, rows,
+                  lanes, scratch);
+  };
   const AtIndices at_end = args.is_in_place() ? AtIndices::kRestore : AtIndices::kRewrite;
   // In place, a block would read logits of a row that the block beside it has overwritten.
   const bool is_flat =
@@ -552,12 +614,19 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
     if constexpr (kHasShortKernels<scalar_t, Map>) {
       if (is_flat) {
         const LinearMap<double> wide(args.map);
+        const bool has_several = has_indices && args.num_indices > 1;
         for_each_slice(args.rows, most_flat_rows(args.num_classes), [&](const RowSlice& slice) {
           const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
-          const FlatTokenGradients<scalar_t> rows{slice_of(slice, args), source, type, map, wide};
+          if (has_several) {
+            launch_numbers(slice, source);
+          }
+          using Gradients = FlatTokenGradients<scalar_t>;
+          const auto* const of_rows = reinterpret_cast<TokenLogitGradient<scalar_t>*>(scratch);
+          const Gradients rows{slice_of(slice, args), source, type, map, wide,
+                               has_several ? of_rows : nullptr};
           launch_flat_gradients_of(slice, rows, source, rows.args.grad_input, args.num_classes,
                                    type, map, stream);
-          if (args.num_indices > 1) {
+          if (has_several) {
             launch_classes(slice, source, at_end);
           }
         });
@@ -571,17 +640,14 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
         RowParts::of(args.rows.numel, args.num_classes, sizeof(scalar_t), resident_warps);
     using Gradient = TokenLogitGradient<scalar_t>;
     auto* const of_rows = reinterpret_cast<Gradient*>(scratch);
-    const int lanes = args.num_indices > kFewIndices ? kWarpSize : 1;
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const TokenBackwardArgs own = slice_of(slice, args);
       const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
-      const RowGrid rows(slice, 1);
       if (args.is_in_place()) {
         launch_classes(slice, source, AtIndices::kKeep);
       }
-      launch_kernel("token_gradients_kernel", token_gradients_kernel,
-                    {rows.blocks(lanes), kRowThreads}, stream, own, source, rows, lanes, of_rows);
+      launch_numbers(slice, source);
       LaunchShape passing = {grid.blocks(kWarpSize), kRowThreads};
       passing.overlap = true;
       launch_kernel("row_gradients_kernel",
