@@ -30,6 +30,8 @@ struct TileShape {
   int steps;              // of a tile
   int padding;            // granules between rows in shared memory, against bank conflicts
   int bytes;              // of a warp's buffer
+  int pitch;              // elements from a row to the next in shared memory
+  bool gaps;              // rows do not follow one another; in shared memory each starts at a word
   uint32_t rows_of_2_20;  // 2^20 over a row's granules, rounded up: divides a granule's number
   Divisor classes;
   Divisor pairs;          // of a row's classes; the last may be half of one
@@ -40,9 +42,8 @@ struct TileShape {
   }
 };
 
-// Where the rows of a tile start in shared memory: at 32-bit words, or in the middle of one. Rows
-// with gaps do not follow one another in logits or gradient; each starts at a word.
-enum class Rows : int8_t { kAtWords, kWithinWords, kWithGaps };
+// Where the rows of a tile start in shared memory: at 32-bit words, or in the middle of one.
+enum class Rows : int8_t { kAtWords, kWithinWords };
 
 // The gradient of a row that has no loss.
 struct ConstantGradient {
@@ -121,8 +122,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   }
   constexpr int kSize = kVectorSize<scalar_t>;
   constexpr int kPerWord = kWordElements<scalar_t>;
-  constexpr bool kGaps = kRows == Rows::kWithGaps;
   constexpr bool kOdd = kRows == Rows::kWithinWords;
+  const bool gaps = !kOdd && shape.gaps;
   constexpr int kUnroll = kElementsAtATime / kPerWord;
   constexpr int kGradientUnroll = kUnroll / 2;
   extern __shared__ uint4 dynamic[];
@@ -133,10 +134,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   const int member = lane % kTeam;
   const int tile_rows = shape.steps * kRowsAtATime;
   const int num_classes = static_cast<int>(args.num_classes);
-  const int pitch = kGaps ? (num_classes + kPerWord - 1) / kPerWord * kPerWord
-                          : num_classes + shape.padding * kSize;
+  const int pitch = shape.pitch;
   const auto offset_of = [&](const Operand& operand, int64_t row) {
-    return kGaps ? row_offset(args.rows, operand, row) : row * operand.strides[0];
+    return gaps ? row_offset(args.rows, operand, row) : row * operand.strides[0];
   };
   auto* const buffer = reinterpret_cast<char*>(dynamic) + warp * shape.bytes;
   auto* const elements = reinterpret_cast<scalar_t*>(buffer);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
     rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
     next_target = load_target(first_of_tile);
-    if constexpr (kGaps) {
+    if (gaps) {
       load_rows(args, shape.pairs, elements, pitch, first_row, rows);
       return;
     }
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   unit.wait(args, denominator);
   const float scale = unit.get();
   while (first_row < args.rows.numel) {
-    if constexpr (!kGaps) {
+    if (!gaps) {
       arrived.wait(parity);
       parity ^= 1;
     }
@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
     }
     __syncwarp();
-    if constexpr (kGradient && kGaps) {
+    if (kGradient && gaps) {
       store_rows(args, shape.classes, elements, pitch, first_row, rows);
       __syncwarp();
     } else if constexpr (kGradient) {
@@ -449,9 +449,13 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                   const Denominator& denominator, const GradOutput& grad_output, Partial* partials,
                   const Finalize& finalize, cudaStream_t stream) {
   const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
-  TileShape shape = {plan.steps, plan.padding, plan.warp_bytes, 0,
-                     Divisor(static_cast<uint32_t>(args.num_classes)),
-                     Divisor(static_cast<uint32_t>(ceil_div(args.num_classes, 2)))};
+  const auto num_classes = static_cast<int>(args.num_classes);
+  constexpr int kPerWord = kWordElements<half_t>;
+  const Divisor pairs(static_cast<uint32_t>(ceil_div(num_classes, kPerWord)));
+  const int pitch = plan.gaps ? static_cast<int>(pairs.value) * kPerWord
+                              : num_classes + plan.padding * kVectorSize<half_t>;
+  TileShape shape = {plan.steps, plan.padding, plan.warp_bytes, pitch, plan.gaps, 0,
+                     Divisor(static_cast<uint32_t>(num_classes)), pairs};
   if (plan.padding > 0) {
     const auto granules =
         static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);
@@ -464,9 +468,8 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                   stream, args, shape, denominator, grad_output, partials, finalize);
   };
   const auto visit_rows = [&](auto&& body) {
-    if (plan.gaps) {
-      body(std::integral_constant<Rows, Rows::kWithGaps>{});
-    } else if (args.num_classes % 2 != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0) {
+    if (!plan.gaps &&
+        (num_classes % kPerWord != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0)) {
       body(std::integral_constant<Rows, Rows::kWithinWords>{});
     } else {
       body(std::integral_constant<Rows, Rows::kAtWords>{});

@@ -91,14 +91,14 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
   const auto thread = static_cast<int>(threadIdx.x);
   int v = tile.first_vector + thread;
 
-  // Where the logits of a vector begin, if they are neighbours; else null.
+  // Where the logits of a vector begin that is not in vectors, if they are neighbours; else null.
   const auto logits_of = [&](int vector) -> const scalar_t* {
     const auto* const logits = static_cast<const scalar_t*>(source.input.data);
     const int first = plan.first_element(vector);
     if (!plan.is_whole(vector) || layout == FlatLogits::kApart) {
       return nullptr;
     }
-    if (layout != FlatLogits::kInRows) {
+    if (layout == FlatLogits::kInRun) {
       return logits + first;
     }
     const int row = plan.row_of(first);
@@ -109,13 +109,26 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
   };
   // On their way while the numbers of the rows are computed.
   RowVector vectors[kVectors] = {};
+  unsigned loaded = 0;  // a bit for each
+  if (layout == FlatLogits::kInVectors) {
+    const auto* const logits = reinterpret_cast<const RowVector*>(
+        static_cast<const scalar_t*>(source.input.data) - plan.head);
 #pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-    const int vector = v + u * kThreads;
-    const scalar_t* const logits = vector < tile.end_vector ? logits_of(vector) : nullptr;
-    if (logits != nullptr) {
-      vectors[u] = layout == FlatLogits::kInVectors ? *reinterpret_cast<const RowVector*>(logits)
-                                                    : RowVector::load_by_words(logits);
+    for (int u = 0; u < kVectors; ++u) {
+      if (v + u * kThreads < tile.end_vector && plan.is_whole(v + u * kThreads)) {
+        loaded |= 1u << u;
+        vectors[u] = logits[v + u * kThreads];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      const int vector = v + u * kThreads;
+      const scalar_t* const logits = vector < tile.end_vector ? logits_of(vector) : nullptr;
+      if (logits != nullptr) {
+        loaded |= 1u << u;
+        vectors[u] = RowVector::load_by_words(logits);
+      }
     }
   }
 #pragma unroll 1
@@ -125,13 +138,12 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
   __syncthreads();
 
 #pragma unroll 1
-  for (; v < tile.end_vector; v += kThreads) {
+  for (; v < tile.end_vector; v += kThreads, loaded >>= 1) {
     const int first = plan.first_element(v);
     if (first >= plan.elements) {
       return;
     }
-    const bool is_whole = plan.is_whole(v);
-    if (logits_of(v) == nullptr) {
+    if ((loaded & 1) == 0) {
       vectors[0] = gather_run<scalar_t>(source, grid, plan, first);
     }
     acc_t x[kSize];
@@ -162,8 +174,8 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
 
     const RowVector packed = RowVector::pack(type, results);
     scalar_t* const to = static_cast<scalar_t*>(gradients) + first;
-    if (is_whole) {
-      // As a RowVector it would be stored word by word.
+    if (plan.is_whole(v)) {
+      keep_apart();  // else it would be stored word by word, as the elements of the other branch
       *reinterpret_cast<uint4*>(to) = {packed.words[0], packed.words[1], packed.words[2],
                                        packed.words[3]};
     } else {

@@ -255,7 +255,9 @@ struct ShortRows {
   static constexpr int kBlockBytes = kRowThreads * kLaneBytes;
 
   Divisor classes;
+  Divisor words;    // of 4 bytes, if a row is whole ones
   int num_classes = 0;
+  int pitch = 0;  // elements from a row to the next in shared memory
   int lanes = 1;  // of a row
   int rows = 0;   // of a block
 
@@ -266,7 +268,14 @@ struct ShortRows {
 
   ShortRows() = default;
   ShortRows(int64_t num_classes_, int64_t element_bytes)
-      : classes(static_cast<uint32_t>(num_classes_)), num_classes(static_cast<int>(num_classes_)) {
+      : classes(static_cast<uint32_t>(num_classes_)),
+        words(static_cast<uint32_t>(ceil_div(num_classes_ * element_bytes, 4))),
+        num_classes(static_cast<int>(num_classes_)),
+        pitch(num_classes) {
+    if (num_classes_ * element_bytes % 8 == 0) {
+      // Rows of an even number of words would meet in the banks of shared memory.
+      pitch += static_cast<int>(4 / element_bytes);
+    }
     while (lanes * kLaneBytes < num_classes_ * element_bytes) {
       lanes *= 2;
     }

@@ -67,12 +67,14 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
   const int elements = rows * plan.num_classes;
   const auto* const data = static_cast<const scalar_t*>(source.input.data);
   auto* const copies = reinterpret_cast<scalar_t*>(shared);
-  if (!is_run) {
+  const bool is_padded = plan.pitch > plan.num_classes;
+  if (!is_run || (is_padded && reinterpret_cast<uintptr_t>(data) % 4 != 0)) {
 #pragma unroll 4
     for (int e = thread; e < elements; e += kRowThreads) {
       const uint32_t row = plan.classes.quotient(static_cast<uint32_t>(e));
       const int64_t c = e - static_cast<int>(row) * plan.num_classes;
-      copies[e] = data[grid.place(first_row + row).offset(source.input) + c * source.class_stride];
+      copies[static_cast<int>(row) * plan.pitch + c] =
+          data[grid.place(first_row + row).offset(source.input) + c * source.class_stride];
     }
     __syncthreads();
     return copies;
@@ -87,6 +89,22 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
   // Vectors whose elements are all of the slice, if not of the block.
   const int begin = before < phase ? 1 : 0;
   const auto end = static_cast<int>(min(int64_t{vectors}, (left + phase) / kSize));
+  // Padded rows are whole words.
+  const auto put = [&](int v, const RowVector& vector) {
+    if (!is_padded) {
+      shared[v] = vector;
+      return;
+    }
+    const int first_word = v * 4 - phase * static_cast<int>(sizeof(scalar_t)) / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int word = first_word + i;
+      const auto row = static_cast<int>(plan.words.quotient(static_cast<uint32_t>(max(word, 0))));
+      if (word >= 0 && row < rows) {
+        reinterpret_cast<uint32_t*>(shared)[word + row] = vector.words[i];
+      }
+    }
+  };
   constexpr int kFlight = 4;
 #pragma unroll 1
   for (int v = thread + begin; v < end; v += kFlight * kRowThreads) {
@@ -100,7 +118,7 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
 #pragma unroll
     for (int u = 0; u < kFlight; ++u) {
       if (v + u * kRowThreads < end) {
-        shared[v + u * kRowThreads] = loaded[u];
+        put(v + u * kRowThreads, loaded[u]);
       }
     }
   }
@@ -109,11 +127,12 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
     const int v = thread < kSize ? 0 : vectors - 1;
     const int e = v * kSize + thread % kSize - phase;
     if ((v < begin || v >= end) && e >= 0 && e < elements) {
-      copies[e + phase] = first[e];
+      const auto row = static_cast<int>(plan.classes.quotient(static_cast<uint32_t>(e)));
+      copies[is_padded ? e + row * (plan.pitch - plan.num_classes) : e + phase] = first[e];
     }
   }
   __syncthreads();
-  return copies + phase;
+  return is_padded ? copies : copies + phase;
 }
 
 // Calls body(i) with the numbers below count that a lane has, four at a time: loads of shared
@@ -241,14 +260,14 @@ __device__ __forceinline__ ShortRowState state_of_row(const RowType<scalar_t>& t
 
 // pass_map: of logits whose signs have changed, if changes_signs; map: of the logits.
 template <typename scalar_t, typename Map>
-__global__ void __launch_bounds__(kRowThreads, 4)
+__global__ void __launch_bounds__(kRowThreads, 5)
     short_token_values_kernel(const __grid_constant__ TokenForwardArgs args,
                               const __grid_constant__ RowSource source, bool is_run,
                               const __grid_constant__ RowGrid grid,
                               const __grid_constant__ ShortRows plan, const RowType<scalar_t> type,
                               const Map pass_map, const Map map, bool changes_signs) {
-  // One more, for rows that begin within a vector.
-  __shared__ RowVector shared[ShortRows::kBlockBytes / kVectorBytes + 1];
+  // One more, for rows that begin within a vector; a word more for each row, if they are padded.
+  __shared__ RowVector shared[(ShortRows::kBlockBytes + kRowThreads * 4) / kVectorBytes + 1];
   let_next_kernel_start();
   const int lanes = plan.lanes;
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
@@ -264,7 +283,7 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   // Lanes without a row have the block's first, for shuffles.
   const scalar_t* const row =
       rows +
-      (exists ? (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * plan.num_classes : 0);
+      (exists ? (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * plan.pitch : 0);
 
   const ShortRowState state = state_of_row(type, row, pass_map, plan, lane, changes_signs);
   if (!exists) {

@@ -174,49 +174,30 @@ __device__ __forceinline__ double load_row_grad(const TokenBackwardArgs& args,
   return grad.data != nullptr ? load_value(args, grad, place.offset(grad)) : 0.0;
 }
 
-// So few class indices are added up one after the other; more by a warp.
+// So few class indices are added up by a thread, one after the other; more by a warp.
 constexpr int64_t kFewIndices = 32;
 
-// A class index of a row, if it is in range, and the gradient of its log-probability.
-struct IndexTerm {
-  int index = -1;
-  double grad = 0;
-
-  static __device__ __forceinline__ IndexTerm load(const TokenBackwardArgs& args,
-                                                   const RowGrid::Place& place, int64_t k) {
-    const int64_t c = load_index(args, place, k);
-    return {c >= 0 && c < args.num_classes ? static_cast<int>(c) : -1, load_grad(args, place, k)};
-  }
-  __device__ __forceinline__ double of_softmax() const {
-    return index >= 0 ? -grad : math::quiet_nan<double>();
-  }
-};
-
-// What the gradient of a row that counts is made of. of_indices: of all class indices, the sum of
-// of_softmax(). What a row takes is computed in fp64, as in token_values_kernel.
-__device__ __forceinline__ TokenGradient<double> gradient_of_row(const TokenBackwardArgs& args,
-                                                                 const RowGrid::Place& place,
-                                                                 double of_indices) {
-  const auto kept = [&](int64_t plane) {
-    return load_as<double>(args.row_stats, stats_dtype(args), plane * args.rows.numel + place.row);
-  };
-  return TokenGradient<double>::of({kept(0), kept(1), kept(2)},
-                                   of_indices + load_row_grad(args, place, args.grad_lse),
-                                   load_row_grad(args, place, args.grad_entropy));
-}
-
-// The same. By all lanes of a warp, if the row has more than kFewIndices.
+// What the gradient of a row that counts is made of. By all lanes of a warp, if the row has more
+// than kFewIndices. What a row takes is computed in fp64, as in token_values_kernel.
 __device__ __forceinline__ TokenGradient<double> load_gradient(const TokenBackwardArgs& args,
                                                                const RowGrid::Place& place) {
-  double of_indices = 0;
+  double of_softmax = 0;
   const int64_t count = args.grad_log_probs.data != nullptr ? args.num_indices : 0;
   const bool is_shared = args.num_indices > kFewIndices;
 #pragma unroll 1
   for (int64_t k = is_shared ? threadIdx.x % kWarpSize : 0; k < count;
        k += is_shared ? kWarpSize : 1) {
-    of_indices += IndexTerm::load(args, place, k).of_softmax();
+    const int64_t c = load_index(args, place, k);
+    of_softmax -=
+        c >= 0 && c < args.num_classes ? load_grad(args, place, k) : math::quiet_nan<double>();
   }
-  return gradient_of_row(args, place, is_shared ? warp_sum(of_indices) : of_indices);
+  of_softmax = is_shared ? warp_sum(of_softmax) : of_softmax;
+  of_softmax += load_row_grad(args, place, args.grad_lse);
+  const auto kept = [&](int64_t plane) {
+    return load_as<double>(args.row_stats, stats_dtype(args), plane * args.rows.numel + place.row);
+  };
+  return TokenGradient<double>::of({kept(0), kept(1), kept(2)}, of_softmax,
+                                   load_row_grad(args, place, args.grad_entropy));
 }
 
 // TokenGradient::of_class() in few operations.
@@ -303,82 +284,80 @@ __global__ void __launch_bounds__(kRowThreads)
 // before the other gradients are written over the logits, and kept until these are.
 enum class AtIndices : int8_t { kRewrite, kKeep, kRestore };
 
+// Lanes of a row, which share its class indices: some five each, because what a row takes beside
+// them each of its lanes takes.
+int lanes_of_indices(int64_t num_indices) {
+  return num_indices > kFewIndices
+             ? kWarpSize
+             : merging_lanes(static_cast<int>(std::max<int64_t>(num_indices / 5, 1)));
+}
+// Of the rows of a block with at most kFewIndices: nine for one lane are the most.
+constexpr int kMostSharedIndices = 9 * kRowThreads;
+
 // Rewrites the gradients at class indices. Those of repeated indices add up: the first of them
-// writes the sum. Like token_values_kernel for all dtypes. lanes: of a row, one for each of its
-// indices; a warp, if it has more than kFewIndices. kept: (rows, indices), unless kRewrite.
+// writes the sum. Like token_values_kernel for all dtypes. lanes: lanes_of_indices(). kept:
+// (rows, indices), unless kRewrite.
 __global__ void __launch_bounds__(kRowThreads)
     token_classes_kernel(const __grid_constant__ TokenBackwardArgs args,
                          const __grid_constant__ RowSource source,
                          const __grid_constant__ RowGrid grid, int lanes, AtIndices todo,
                          double* kept) {
+  __shared__ int shared[kMostSharedIndices];
   const uint32_t group = group_of_thread(lanes);
   const RowGrid::Place place = grid.place(group);
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   const auto count = static_cast<int>(args.num_indices);
-  const bool are_few = count <= kFewIndices;
-  IndexTerm own;
-  if (lane < count) {
-    own = IndexTerm::load(args, place, lane);
-  }
-  double sum = 0;  // of the gradients at this lane's index
-  bool is_first = true;
-  TokenGradient<double> gradient;
-  if (are_few) {
-    // In the order of load_gradient().
-    double of_indices = 0;
+  const auto index_of = [&](int k) {
+    const int64_t c = load_index(args, place, k);
+    return c >= 0 && c < args.num_classes ? static_cast<int>(c) : -1;
+  };
+  const bool are_shared = count <= kFewIndices;
+  int* const own = shared + (are_shared ? threadIdx.x / lanes * count : 0);
+  if (are_shared) {
 #pragma unroll 1
-    for (int k = 0; k < count; ++k) {
-      const IndexTerm other = {__shfl_sync(kAllLanes, own.index, k, lanes),
-                               __shfl_sync(kAllLanes, own.grad, k, lanes)};
-      of_indices += other.of_softmax();
-      if (other.index == own.index) {
-        is_first = is_first && k >= lane;
-        sum += other.grad;
-      }
+    for (int k = lane; k < count; k += lanes) {
+      own[k] = index_of(k);
     }
-    gradient = gradient_of_row(args, place, of_indices);
-  } else {
-    gradient = load_gradient(args, place);
+    __syncwarp();
   }
+  const TokenGradient<double> gradient = load_gradient(args, place);
   wait_for_previous_kernel();
   if (group >= grid.groups || !source.counts(place)) {
     return;
   }
 #pragma unroll 1
   for (int k = lane; k < count; k += lanes) {
-    if (!are_few) {
-      own = IndexTerm::load(args, place, k);
-      sum = 0;
-      is_first = true;
-#pragma unroll 1
-      for (int other = 0; other < count; ++other) {
-        const IndexTerm term = IndexTerm::load(args, place, other);
-        if (term.index == own.index) {
-          is_first = is_first && other >= k;
-          sum += term.grad;
-        }
-      }
-    }
-    if (own.index < 0 || !is_first) {
+    const int c = are_shared ? own[k] : index_of(k);
+    if (c < 0) {
       continue;
     }
-    const int64_t at = place.row * count + k;
-    double value = 0;
-    if (todo == AtIndices::kRestore) {
-      value = kept[at];
-    } else {
-      const int64_t offset = place.offset(source.input) + own.index * source.class_stride;
-      const auto x = load_operand<double>(source.input, offset);
-      double slope = 0;
-      visit_logit_map<double>(args.map, [&](const auto& map) { slope = map.derivative(x); });
-      value = gradient_at(gradient, mapped_logit(args, source, offset), slope, sum);
+    double sum = 0;
+    bool is_first = true;
+#pragma unroll 1
+    for (int other = 0; other < count; ++other) {
+      if ((are_shared ? own[other] : index_of(other)) == c) {
+        is_first = is_first && other >= k;
+        sum += load_grad(args, place, other);
+      }
     }
-    if (todo == AtIndices::kKeep) {
-      kept[at] = value;
-    } else {
-      store_operand(args.grad_input,
-                    place.offset(args.grad_input) + own.index * args.grad_input_class_stride,
-                    value);
+    if (is_first) {
+      const int64_t at = place.row * count + k;
+      double value = 0;
+      if (todo == AtIndices::kRestore) {
+        value = kept[at];
+      } else {
+        const int64_t offset = place.offset(source.input) + c * source.class_stride;
+        const auto x = load_operand<double>(source.input, offset);
+        double slope = 0;
+        visit_logit_map<double>(args.map, [&](const auto& map) { slope = map.derivative(x); });
+        value = gradient_at(gradient, mapped_logit(args, source, offset), slope, sum);
+      }
+      if (todo == AtIndices::kKeep) {
+        kept[at] = value;
+      } else {
+        store_operand(args.grad_input,
+                      place.offset(args.grad_input) + c * args.grad_input_class_stride, value);
+      }
     }
   }
 }
@@ -439,7 +418,7 @@ struct FlatTokenGradients {
     result.of_logit.mean_distance = static_cast<acc_t>(numbers[1]);
     result.of_logit.of_softmax = static_cast<acc_t>(numbers[2]);
     result.of_logit.of_entropy = static_cast<acc_t>(numbers[3]);
-    if (args.grad_log_probs.data != nullptr) {
+    if (args.grad_log_probs.data != nullptr && args.num_indices == 1) {
       const int64_t c = load_index(args, place, 0);
       if (c >= 0 && c < args.num_classes) {
         const auto* const logits = static_cast<const scalar_t*>(source.input.data);
@@ -580,8 +559,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
     return;
   }
   const bool has_indices = args.grad_log_probs.data != nullptr;
-  const int index_lanes =
-      merging_lanes(static_cast<int>(std::min<int64_t>(args.num_indices, kWarpSize)));
+  const int index_lanes = lanes_of_indices(args.num_indices);
   double* const kept = scratch + gradient_doubles(args);
   const auto launch_classes = [&](const RowSlice& slice, const RowSource& source, AtIndices todo) {
     if (!has_indices) {
