@@ -86,7 +86,7 @@ __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
   auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
   scalar_t* const run = gradients + first_row * num_classes;
   const bool is_run = args.rows.ndim <= 1 && args.grad_input_class_stride == 1 &&
-                      (rows == 1 || args.grad_input.strides[0] == num_classes);
+                      (args.rows.ndim == 0 || args.grad_input.strides[0] == num_classes);
   if (!is_run || reinterpret_cast<uintptr_t>(run) % 4 != 0) {
     for_classes<1>(
         args.rows, args.grad_input, args.grad_input_class_stride, classes, first_row, rows,

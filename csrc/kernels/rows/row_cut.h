@@ -255,7 +255,7 @@ struct ShortRows {
   static constexpr int kBlockBytes = kRowThreads * kLaneBytes;
 
   Divisor classes;
-  Divisor words;    // of 4 bytes, if a row is whole ones
+  Divisor words;  // of 4 bytes, of rows that are apart
   int num_classes = 0;
   int pitch = 0;  // elements from a row to the next in shared memory
   int lanes = 1;  // of a row
@@ -272,14 +272,20 @@ struct ShortRows {
         words(static_cast<uint32_t>(ceil_div(num_classes_ * element_bytes, 4))),
         num_classes(static_cast<int>(num_classes_)),
         pitch(num_classes) {
-    if (num_classes_ * element_bytes % 8 == 0) {
-      // Rows of an even number of words would meet in the banks of shared memory.
-      pitch += static_cast<int>(4 / element_bytes);
-    }
     while (lanes * kLaneBytes < num_classes_ * element_bytes) {
       lanes *= 2;
     }
     rows = kRowThreads / lanes;
+    // Where four or more rows of a warp would begin in the same bank of shared memory, rows are a
+    // word apart. They are copied word by word, which costs more than conflicts of fewer rows.
+    const int64_t bytes = num_classes_ * element_bytes;
+    int banks = 32;  // that rows begin in
+    for (int64_t even = bytes / 4; bytes % 4 == 0 && even % 2 == 0 && banks > 1; even /= 2) {
+      banks /= 2;
+    }
+    if (4 * banks <= 32 / lanes) {
+      pitch += static_cast<int>(4 / element_bytes);
+    }
   }
 
   int64_t blocks(int64_t of_rows) const { return ceil_div(of_rows, rows); }

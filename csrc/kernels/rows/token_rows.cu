@@ -284,15 +284,13 @@ __global__ void __launch_bounds__(kRowThreads)
 // before the other gradients are written over the logits, and kept until these are.
 enum class AtIndices : int8_t { kRewrite, kKeep, kRestore };
 
-// Lanes of a row, which share its class indices: some five each, because what a row takes beside
+// Lanes of a row, which share its class indices: one for some five, because what a row takes beside
 // them each of its lanes takes.
 int lanes_of_indices(int64_t num_indices) {
   return num_indices > kFewIndices
              ? kWarpSize
              : merging_lanes(static_cast<int>(std::max<int64_t>(num_indices / 5, 1)));
 }
-// Of the rows of a block with at most kFewIndices: nine for one lane are the most.
-constexpr int kMostSharedIndices = 9 * kRowThreads;
 
 // Rewrites the gradients at class indices. Those of repeated indices add up: the first of them
 // writes the sum. Like token_values_kernel for all dtypes. lanes: lanes_of_indices(). kept:
@@ -302,49 +300,32 @@ __global__ void __launch_bounds__(kRowThreads)
                          const __grid_constant__ RowSource source,
                          const __grid_constant__ RowGrid grid, int lanes, AtIndices todo,
                          double* kept) {
-  __shared__ int shared[kMostSharedIndices];
   const uint32_t group = group_of_thread(lanes);
   const RowGrid::Place place = grid.place(group);
-  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const auto count = static_cast<int>(args.num_indices);
-  const auto index_of = [&](int k) {
-    const int64_t c = load_index(args, place, k);
-    return c >= 0 && c < args.num_classes ? static_cast<int>(c) : -1;
-  };
-  const bool are_shared = count <= kFewIndices;
-  int* const own = shared + (are_shared ? threadIdx.x / lanes * count : 0);
-  if (are_shared) {
-#pragma unroll 1
-    for (int k = lane; k < count; k += lanes) {
-      own[k] = index_of(k);
-    }
-    __syncwarp();
-  }
   const TokenGradient<double> gradient = load_gradient(args, place);
   wait_for_previous_kernel();
   if (group >= grid.groups || !source.counts(place)) {
     return;
   }
 #pragma unroll 1
-  for (int k = lane; k < count; k += lanes) {
-    const int c = are_shared ? own[k] : index_of(k);
-    if (c < 0) {
+  for (int64_t k = threadIdx.x & (lanes - 1); k < args.num_indices; k += lanes) {
+    const int64_t c = load_index(args, place, k);
+    if (c < 0 || c >= args.num_classes) {
       continue;
     }
     double sum = 0;
     bool is_first = true;
 #pragma unroll 1
-    for (int other = 0; other < count; ++other) {
-      if ((are_shared ? own[other] : index_of(other)) == c) {
+    for (int64_t other = 0; other < args.num_indices; ++other) {
+      if (load_index(args, place, other) == c) {
         is_first = is_first && other >= k;
         sum += load_grad(args, place, other);
       }
     }
     if (is_first) {
-      const int64_t at = place.row * count + k;
       double value = 0;
       if (todo == AtIndices::kRestore) {
-        value = kept[at];
+        value = kept[place.row * args.num_indices + k];
       } else {
         const int64_t offset = place.offset(source.input) + c * source.class_stride;
         const auto x = load_operand<double>(source.input, offset);
@@ -353,7 +334,7 @@ __global__ void __launch_bounds__(kRowThreads)
         value = gradient_at(gradient, mapped_logit(args, source, offset), slope, sum);
       }
       if (todo == AtIndices::kKeep) {
-        kept[at] = value;
+        kept[place.row * args.num_indices + k] = value;
       } else {
         store_operand(args.grad_input,
                       place.offset(args.grad_input) + c * args.grad_input_class_stride, value);
