@@ -424,7 +424,7 @@ def test_rows_of_logits_far_and_near(dtype: torch.dtype, classes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "classes", [504, 505, 1000, 1001, 1028, 1601, 2047, 2048, 3000, 3201, 4095, 4096]
+    "classes", [504, 505, 1000, 1001, 1028, 1601, 2047, 2048, 3000, 3201, 4096, 4100, 8192]
 )
 def test_float_rows_of_logits_far_and_near(classes: int) -> None:
     """Gradients by one formula and by the other, logits that a mask has left, rows without loss."""
@@ -477,7 +477,7 @@ def test_float_rows_of_logits_far_and_near(classes: int) -> None:
         assert same_bits(gradients[0][normal], gradients[1][normal])
 
 
-@pytest.mark.parametrize("classes", [504, 505, 1000, 1001, 1500, 2001, 3000, 3071, 4095, 4096])
+@pytest.mark.parametrize("classes", [504, 505, 1000, 1001, 1500, 2001, 3000, 3071, 4096, 5000, 8192])
 @pytest.mark.parametrize("rows", [1, 3, 700, 9001])
 def test_float_rows_of_a_block(classes: int, rows: int) -> None:
     """Rows of a block, one after the other, some of them without a loss, are as alone."""

@@ -204,8 +204,8 @@ struct alignas(16) Row {
 };
 
 // Of the parts of a row that `warps` warps have: max, ones, below.
-[[maybe_unused]] __device__ __forceinline__ OnlineSoftmax<float> softmax_of(const float4* parts,
-                                                                            int warps) {
+template <int kRowWarps>
+__device__ __forceinline__ OnlineSoftmax<float> softmax_of(const float4* parts, int warps) {
   OnlineSoftmax<float> softmax;
   float4 part[kRowWarps];
 #pragma unroll
@@ -243,12 +243,13 @@ constexpr int64_t shared_bytes(int64_t rows, int warps) {
 // A block has `teams` of `warps` warps, which take its rows in turn, so that what it reads at a
 // time lies in a line. A warp adds up its part of a row against the part's maximum; what the warps
 // have is joined once a row. While a row is computed, the team's next one is on its way.
-template <typename Share, bool kGradient>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
+template <typename Share, bool kGradient, int kMaxThreads>
+__global__ void __launch_bounds__(kMaxThreads, min_blocks(kMaxThreads))
     cross_entropy_float_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int warps,
                                     int teams, BlockShares shares, Denominator denominator,
                                     Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
+  constexpr int kRowWarps = kMaxThreads / kWarpSize;
   constexpr int kBatch = kTermBatch / kSize;  // vectors whose terms are added at a time
   extern __shared__ Row rows[];  // [shares.large], then their parts, where there are more than one
   auto* const parts = reinterpret_cast<float4*>(rows + shares.large);
@@ -371,7 +372,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
       }
       if constexpr (kGradient) {
         sync_team(team, warps);
-        softmax = softmax_of(parts + n * warps, warps);
+        softmax = softmax_of<kRowWarps>(parts + n * warps, warps);
       }
     }
     if (lane == 0 && (warps == 1 || (kGradient && part == 0))) {
@@ -419,7 +420,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     OnlineSoftmax<float> softmax;
     float loss = gradient_without_loss(index);
     if (index >= 0) {
-      softmax = kGradient || warps == 1 ? row.softmax() : softmax_of(parts + thread * warps, warps);
+      softmax = kGradient || warps == 1 ? row.softmax()
+                                        : softmax_of<kRowWarps>(parts + thread * warps, warps);
       loss = sparse_row_loss(softmax.max, softmax.rest(), x_of_lane, weight);
     }
     record_row(
@@ -439,23 +441,30 @@ void launch_float_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                        const Finalize& finalize, cudaStream_t stream) {
   const int warps = plan.team / kWarpSize;
   const int teams = plan.threads / plan.team;
-  const auto launch = [&](auto share) {
+  const auto launch = [&](auto share, auto threads) {
     visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
-      launch_kernel("cross_entropy_float_rows_kernel",
-                    cross_entropy_float_rows_kernel<typename decltype(share)::type,
-                                                    decltype(gradient)::value>,
-                    {plan.blocks, plan.threads, shared_bytes(plan.block_shares.large, warps), 1,
-                     denominator.is_left() || plan.blocks <= kMaxOverlappingBlocks},
-                    stream, args, warps, teams, plan.block_shares, denominator, partials, finalize);
+      launch_kernel(
+          "cross_entropy_float_rows_kernel",
+          cross_entropy_float_rows_kernel<typename decltype(share)::type, decltype(gradient)::value,
+                                          decltype(threads)::value>,
+          {plan.blocks, plan.threads, shared_bytes(plan.block_shares.large, warps), 1,
+           denominator.is_left() || plan.blocks <= kMaxOverlappingBlocks},
+          stream, args, warps, teams, plan.block_shares, denominator, partials, finalize);
     });
   };
+  constexpr std::integral_constant<int, kThreads> narrow;
   if (plan.words) {
-    launch(TypeTag<WordShare>{});
-  } else if (plan.aligned) {
-    launch(TypeTag<VectorShare<true>>{});
-  } else {
-    launch(TypeTag<VectorShare<false>>{});
+    launch(TypeTag<WordShare>{}, narrow);
+    return;
   }
+  visit_bool(plan.aligned, [&](auto aligned) {
+    const TypeTag<VectorShare<decltype(aligned)::value>> share;
+    if (plan.threads > kThreads) {
+      launch(share, std::integral_constant<int, kWideThreads>{});
+    } else {
+      launch(share, narrow);
+    }
+  });
 }
 
 }  // namespace lossops::cuda

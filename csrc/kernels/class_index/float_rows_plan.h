@@ -12,13 +12,15 @@ constexpr int kSize = kVectorSize<float>;
 // Vectors of a row that a thread holds.
 constexpr int kVectors = 8;
 constexpr int kThreadLogits = kVectors * kSize;
-constexpr int64_t kMaxClasses = 4096;
-constexpr int kMaxThreads = kMaxClasses / kThreadLogits;
-constexpr int kRowWarps = kMaxThreads / kWarpSize;
-// Resident blocks a multiprocessor, at the least. 7 blocks leave a thread 72 registers. Measured on
-// an H200: with 8 the steps of 262144x1000, which then spill, take 9 % longer; forward of
-// 32768x1001 is the same.
-constexpr int kMinBlocks = 7;
+// Threads of a block: several teams of up to as many, or one *wide* team of more.
+constexpr int kThreads = 128;
+constexpr int kWideThreads = 256;
+constexpr int64_t kMaxClasses = kThreads * kThreadLogits;
+constexpr int64_t kMaxWideClasses = kWideThreads * kThreadLogits;
+// Resident blocks a multiprocessor, at the least. 7 blocks leave a thread 72 registers, 3 wide ones
+// 80. Measured on an H200: with 8 the steps of 262144x1000, which then spill, take 9 % longer;
+// forward of 32768x1001 is the same.
+constexpr int min_blocks(int threads) { return threads == kThreads ? 7 : 3; }
 // Rows of a block at most: a thread of a warp prepares and finishes each.
 constexpr int kMaxRows = kWarpSize;
 // A team takes one row after the other: so many at most, and so many bytes of a block's rows,
@@ -56,11 +58,14 @@ inline int team_of(const RowProblem& problem) {
 }
 
 // Words of several warps that leave more of their room empty are faster staged. Measured on an
-// H200, steps: 262144x1030 takes 49 % longer here, 65536x3201 as long.
+// H200, steps: 262144x1030 takes 49 % longer here, 65536x3201 as long. Wide teams take no words.
 inline bool fills_team(const RowProblem& problem) {
+  if (problem.whole_vectors) {
+    return problem.classes <= kMaxWideClasses;
+  }
   const int team = team_of(problem);
-  return problem.whole_vectors || team == kWarpSize ||
-         32 * problem.classes >= 25 * int64_t{team} * kThreadLogits;
+  return problem.classes <= kMaxClasses &&
+         (team == kWarpSize || 32 * problem.classes >= 25 * int64_t{team} * kThreadLogits);
 }
 
 inline RowPlan plan(const RowProblem& problem) {
@@ -69,7 +74,7 @@ inline RowPlan plan(const RowProblem& problem) {
   plan.team = team_of(problem);
   plan.aligned = problem.aligned();
   // The teams of a block take its rows in turn.
-  const int teams = kMaxThreads / plan.team;
+  const int teams = std::max(kThreads / plan.team, 1);
   plan.threads = plan.team * teams;
   const bool loose = 6 * problem.classes < 5 * int64_t{plan.team} * kThreadLogits;
   const int64_t block_bytes = teams * problem.bytes;
@@ -79,7 +84,9 @@ inline RowPlan plan(const RowProblem& problem) {
                    : std::min(kGradientBytes / block_bytes, kGradientRows))
           : std::min(kForwardBytes / (loose ? problem.bytes : block_bytes), kMaxTeamRows);
   const int64_t resident =
-      int64_t{problem.device.multiprocessors} * kMinBlocks * (kMaxThreads / plan.threads);
+      int64_t{problem.device.multiprocessors} *
+      (plan.threads > kThreads ? min_blocks(kWideThreads)
+                               : min_blocks(kThreads) * (kThreads / plan.threads));
   const int64_t steps = ceil_div(problem.rows, int64_t{teams});
   const auto rows_of_block = [&](int64_t team_rows) {
     const int64_t rows = std::max({team_rows, ceil_div(steps, kMaxBlocks), int64_t{1}});

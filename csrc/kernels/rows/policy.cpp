@@ -97,25 +97,20 @@ const PolicyRow kPolicy[kFamilies] = {
      },
      half_rows::plan, contiguous_gradient, false, always},
     {Family::kFloatRows, "float_rows", "class_index/float_rows.cu",
-     "fp32, 501 to 4096 classes, class indices; not those beyond 1024 that leave 7/32 of their "
-     "warps' room empty, unless they are whole vectors; Hopper",
+     "fp32, class indices, 501 to 8192 classes of whole vectors, others to 4096 but those beyond "
+     "1024 that leave 7/32 of their warps' room empty; Hopper",
      "the same, against the row's maximum, with as many rows a block at a time as 128 threads "
      "hold; rows that are not whole vectors word by word",
      "register rows: 262144x1000 .93 / .75, 32768x4096 .92 / .83; this .95 / .91, .94 / .93. "
      "262144x1030 staged .86 / .83, here .74 / .56",
      [](P p) {
-       return p.hopper_fp32 && p.indices && p.bytes >= kMinStagedBytes &&
-              p.classes <= float_rows::kMaxClasses && float_rows::fills_team(p);
+       return p.hopper_fp32 && p.indices && p.bytes >= kMinStagedBytes && float_rows::fills_team(p);
      },
      float_rows::plan, contiguous_gradient, false, always},
     {Family::kRegisterRows, "register_rows", "rows/team_rows.cuh",
-     "class indices: fp32 to 32 KB in whole vectors; without Hopper from 2 KB and any fp32 to "
-     "32 KB, half types to 16 KB",
+     "class indices, from 2 KB a row, fp32 to 32 KB, half types to 16 KB; without Hopper",
      "a row in the registers of a block", "forward of fp32 takes 6 to 12 % less than staged",
-     [](P p) {
-       return register_rows::fits(p) &&
-              (!p.hopper || (p.args.input.dtype == DType::kFloat32 && p.whole_vectors));
-     },
+     [](P p) { return !p.hopper && register_rows::fits(p); },
      register_rows::plan, contiguous_gradient, false, always},
     {Family::kProbabilityRows, "probability_rows", "rows/probability_rows.cu",
      "fp16 and bf16 with probabilities of their dtype, aligned whole vectors, 2 to 64 KB a row, "
