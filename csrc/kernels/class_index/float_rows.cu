@@ -24,18 +24,18 @@ constexpr unsigned kMaxOverlappingBlocks = 1024;
 
 // A thread's share of a row of whole vectors: each warp has a part of it, whose vectors the lanes
 // take in turn. What is not there is -inf.
+template <bool kAligned>
 struct VectorShare {
   static constexpr int kAccesses = kVectors;
+  static constexpr int kWidth = kAligned ? kVectorBytes : sizeof(float);  // of an access
   static constexpr int kStride = kWarpSize * kSize;  // from one vector to the next
   int first;                                         // class of the thread's first logit
   int count;                                         // vectors, and more where there is room
-  bool aligned;                                      // all vectors of all rows
   Vector<float> vectors[kVectors];
 
-  __device__ __forceinline__ VectorShare(int part, int num_classes, bool aligned_)
+  __device__ __forceinline__ VectorShare(int part, int num_classes)
       : first(part * kWarpSize * kThreadLogits + static_cast<int>(threadIdx.x) % kWarpSize * kSize),
-        count((num_classes - first + kStride - 1) / kStride),
-        aligned(aligned_) {
+        count((num_classes - first + kStride - 1) / kStride) {
 #pragma unroll
     for (Vector<float>& vector : vectors) {
       set_lowest(vector);
@@ -48,10 +48,10 @@ struct VectorShare {
   }
 
   __device__ __forceinline__ Vector<float> read(const float* row, int u) const {
-    return load_vector_at(vector_of(row, u), sizeof(float));
+    return load_vector_at(vector_of(row, u), kWidth);
   }
   __device__ __forceinline__ void write(float* row, int u, const Vector<float>& vector) const {
-    store_vector_at(vector_of(row, u), sizeof(float), vector);
+    store_vector_at(vector_of(row, u), kWidth, vector);
   }
 
   // Of a row: the first so many vectors, if any are wanted.
@@ -63,7 +63,7 @@ struct VectorShare {
   // Vector u of a row, if it is one of `wanted`. By name: the compiler would branch around each of
   // these.
   __device__ __forceinline__ void load(const float* row, int u, Accesses wanted) {
-    if (aligned) {
+    if constexpr (kAligned) {
       float (&to)[kSize] = vectors[u].values;
       asm volatile(
           "{\n .reg .pred wanted;\n setp.lt.s32 wanted, %4, %5;\n"
@@ -77,7 +77,7 @@ struct VectorShare {
   }
   __device__ __forceinline__ void store(float* row, int u, Accesses wanted,
                                         const Vector<float>& vector) const {
-    if (aligned) {
+    if constexpr (kAligned) {
       const float (&from)[kSize] = vector.values;
       asm volatile(
           "{\n .reg .pred wanted;\n setp.lt.s32 wanted, %4, %5;\n"
@@ -114,7 +114,7 @@ struct WordShare {
     float values[1];
   };
 
-  __device__ __forceinline__ WordShare(int part, int num_classes, bool /*aligned*/)
+  __device__ __forceinline__ WordShare(int part, int num_classes)
       : first(part * kWarpSize * kThreadLogits + static_cast<int>(threadIdx.x) % kWarpSize),
         count((num_classes - first + kWarpSize - 1) / kWarpSize) {
 #pragma unroll
@@ -245,9 +245,9 @@ constexpr int64_t shared_bytes(int64_t rows, int warps) {
 // have is joined once a row. While a row is computed, the team's next one is on its way.
 template <typename Share, bool kGradient, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads, min_blocks(kMaxThreads))
-    cross_entropy_float_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                    bool aligned, int warps, int teams, BlockShares shares,
-                                    Denominator denominator, Partial* partials, Finalize finalize) {
+    cross_entropy_float_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int warps,
+                                    int teams, BlockShares shares, Denominator denominator,
+                                    Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
   constexpr int kRowWarps = kMaxThreads / kWarpSize;
   constexpr int kBatch = kTermBatch / kSize;  // vectors whose terms are added at a time
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kMaxThreads))
   const int warp = __shfl_sync(kAllLanes, thread / kWarpSize, 0);
   const int team = warp / warps;
   const int part = warp % warps;
-  Share share(part, static_cast<int>(args.num_classes), aligned);
+  Share share(part, static_cast<int>(args.num_classes));
   const int64_t first_row = shares.first(blockIdx.x);
   const int count =
       static_cast<int>(min(int64_t{shares.size(blockIdx.x)}, args.rows.numel - first_row));
@@ -449,18 +449,22 @@ void launch_float_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                                           decltype(threads)::value>,
           {plan.blocks, plan.threads, shared_bytes(plan.block_shares.large, warps), 1,
            denominator.is_left() || plan.blocks <= kMaxOverlappingBlocks},
-          stream, args, plan.aligned, warps, teams, plan.block_shares, denominator, partials,
-          finalize);
+          stream, args, warps, teams, plan.block_shares, denominator, partials, finalize);
     });
   };
   constexpr std::integral_constant<int, kThreads> narrow;
   if (plan.words) {
     launch(TypeTag<WordShare>{}, narrow);
-  } else if (plan.threads > kThreads) {
-    launch(TypeTag<VectorShare>{}, std::integral_constant<int, kWideThreads>{});
-  } else {
-    launch(TypeTag<VectorShare>{}, narrow);
+    return;
   }
+  visit_bool(plan.aligned, [&](auto aligned) {
+    const TypeTag<VectorShare<decltype(aligned)::value>> share;
+    if (plan.threads > kThreads) {
+      launch(share, std::integral_constant<int, kWideThreads>{});
+    } else {
+      launch(share, narrow);
+    }
+  });
 }
 
 }  // namespace lossops::cuda

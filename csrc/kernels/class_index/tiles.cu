@@ -174,9 +174,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   const int first_of_tile = lane / kTeam;
   int64_t next_target = args.ignore_index;
   const auto start = [&] {
-    if (first_row >= args.rows.numel) {
-      return;
-    }
     rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
     next_target = load_target(first_of_tile);
     if (gaps) {
@@ -216,11 +213,15 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
   };
 
-  first_row = (int64_t{blockIdx.x} * kWarps + warp) * tile_rows;
-  start();
-  unit.wait(args, denominator);
-  const float scale = unit.get();
-  while (first_row < args.rows.numel) {
+  float scale = 0;
+  const int64_t first_of_warp = (int64_t{blockIdx.x} * kWarps + warp) * tile_rows;
+#pragma unroll 1
+  for (first_row = first_of_warp; first_row < args.rows.numel; first_row += row_stride) {
+    start();
+    if (first_row == first_of_warp) {
+      unit.wait(args, denominator);
+      scale = unit.get();
+    }
     if (!gaps) {
       arrived.wait(parity);
       parity ^= 1;
@@ -434,8 +435,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
       __syncwarp();
     }
-    first_row += row_stride;
-    start();
   }
   if (args.reduction != Reduction::kNone && !grad_output.exists()) {
     reduce_to_grid(partial, partials, finalize);

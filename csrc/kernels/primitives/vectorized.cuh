@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "kernels/primitives/sizes.h"
@@ -86,19 +85,6 @@ __device__ __forceinline__ void store_vector_if(bool wanted, scalar_t* pointer,
       : "r"(vector.word(0)), "r"(vector.word(1)), "r"(vector.word(2)), "r"(vector.word(3)),
         "l"(pointer), "r"(static_cast<int>(wanted))
       : "memory");
-}
-
-// 16 bytes to an aligned address in global memory, by name: in one of two branches the compiler
-// would store them word by word.
-__device__ __forceinline__ void store_at_once(void* pointer, const uint32_t (&words)[4]) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("st.global.v4.b32 [%4], {%0, %1, %2, %3};"
-               :
-               : "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "l"(pointer)
-               : "memory");
-#else
-  memcpy(pointer, words, sizeof(words));
-#endif
 }
 
 // A value of which the compiler does not know how it came to be: it would compute it anew for each

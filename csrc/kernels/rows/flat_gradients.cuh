@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
   const int num_classes = static_cast<int>(plan.classes.value);
   const FlatTiles::Tile tile = plan.tile(static_cast<int>(blockIdx.x));
   const auto thread = static_cast<int>(threadIdx.x);
+  int v = tile.first_vector + thread;
 
   // Where the logits of a vector begin that is not in vectors, if they are neighbours; else null.
   const auto logits_of = [&](int vector) -> const scalar_t* {
@@ -114,16 +115,15 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
         static_cast<const scalar_t*>(source.input.data) - plan.head);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      const int vector = tile.first_vector + thread + u * kThreads;
-      if (vector < tile.end_vector && plan.is_whole(vector)) {
+      if (v + u * kThreads < tile.end_vector && plan.is_whole(v + u * kThreads)) {
         loaded |= 1u << u;
-        vectors[u] = logits[vector];
+        vectors[u] = logits[v + u * kThreads];
       }
     }
   } else {
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      const int vector = tile.first_vector + thread + u * kThreads;
+      const int vector = v + u * kThreads;
       const scalar_t* const logits = vector < tile.end_vector ? logits_of(vector) : nullptr;
       if (logits != nullptr) {
         loaded |= 1u << u;
@@ -137,35 +137,20 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
   }
   __syncthreads();
 
-  // A vector across the end of a row is computed for both rows, and its warp with it. Where every
-  // warp has some, but not many, they come after all others, a thread for each end.
-  const bool ends_apart = num_classes >= 4 * kSize && num_classes < kWarpSize * kSize;
-  const int steps = plan.vectors + (ends_apart ? tile.rows - 1 : 0);
 #pragma unroll 1
-  for (int n = thread; n < steps; n += kThreads) {
-    RowVector vector = vectors[0];
-    const bool is_loaded = (loaded & 1) != 0;
-#pragma unroll
-    for (int u = 0; u + 1 < kVectors; ++u) {
-      vectors[u] = vectors[u + 1];
-    }
-    loaded >>= 1;
-    const bool is_end = n >= plan.vectors;
-    const int end = (tile.first_row + n - plan.vectors + 1) * num_classes;  // of a row
-    const int v = is_end ? (end + plan.head) / kSize : tile.first_vector + n;
+  for (; v < tile.end_vector; v += kThreads, loaded >>= 1) {
     const int first = plan.first_element(v);
+    if (first >= plan.elements) {
+      return;
+    }
+    if ((loaded & 1) == 0) {
+      vectors[0] = gather_run<scalar_t>(source, grid, plan, first);
+    }
+    acc_t x[kSize];
+    vectors[0].unpack(type, x);
     int row = plan.row_of(first < 0 ? 0 : first);
     int c = first - row * num_classes;  // of element 0
     row -= tile.first_row;
-    const bool crosses = c + kSize > num_classes && row + 1 < tile.rows;
-    if (first >= plan.elements || (ends_apart && crosses != is_end)) {
-      continue;
-    }
-    if (!is_loaded) {
-      vector = gather_run<scalar_t>(source, grid, plan, first);
-    }
-    acc_t x[kSize];
-    vector.unpack(type, x);
     acc_t results[kSize] = {};
     // A row of the vector after the other. Those after the first take over its later elements.
 #pragma unroll 1
@@ -190,7 +175,9 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
     const RowVector packed = RowVector::pack(type, results);
     scalar_t* const to = static_cast<scalar_t*>(gradients) + first;
     if (plan.is_whole(v)) {
-      store_at_once(to, packed.words);
+      keep_apart();  // else it would be stored word by word, as the elements of the other branch
+      *reinterpret_cast<uint4*>(to) = {packed.words[0], packed.words[1], packed.words[2],
+                                       packed.words[3]};
     } else {
       scalar_t elements[kSize];
       memcpy(elements, &packed, sizeof(packed));
@@ -200,6 +187,10 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
           to[i] = elements[i];
         }
       }
+    }
+#pragma unroll
+    for (int u = 0; u + 1 < kVectors; ++u) {
+      vectors[u] = vectors[u + 1];
     }
   }
 }
