@@ -13,8 +13,9 @@ namespace lossops::cuda {
 // Calls body(r, c, offset) for each `kStep`th class c of the rows first_row + r, r < rows. offset:
 // of that class in the operand, in elements. steps: of a row; the last of them may have fewer
 // classes. Neighbouring lanes take neighbouring classes, across rows, so that short rows keep all
-// lanes at work. Rows of one dimension have four of a lane's steps on their way.
-template <int kStep, typename Body>
+// lanes at work. kInFlight: steps of a lane that overlap, of rows of one dimension; 1 for bodies
+// that wait for nothing.
+template <int kStep, int kInFlight, typename Body>
 __device__ __forceinline__ void for_classes(const IterationSpace& space, const Operand& operand,
                                             int64_t class_stride, const Divisor& steps,
                                             int64_t first_row, int rows, const Body& body) {
@@ -26,9 +27,9 @@ __device__ __forceinline__ void for_classes(const IterationSpace& space, const O
     body(r, c, row_offset_of(r) + c * class_stride);
   };
   int step = static_cast<int>(threadIdx.x) % kWarpSize;
-  if (space.ndim <= 1) {
+  if (kInFlight > 1 && space.ndim <= 1) {
     const int64_t first = first_row * operand.strides[0];
-#pragma unroll 4
+#pragma unroll kInFlight
     for (; step < count; step += kWarpSize) {
       visit(step, [&](int r) { return first + r * operand.strides[0]; });
     }

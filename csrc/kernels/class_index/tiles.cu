@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, c
                                           int rows) {
   const int num_classes = static_cast<int>(args.num_classes);
   const auto* const logits = static_cast<const scalar_t*>(args.input.data);
-  for_classes<2>(args.rows, args.input, 1, pairs, first_row, rows,
+  for_classes<2, 4>(args.rows, args.input, 1, pairs, first_row, rows,
                  [&](int r, int c, int64_t offset) {
                    const auto address = reinterpret_cast<uintptr_t>(logits + offset);
                    const bool is_within_word = address % 4 != 0;
@@ -88,13 +88,13 @@ __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
   const bool is_run = args.rows.ndim <= 1 && args.grad_input_class_stride == 1 &&
                       (args.rows.ndim == 0 || args.grad_input.strides[0] == num_classes);
   if (!is_run || reinterpret_cast<uintptr_t>(run) % 4 != 0) {
-    for_classes<1>(
+    for_classes<1, 1>(
         args.rows, args.grad_input, args.grad_input_class_stride, classes, first_row, rows,
         [&](int r, int c, int64_t offset) { gradients[offset] = elements[r * pitch + c]; });
     return;
   }
   const int count = rows * num_classes;
-#pragma unroll 4
+#pragma unroll 1
   for (int e = threadIdx.x % kWarpSize * 2; e < count; e += 2 * kWarpSize) {
     const int r = static_cast<int>(classes.quotient(static_cast<uint32_t>(e)));
     const int c = e - r * num_classes;
