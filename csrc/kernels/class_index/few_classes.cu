@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
       granules += num_classes * kStepRows / 4;
     } else if constexpr (kAny) {
       const auto* const logits = static_cast<const float*>(args.input.data);
-      for_classes<1, 4>(args.rows, args.input, 1, shape.classes, first_row + step_row,
+      for_classes<1, 2>(args.rows, args.input, 1, shape.classes, first_row + step_row,
                      min(rows - step_row, kStepRows), [&](int r, int c, int64_t offset) {
                        start_own_copy<4>(to + r * row_bytes + 4 * c, logits + offset);
                      });

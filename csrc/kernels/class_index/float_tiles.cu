@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         arrived.copy(tile, input + first_row * num_classes, bytes);
       }
     } else {
-      for_classes<1, 4>(args.rows, args.input, 1, shape.classes, first_row, rows,
+      for_classes<1, 2>(args.rows, args.input, 1, shape.classes, first_row, rows,
                      [&](int r, int c, int64_t offset) {
                        start_own_copy(tile + r * num_classes + c, input + offset);
                      });
