@@ -101,8 +101,8 @@ const PolicyRow kPolicy[kFamilies] = {
      "1024 that leave 7/32 of their warps' room empty; Hopper",
      "the same, against the row's maximum, with as many rows a block at a time as 128 threads "
      "hold; rows that are not whole vectors word by word",
-     "register rows: 262144x1000 .93 / .75, 32768x4096 .92 / .83; this .95 / .91, .94 / .93. "
-     "262144x1030 staged .86 / .83, here .74 / .56",
+     "register rows: 262144x1000 .93 / .75, 32768x4096 .92 / .83, 8704x7800 .77 / .71; this .95 / "
+     ".91, .94 / .93, .81 / .83. 262144x1030 staged .86 / .83, here .74 / .56",
      [](P p) {
        return p.hopper_fp32 && p.indices && p.bytes >= kMinStagedBytes && float_rows::fills_team(p);
      },
