@@ -477,7 +477,9 @@ def test_float_rows_of_logits_far_and_near(classes: int) -> None:
         assert same_bits(gradients[0][normal], gradients[1][normal])
 
 
-@pytest.mark.parametrize("classes", [504, 505, 1000, 1001, 1500, 2001, 3000, 3071, 4096, 5000, 8192])
+@pytest.mark.parametrize(
+    "classes", [504, 505, 1000, 1001, 1500, 2001, 3000, 3071, 4096, 5000, 8192]
+)
 @pytest.mark.parametrize("rows", [1, 3, 700, 9001])
 def test_float_rows_of_a_block(classes: int, rows: int) -> None:
     """Rows of a block, one after the other, some of them without a loss, are as alone."""

@@ -213,9 +213,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
     } else if constexpr (kAny) {
       const auto* const logits = static_cast<const float*>(args.input.data);
       for_classes<1, 2>(args.rows, args.input, 1, shape.classes, first_row + step_row,
-                     min(rows - step_row, kStepRows), [&](int r, int c, int64_t offset) {
-                       start_own_copy<4>(to + r * row_bytes + 4 * c, logits + offset);
-                     });
+                        min(rows - step_row, kStepRows), [&](int r, int c, int64_t offset) {
+                          start_own_copy<4>(to + r * row_bytes + 4 * c, logits + offset);
+                        });
     } else if (step_row + kStepRows <= rows) {
 #pragma unroll
       for (int i = 0; i < kLastVectors; i += kWarpSize) {
@@ -476,10 +476,10 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
         gradients += num_classes * kStepRows / 4;
       } else if constexpr (kAny) {
         for_classes<1, 1>(args.rows, args.grad_input, args.grad_input_class_stride, shape.classes,
-                       first_row + step_row, min(rows_left, kStepRows),
-                       [&](int r, int c, int64_t offset) {
-                         grad_input[offset] = load_shared(stage + r * row_bytes + 4 * c);
-                       });
+                          first_row + step_row, min(rows_left, kStepRows),
+                          [&](int r, int c, int64_t offset) {
+                            grad_input[offset] = load_shared(stage + r * row_bytes + 4 * c);
+                          });
       } else if (next_row <= rows) {
 #pragma unroll
         for (int i = 0; i < kLastVectors; i += kWarpSize) {

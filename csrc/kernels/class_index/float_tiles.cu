@@ -209,9 +209,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
     } else {
       for_classes<1, 2>(args.rows, args.input, 1, shape.classes, first_row, rows,
-                     [&](int r, int c, int64_t offset) {
-                       start_own_copy(tile + r * num_classes + c, input + offset);
-                     });
+                        [&](int r, int c, int64_t offset) {
+                          start_own_copy(tile + r * num_classes + c, input + offset);
+                        });
     }
     const int64_t target = load_class_index(args.target, offsets[0]);
     if (n == 0) {
@@ -314,9 +314,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         }
       } else {
         for_classes<1, 1>(args.rows, args.grad_input, args.grad_input_class_stride, shape.classes,
-                       first_row, rows, [&](int r, int c, int64_t offset) {
-                         grad_input[offset] = tile[r * num_classes + c];
-                       });
+                          first_row, rows, [&](int r, int c, int64_t offset) {
+                            grad_input[offset] = tile[r * num_classes + c];
+                          });
       }
     }
     __syncwarp();

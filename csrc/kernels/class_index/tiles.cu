@@ -34,7 +34,7 @@ struct TileShape {
   bool gaps;              // rows do not follow one another; in shared memory each starts at a word
   uint32_t rows_of_2_20;  // 2^20 over a row's granules, rounded up: divides a granule's number
   Divisor classes;
-  Divisor pairs;          // of a row's classes; the last may be half of one
+  Divisor pairs;  // of a row's classes; the last may be half of one
 
   __device__ __forceinline__ int padded(int granule) const {
     return padding == 0 ? granule
@@ -66,15 +66,15 @@ __device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, c
                                           int rows) {
   const int num_classes = static_cast<int>(args.num_classes);
   const auto* const logits = static_cast<const scalar_t*>(args.input.data);
-  for_classes<2, 4>(args.rows, args.input, 1, pairs, first_row, rows,
-                 [&](int r, int c, int64_t offset) {
-                   const auto address = reinterpret_cast<uintptr_t>(logits + offset);
-                   const bool is_within_word = address % 4 != 0;
-                   const auto* const words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
-                   const uint32_t next = is_within_word && c + 1 < num_classes ? words[1] : 0;
-                   reinterpret_cast<uint32_t*>(elements)[(r * pitch + c) / 2] =
-                       __funnelshift_r(words[0], next, is_within_word ? 16 : 0);
-                 });
+  for_classes<2, 4>(
+      args.rows, args.input, 1, pairs, first_row, rows, [&](int r, int c, int64_t offset) {
+        const auto address = reinterpret_cast<uintptr_t>(logits + offset);
+        const bool is_within_word = address % 4 != 0;
+        const auto* const words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+        const uint32_t next = is_within_word && c + 1 < num_classes ? words[1] : 0;
+        reinterpret_cast<uint32_t*>(elements)[(r * pitch + c) / 2] =
+            __funnelshift_r(words[0], next, is_within_word ? 16 : 0);
+      });
 }
 
 // Copies their gradients back, two at a time if they are one run of whole words.
@@ -453,8 +453,14 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   const Divisor pairs(static_cast<uint32_t>(ceil_div(num_classes, kPerWord)));
   const int pitch = plan.gaps ? static_cast<int>(pairs.value) * kPerWord
                               : num_classes + plan.padding * kVectorSize<half_t>;
-  TileShape shape = {plan.steps, plan.padding, plan.warp_bytes, pitch, plan.gaps, 0,
-                     Divisor(static_cast<uint32_t>(num_classes)), pairs};
+  TileShape shape = {plan.steps,
+                     plan.padding,
+                     plan.warp_bytes,
+                     pitch,
+                     plan.gaps,
+                     0,
+                     Divisor(static_cast<uint32_t>(num_classes)),
+                     pairs};
   if (plan.padding > 0) {
     const auto granules =
         static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);

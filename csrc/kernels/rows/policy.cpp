@@ -110,8 +110,8 @@ const PolicyRow kPolicy[kFamilies] = {
     {Family::kRegisterRows, "register_rows", "rows/team_rows.cuh",
      "class indices, from 2 KB a row, fp32 to 32 KB, half types to 16 KB; without Hopper",
      "a row in the registers of a block", "forward of fp32 takes 6 to 12 % less than staged",
-     [](P p) { return !p.hopper && register_rows::fits(p); },
-     register_rows::plan, contiguous_gradient, false, always},
+     [](P p) { return !p.hopper && register_rows::fits(p); }, register_rows::plan,
+     contiguous_gradient, false, always},
     {Family::kProbabilityRows, "probability_rows", "rows/probability_rows.cu",
      "fp16 and bf16 with probabilities of their dtype, aligned whole vectors, 2 to 64 KB a row, "
      "no weights; without a gradient to 8 KB; Hopper",

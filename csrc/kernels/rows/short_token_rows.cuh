@@ -282,8 +282,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
   const scalar_t* const rows = copy_rows<scalar_t>(source, is_run, grid, plan, shared);
   // Lanes without a row have the block's first, for shuffles.
   const scalar_t* const row =
-      rows +
-      (exists ? (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * plan.pitch : 0);
+      rows + (exists ? (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * plan.pitch : 0);
 
   const ShortRowState state = state_of_row(type, row, pass_map, plan, lane, changes_signs);
   if (!exists) {

@@ -581,7 +581,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
           }
           using Gradients = FlatTokenGradients<scalar_t>;
           const auto* const of_rows = reinterpret_cast<TokenLogitGradient<scalar_t>*>(scratch);
-          const Gradients rows{slice_of(slice, args), source, type, map, wide,
+          const Gradients rows{slice_of(slice, args),          source, type, map, wide,
                                has_several ? of_rows : nullptr};
           launch_flat_gradients_of(slice, rows, source, rows.args.grad_input, args.num_classes,
                                    type, map, stream);
