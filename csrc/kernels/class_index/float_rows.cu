@@ -11,6 +11,7 @@
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
 #include "kernels/rows/launches.cuh"
+#include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_words.cuh"
 
 namespace lossops::cuda {

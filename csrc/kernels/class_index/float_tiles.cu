@@ -15,6 +15,7 @@
 #include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
+#include "kernels/rows/row_gradient.cuh"
 
 namespace lossops::cuda {
 namespace {

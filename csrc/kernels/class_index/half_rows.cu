@@ -13,6 +13,7 @@
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
 #include "kernels/rows/launches.cuh"
+#include "kernels/rows/row_gradient.cuh"
 
 namespace lossops::cuda {
 namespace {

@@ -14,6 +14,7 @@
 #include "kernels/primitives/integers.h"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
+#include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_words.cuh"
 
 namespace lossops::cuda {

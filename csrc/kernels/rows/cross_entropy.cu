@@ -14,6 +14,7 @@
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/policy.h"
+#include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/strided_rows.cuh"
 #include "kernels/rows/targets.cuh"
 #include "kernels/rows/team_rows.cuh"

@@ -3,6 +3,7 @@
 
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/row_gradient.cuh"
 
 namespace lossops::cuda {
 

@@ -14,6 +14,7 @@
 #include "kernels/rows/index_gradient.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_cut.h"
+#include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_pass.cuh"
 #include "launchers.h"
 

@@ -4,6 +4,7 @@
 
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/row_plan.h"
+#include "kernels/rows/scales.cuh"
 #include "launchers.h"
 
 namespace lossops::cuda {

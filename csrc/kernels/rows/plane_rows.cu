@@ -24,6 +24,7 @@
 #include "kernels/rows/plane_grid.cuh"
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/plane_share.cuh"
+#include "kernels/rows/row_gradient.cuh"
 #include "launchers.h"
 
 namespace lossops::cuda {

@@ -11,6 +11,7 @@
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/probability_rows_plan.h"
+#include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_pieces.cuh"
 #include "kernels/rows/row_words.cuh"
 

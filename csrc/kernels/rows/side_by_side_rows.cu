@@ -15,6 +15,7 @@
 #include "kernels/primitives/integers.h"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
+#include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_groups.cuh"
 #include "kernels/rows/side_by_side_rows_plan.h"
 

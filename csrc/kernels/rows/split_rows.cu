@@ -16,6 +16,7 @@
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/phased_pieces.cuh"
+#include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_pieces.cuh"
 #include "kernels/rows/row_words.cuh"
 #include "kernels/rows/split_rows_plan.h"

@@ -14,6 +14,7 @@
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_sum.cuh"
 #include "kernels/rows/side_by_side_rows.cuh"
 #include "kernels/rows/team_rows_plan.h"

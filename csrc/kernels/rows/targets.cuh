@@ -15,6 +15,7 @@
 #include "kernels/primitives/integers.h"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/row_plan.h"
+#include "kernels/rows/scales.cuh"
 #include "launchers.h"
 
 namespace lossops::cuda {

@@ -17,6 +17,7 @@
 #include "kernels/primitives/dynamic_shared.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_sum.cuh"
 #include "kernels/rows/team_rows_plan.h"
 #include "launchers.h"

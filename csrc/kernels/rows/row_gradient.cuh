@@ -1,0 +1,279 @@
+// The gradient of a row of cross entropy, from what forward has left of the row.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/plain_rows.cuh"
+#include "kernels/rows/row_terms.cuh"
+#include "losses/rows/cross_entropy.h"
+
+namespace lossops::cuda {
+
+// What a row's softmax leaves to its gradients.
+template <typename acc_t>
+struct RowSummary {
+  acc_t max;
+  acc_t rest;
+  acc_t q_sum;       // dense rows
+  acc_t x_at_index;  // others
+};
+
+// The least of kCount numbers; NaN is none.
+template <int kCount, typename acc_t>
+__device__ __forceinline__ acc_t least_of(const acc_t (&x)[kCount]) {
+  acc_t least = x[0];
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) {
+    least = ::fmin(x[i], least);
+  }
+  return least;
+}
+
+// The gradient at a logit that is not the class index's: scale Q softmax(x). The same in every
+// kernel, for the same bits.
+template <typename acc_t, bool kExact>
+struct LogitGradient {
+  RowSoftmax<acc_t> softmax;
+
+  LogitGradient() = default;
+  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<acc_t>& softmax_,
+                                                    acc_t /*scale*/)
+      : softmax(softmax_) {}
+  // x: logits, then their gradients.
+  template <int kCount>
+  __device__ __forceinline__ void replace(acc_t (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = softmax.gradient(x[i]);
+    }
+  }
+  // scale (Q softmax(x) - q), for a row of dense coefficients
+  template <bool kMayOutweigh = true>
+  __device__ __forceinline__ acc_t dense(acc_t x, acc_t scale, acc_t q_sum, acc_t q) const {
+    return softmax.template dense_gradient_of<kMayOutweigh>(softmax.times_exp(acc_t(1), x), scale,
+                                                            q_sum, q);
+  }
+};
+
+// fp32: scale Q / sum exp(x) times exp(x). The exponential of a difference from the maximum takes
+// twice the instructions: what rounding took from the difference counts too.
+template <>
+struct LogitGradient<float, true> {
+  // Of the maximum from 0; of scale Q.
+  static constexpr float kMaxDistance = 2048;
+  static constexpr float kMinScale = 0x1p-40f;
+  static constexpr float kMaxScale = 0x1p60f;
+  static constexpr float kMinFactor = 0x1p-126f;  // normal
+
+  RowSoftmax<float> softmax;
+  math::MultipleOfExp multiple;
+  float lowest = math::infinity<float>();  // logits above it have that product for a gradient
+
+  LogitGradient() = default;
+  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax_, float scale)
+      : softmax(softmax_),
+        multiple(math::divide_by_one_plus_times_exp(scale, softmax_.rest, softmax_.max)) {
+    const float magnitude = ::fabsf(scale);
+    const float factor = ::fabsf(multiple.factor);
+    // A NaN among the logits is one in rest, and in the factor.
+    // fault: exp-of-logits
+    if (::fabsf(softmax.max) <= kMaxDistance && magnitude >= kMinScale && magnitude <= kMaxScale &&
+        factor >= kMinFactor && factor < math::infinity<float>()) {
+      lowest = multiple.lowest();
+    }
+  }
+
+  // Of logits of which this is the least. Not of infinity, which is also the least of nothing but
+  // NaN, and `lowest` of a row that has one.
+  __device__ __forceinline__ bool is_direct(float least) const { return least > lowest; }
+
+  // x: logits, then their gradients, where is_direct() of the least of them.
+  template <int kCount>
+  __device__ __forceinline__ void replace_direct(float (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = multiple(x[i]);
+    }
+  }
+
+  // Of any logits.
+  template <int kCount>
+  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
+    if (is_direct(least_of(x))) {
+      replace_direct(x);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        x[i] = is_direct(x[i]) ? multiple(x[i]) : softmax.gradient(x[i]);
+      }
+    }
+  }
+
+  template <bool kMayOutweigh = true>
+  __device__ __forceinline__ float dense(float x, float scale, float q_sum, float q) const {
+    return softmax.dense_gradient_of<kMayOutweigh>(softmax.times_exp(1.0f, x), scale, q_sum, q);
+  }
+};
+
+template <>
+struct LogitGradient<float, false> {
+  RowSoftmax<float> softmax;
+  RowTerms<false> terms;
+  float correction = 1;
+  float factor = 0;
+
+  LogitGradient() = default;
+  __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax_,
+                                                    float /*scale*/)
+      : softmax(softmax_),
+        terms(softmax_.max),
+        correction(terms.correction()),
+        factor(softmax_.factor * correction) {}
+  template <int kCount>
+  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = factor * terms(x[i]);
+    }
+  }
+  template <bool kMayOutweigh = true>
+  __device__ __forceinline__ float dense(float x, float scale, float q_sum, float q) const {
+    const float term = terms(x);
+    if constexpr (kMayOutweigh) {
+      const float e = __fmul_rn(term, correction);
+      if (e > softmax.all_but(e)) {
+        return softmax.dense_gradient_of(e, scale, q_sum, q);
+      }
+    }
+    return math::difference_of_products(factor, term, scale, q);
+  }
+};
+
+// Everything of a row that its gradients need.
+template <typename acc_t, bool kDense, bool kExact>
+struct RowGradient {
+  static constexpr bool kIsDense = kDense;
+  const CrossEntropyArgs& args;
+  const RowTarget<acc_t>& target;
+  acc_t scale;  // the row's grad_output, divided by what the mean divides by
+  acc_t q_sum;
+  acc_t at_index = 0;  // the gradient at the class index
+  RowSoftmax<acc_t> softmax;
+  LogitGradient<acc_t, kExact> logit_gradient;
+
+  __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args_,
+                                         const RowTarget<acc_t>& target_,
+                                         const RowSummary<acc_t>& row, acc_t scale_)
+      : args(args_), target(target_), scale(scale_) {
+    if constexpr (kDense) {
+      q_sum = row.q_sum;
+    } else {
+      q_sum = target.has_loss() ? target.index_weight() : acc_t(0);
+    }
+    if constexpr (!kDense && std::is_same_v<acc_t, float>) {
+      const auto finished =
+          IndexRow{row.max, row.rest}.finish<!kExact>(row.x_at_index, scale, q_sum);
+      softmax = finished.softmax;
+      at_index = finished.gradient_at_index;
+    } else {
+      softmax = RowSoftmax<acc_t>::of(row.max, row.rest, scale, q_sum);
+      if constexpr (!kDense) {
+        at_index = softmax.gradient_at_index(row.x_at_index);
+      }
+    }
+    logit_gradient = LogitGradient<acc_t, kExact>(softmax, scale * q_sum);
+  }
+
+  // Of a row that has no loss.
+  __device__ __forceinline__ acc_t without_loss() const {
+    return target.ignored ? acc_t(0) : math::quiet_nan<acc_t>();
+  }
+
+  // Of a row that has one.
+  __device__ __forceinline__ acc_t of_logit(acc_t x, int64_t c) const {
+    if constexpr (kDense) {
+      return of_dense_logit(x, target.coefficient(c));
+    } else {
+      if (c == target.index) {
+        return at_index;
+      }
+      acc_t values[1] = {x};
+      logit_gradient.replace(values);
+      return values[0];
+    }
+  }
+
+  __device__ __forceinline__ acc_t of_dense_logit(acc_t x, acc_t q) const {
+    return logit_gradient.dense(x, scale, q_sum, q);
+  }
+
+  // The gradients of the probabilities of neighbouring classes, whose logits are x: of the first
+  // `count`.
+  template <int kCount>
+  __device__ __forceinline__ void of_targets(const acc_t (&x)[kCount], int64_t first_class,
+                                             acc_t (&results)[kCount], int count = kCount) const {
+    const acc_t kept = acc_t(1) - static_cast<acc_t>(args.label_smoothing);
+#pragma unroll
+    for (acc_t& result : results) {
+      result = scale * kept;
+    }
+    multiply_by_weights(args, first_class, results, count);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      results[i] *= softmax.surprise(x[i]);
+    }
+  }
+};
+
+// The row as forward left it. input_offset: of the row.
+template <bool kDense, typename acc_t>
+__device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBackwardArgs& args,
+                                                          const RowTarget<acc_t>& target,
+                                                          int64_t row, int64_t input_offset) {
+  const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
+  RowSummary<acc_t> summary{stats.max[row], stats.rest[row], 0, 0};
+  if constexpr (!kDense && std::is_same_v<acc_t, float>) {
+    summary.max = IndexRow::of_kept(summary.max, summary.rest).max;
+  }
+  if constexpr (kDense) {
+    summary.q_sum = stats.q_sum[row];
+  } else if (target.has_loss()) {
+    summary.x_at_index =
+        load_operand<acc_t>(args.input, input_offset + target.index * args.input_class_stride);
+  }
+  return summary;
+}
+
+// The summary of a row from the team's first thread to all of them.
+template <bool kTeamIsBlock, typename acc_t>
+__device__ __forceinline__ RowSummary<acc_t> share_summary(const RowSummary<acc_t>& summary,
+                                                           int team) {
+  if constexpr (kTeamIsBlock) {
+    __shared__ RowSummary<acc_t> shared;
+    if (threadIdx.x == 0) {
+      shared = summary;
+    }
+    __syncthreads();
+    const RowSummary<acc_t> result = shared;
+    __syncthreads();  // it may be used again
+    return result;
+  } else {
+    return {__shfl_sync(kAllLanes, summary.max, 0, team),
+            __shfl_sync(kAllLanes, summary.rest, 0, team),
+            __shfl_sync(kAllLanes, summary.q_sum, 0, team),
+            __shfl_sync(kAllLanes, summary.x_at_index, 0, team)};
+  }
+}
+
+template <typename acc_t, typename State>
+__device__ __forceinline__ RowSummary<acc_t> summarize(const State& state, acc_t x_at_index) {
+  RowSummary<acc_t> summary{state.max, state.rest(), 0, x_at_index};
+  if constexpr (std::is_same_v<State, DenseOnlineSoftmax<acc_t>>) {
+    summary.q_sum = state.q_sum;
+  }
+  return summary;
+}
+
+}  // namespace lossops::cuda
