@@ -100,7 +100,7 @@ const PolicyRow kPolicy[kFamilies] = {
      "fp32, class indices, 501 to 8192 classes of whole vectors, others to 4096 but those beyond "
      "1024 that leave 7/32 of their warps' room empty; Hopper",
      "the same, against the row's maximum, with as many rows a block at a time as 128 threads "
-     "hold; rows that are not whole vectors word by word",
+     "hold, or a longer one of up to 256; rows that are not whole vectors word by word",
      "register rows: 262144x1000 .93 / .75, 32768x4096 .92 / .83, 8704x7800 .77 / .71; this .95 / "
      ".91, .94 / .93, .81 / .83. 262144x1030 staged .86 / .83, here .74 / .56",
      [](P p) {
