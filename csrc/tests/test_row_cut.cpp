@@ -111,6 +111,7 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
   const int64_t bytes = num_classes * element_bytes;
   CHECK(plan.lanes <= 32 && plan.rows * plan.lanes == kRowThreads);
   CHECK(plan.rows * bytes <= ShortRows::kBlockBytes);
+  CHECK(plan.rows * plan.pitch * element_bytes <= ShortRows::kBlockBytes + kRowThreads * 4);
   // Lanes would idle.
   CHECK(plan.lanes == 1 || plan.lanes / 2 * ShortRows::kLaneBytes < bytes);
   const int64_t rows = draw(1, 10000);

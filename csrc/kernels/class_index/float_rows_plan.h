@@ -85,7 +85,7 @@ inline RowPlan plan(const RowProblem& problem) {
           : std::min(kForwardBytes / (loose ? problem.bytes : block_bytes), kMaxTeamRows);
   const int64_t resident =
       int64_t{problem.device.multiprocessors} *
-      (plan.threads > kThreads ? min_blocks(kWideThreads)
+      (plan.threads > kThreads ? min_blocks(kWideThreads) * kWideThreads / plan.threads
                                : min_blocks(kThreads) * (kThreads / plan.threads));
   const int64_t steps = ceil_div(problem.rows, int64_t{teams});
   const auto rows_of_block = [&](int64_t team_rows) {

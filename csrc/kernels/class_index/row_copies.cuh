@@ -13,8 +13,8 @@ namespace lossops::cuda {
 // Calls body(r, c, offset) for each `kStep`th class c of the rows first_row + r, r < rows. offset:
 // of that class in the operand, in elements. steps: of a row; the last of them may have fewer
 // classes. Neighbouring lanes take neighbouring classes, across rows, so that short rows keep all
-// lanes at work. kInFlight: steps of a lane that overlap, of rows of one dimension. Stores do well
-// with 1; loads take half as long again, asynchronous copies too.
+// lanes at work. kInFlight: steps of a lane that overlap, of rows of one dimension. With 1, stores
+// do as well, but loads and asynchronous copies take half as long again.
 template <int kStep, int kInFlight, typename Body>
 __device__ __forceinline__ void for_classes(const IterationSpace& space, const Operand& operand,
                                             int64_t class_stride, const Divisor& steps,

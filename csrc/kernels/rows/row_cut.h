@@ -257,9 +257,10 @@ struct ShortRows {
   Divisor classes;
   Divisor words;  // of 4 bytes, of rows that are apart
   int num_classes = 0;
-  int pitch = 0;  // elements from a row to the next in shared memory
-  int lanes = 1;  // of a row
-  int rows = 0;   // of a block
+  int pitch = 0;      // elements from a row to the next in shared memory
+  int gap_words = 0;  // between them
+  int lanes = 1;      // of a row
+  int rows = 0;       // of a block
 
   // 4 KB.
   static bool are_short(int64_t num_classes, int64_t element_bytes) {
@@ -276,15 +277,17 @@ struct ShortRows {
       lanes *= 2;
     }
     rows = kRowThreads / lanes;
-    // Where four or more rows of a warp would begin in the same bank of shared memory, rows are a
-    // word apart. They are copied word by word, which costs more than conflicts of fewer rows.
+    // Where four or more rows of a warp would begin in the same bank of shared memory, they are as
+    // many words apart as each has lanes, which read neighbouring words. They are copied word by
+    // word, which costs more than conflicts of fewer rows.
     const int64_t bytes = num_classes_ * element_bytes;
     int banks = 32;  // that rows begin in
     for (int64_t even = bytes / 4; bytes % 4 == 0 && even % 2 == 0 && banks > 1; even /= 2) {
       banks /= 2;
     }
     if (4 * banks <= 32 / lanes) {
-      pitch += static_cast<int>(4 / element_bytes);
+      gap_words = lanes;
+      pitch += gap_words * static_cast<int>(4 / element_bytes);
     }
   }
 

@@ -3,7 +3,8 @@
 // number of classes and the dtype alone, so a row has the same bits in any batch and layout.
 //
 // A block first copies its rows to shared memory: by vectors where the rows follow one another,
-// which may begin anywhere, otherwise element by element. ShortRows of row_cut.h deals them out.
+// which may begin anywhere, or by words where they shall lie apart there; otherwise element by
+// element. ShortRows of row_cut.h deals them out.
 //
 // What a row takes is computed in fp64, as in token_values_kernel, but with log_of_sum() and
 // inverse_of(): a logarithm of the library would take longer than a row of ten classes.
@@ -67,7 +68,7 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
   const int elements = rows * plan.num_classes;
   const auto* const data = static_cast<const scalar_t*>(source.input.data);
   auto* const copies = reinterpret_cast<scalar_t*>(shared);
-  const bool is_padded = plan.pitch > plan.num_classes;
+  const bool is_padded = plan.gap_words > 0;
   if (!is_run || (is_padded && reinterpret_cast<uintptr_t>(data) % 4 != 0)) {
 #pragma unroll 4
     for (int e = thread; e < elements; e += kRowThreads) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
       const int word = first_word + i;
       const auto row = static_cast<int>(plan.words.quotient(static_cast<uint32_t>(max(word, 0))));
       if (word >= 0 && row < rows) {
-        reinterpret_cast<uint32_t*>(shared)[word + row] = vector.words[i];
+        reinterpret_cast<uint32_t*>(shared)[word + row * plan.gap_words] = vector.words[i];
       }
     }
   };
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
                               const __grid_constant__ RowGrid grid,
                               const __grid_constant__ ShortRows plan, const RowType<scalar_t> type,
                               const Map pass_map, const Map map, bool changes_signs) {
-  // One more, for rows that begin within a vector; a word more for each row, if they are padded.
+  // One more, for rows that begin within a vector; a word more for each thread, for rows apart.
   __shared__ RowVector shared[(ShortRows::kBlockBytes + kRowThreads * 4) / kVectorBytes + 1];
   let_next_kernel_start();
   const int lanes = plan.lanes;

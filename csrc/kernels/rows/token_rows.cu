@@ -258,8 +258,8 @@ __device__ __forceinline__ double gradient_at(const TokenGradient<double>& gradi
   return gradient.at_index(z, sum, gradient.of_softmax + sum) * slope;
 }
 
-// Leaves what row_gradients_kernel takes of each row, (rows,) TokenLogitGradient. lanes: of a row;
-// a warp, if it has more than kFewIndices.
+// Leaves what the kernels of gradients take of each row, (rows,) TokenLogitGradient. lanes: of a
+// row; a warp, if it has more than kFewIndices.
 __global__ void __launch_bounds__(kRowThreads)
     token_gradients_kernel(const __grid_constant__ TokenBackwardArgs args,
                            const __grid_constant__ RowSource source,
@@ -523,7 +523,7 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
   });
 }
 
-// Doubles of what rows leave for row_gradients_kernel.
+// Doubles of what token_gradients_kernel leaves.
 static int64_t gradient_doubles(const TokenBackwardArgs& args) {
   return args.rows.numel * kGradientNumbers * element_size(stats_dtype(args)) /
          static_cast<int64_t>(sizeof(double));
