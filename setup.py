@@ -55,7 +55,6 @@ CUDA_SOURCES = [
     "csrc/kernels/class_index/half_rows.cu",
     "csrc/kernels/class_index/tiles.cu",
     "csrc/kernels/elements/elementwise.cu",
-    "csrc/kernels/elements/scale.cu",
     "csrc/kernels/grid/driver.cu",
     "csrc/kernels/grid/grid_reduce.cu",
     "csrc/kernels/rows/cross_entropy.cu",
@@ -67,6 +66,7 @@ CUDA_SOURCES = [
     "csrc/kernels/rows/split_rows.cu",
     "csrc/kernels/rows/staged_rows.cu",
     "csrc/kernels/rows/token_rows.cu",
+    "csrc/kernels/scale.cu",
 ]
 
 # The architectures of a released wheel, and the only place that names them. Those which the

@@ -80,7 +80,7 @@ def test_batchmean_divides_by_the_size_before_broadcasting(device: str) -> None:
         ((), (4,), 1),
         ((4,), (), 4),
     ):
-        # log(t) - x is positive everywhere: sums that cancel are further off.
+        # log(t) - x is positive everywhere: of a sum that cancels, the relative error is larger.
         x = -torch.rand(input_shape, device=device) - 2.5
         t = torch.rand(target_shape, device=device) + 0.1
         for call in (lossops.kl_div, OP, F.kl_div):

@@ -5,8 +5,8 @@
 // want it, and rows so short that what a row costs beside its elements would count.
 #include "losses/rows/cross_entropy.h"
 
+#include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdlib>
 
 #include "cpu/block.h"

@@ -7,9 +7,9 @@
 // classes are reduced one by one, along the classes. Rows of few classes are the lanes of vectors.
 #include "losses/rows/tokens.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <tuple>
 #include <vector>
 
 #include "cpu/thread_buffers.h"

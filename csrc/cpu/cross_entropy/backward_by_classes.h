@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cpu/cross_entropy/columns_of_rows.h"
-#include "cpu/cross_entropy/row_gradients.h"
+#include "cpu/cross_entropy/class_blocks.h"
+#include "cpu/cross_entropy/gradient_terms.h"
 #include "cpu/thread_buffers.h"
 
 namespace lossops::cpu {
@@ -75,7 +75,8 @@ LOSSOPS_HOST_DEVICE void silence_rows(const BlockTargets<acc_t>& targets, int cl
   }
 }
 
-// The gradient at the class index of each row, which the loops over classes have left out.
+// Overwrites the gradient at the class index of each row: gradient_columns() has computed it as if
+// it were any other class.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE void gradient_at_indices(const CrossEntropyArgs& args, const Columns<acc_t>& x,
                                              const ProbabilityColumns<acc_t>& p,

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cpu/cross_entropy/row_gradients.h"
+#include "cpu/cross_entropy/gradient_terms.h"
 #include "cpu/thread_buffers.h"
 
 namespace lossops::cpu {

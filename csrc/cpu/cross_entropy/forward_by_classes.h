@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cpu/cross_entropy/columns_of_rows.h"
+#include "cpu/cross_entropy/class_blocks.h"
 #include "cpu/cross_entropy/finished_rows.h"
 
 namespace lossops::cpu {

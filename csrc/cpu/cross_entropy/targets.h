@@ -29,7 +29,7 @@ struct BlockTargets {
     std::fill(without_loss + count, without_loss + padded(count), acc_t(0));
     all_have_loss = all_valid = true;
     if (args.target_is_probability) {
-      // Without classes there is nothing to lose.
+      // A row of no classes has no loss.
       all_have_loss = args.num_classes > 0;
       std::fill_n(index, count, 0);
       std::fill_n(has_loss, count, all_have_loss ? acc_t(1) : acc_t(0));
@@ -69,8 +69,8 @@ struct BlockTargets {
   }
 };
 
-// The coefficients of a row are uniform ones, q_c = w_c p'_c with p'_c = eps / C for a
-// class index, and one more at the class index.
+// The coefficients of a row: q_c = w_c p'_c of every class, with p'_c = eps / C where the target is
+// a class index t; and then (1 - eps) w_t more at t.
 template <typename acc_t>
 class Coefficients {
  public:
@@ -85,8 +85,8 @@ class Coefficients {
 
   acc_t unsmoothed() const { return acc_t(1) - smoothing_; }
 
-  // Of a block of rows: what their class indices have beyond the uniform coefficients, and what
-  // they add to the mean's denominator.
+  // Of a block of rows: what q has more at their class indices, and what they add to the mean's
+  // denominator.
   LOSSOPS_HOST_DEVICE void load_at_indices(const BlockTargets<acc_t>& targets, int count, acc_t* q,
                                            acc_t* mean_weight) const {
     if (args_.target_is_probability) {
@@ -99,7 +99,7 @@ class Coefficients {
         q[j] = targets.has_loss[j] != acc_t(0) ? at_index : acc_t(0);
       }
       for (int j = 0; j < count; ++j) {
-        // A class index out of range counts.
+        // A row whose class index is out of range counts here. With weights it adds 0.
         // fault: ce-mean-weight
         mean_weight[j] = targets.without_loss[j] == acc_t(0) ? targets.has_loss[j] : acc_t(1);
       }

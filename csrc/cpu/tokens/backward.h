@@ -7,7 +7,8 @@
 #include <cstdint>
 
 #include "cpu/columns.h"
-#include "cpu/tokens/row_gradients.h"
+#include "cpu/thread_buffers.h"
+#include "cpu/tokens/gradient_terms.h"
 
 namespace lossops::cpu {
 namespace {

@@ -159,5 +159,27 @@ void reduce_far_rows(const TokenArgs& args, const BlockOffsets& rows, int count,
   }
 }
 
+// Rows [first, first + count) of many classes, by the states of their pieces. See write_values().
+template <typename acc_t>
+int64_t finish_long_rows(const TokenForwardArgs& args, int64_t first, int count,
+                         const State* states) {
+  ForwardWalker walker = forward_walker(args, first);
+  walker.next(count);
+  const int64_t pieces = num_pieces(args);
+  RowBlock<acc_t> rows;
+  rows.load_mask(args, walker[2], count);
+  for (int j = 0; j < count; ++j) {
+    const State* const parts = states + (first + j) * pieces;
+    State state = parts[0];
+    for (int64_t piece = 1; piece < pieces; ++piece) {
+      state.merge(parts[piece]);
+    }
+    rows.max[j] = static_cast<acc_t>(state.max);
+    rows.rest[j] = static_cast<acc_t>(state.rest());
+    rows.mean_distance[j] = static_cast<acc_t>(state.mean_distance());
+  }
+  return write_values(args, walker, first, count, rows);
+}
+
 }  // namespace
 }  // namespace lossops::cpu

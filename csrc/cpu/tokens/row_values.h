@@ -5,12 +5,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <tuple>
 
-#include "cpu/thread_buffers.h"
 #include "cpu/tokens/logit_map.h"
 #include "cpu/tokens/walks.h"
-#include "cross_entropy_row.h"
 
 namespace lossops::cpu {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "cpu/columns.h"
 #include "cpu/rows.h"
-#include "losses/rows/tokens.h"
+#include "launchers.h"
 #include "strided.h"
 
 namespace lossops::cpu {

@@ -12,7 +12,7 @@ constexpr int kSize = kVectorSize<float>;
 // Vectors of a row that a thread holds.
 constexpr int kVectors = 8;
 constexpr int kThreadLogits = kVectors * kSize;
-// Threads of a block: several teams of up to as many, or one *wide* team of more.
+// Threads of a block: 128 hold one or several teams; a *wide* team, of a longer row, has up to 256.
 constexpr int kThreads = 128;
 constexpr int kWideThreads = 256;
 constexpr int64_t kMaxClasses = kThreads * kThreadLogits;

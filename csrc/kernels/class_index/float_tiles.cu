@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "kernels/class_index/float_tiles_plan.h"
-#include "kernels/class_index/row_copies.cuh"
+#include "kernels/class_index/row_walk.cuh"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/async_copy.cuh"

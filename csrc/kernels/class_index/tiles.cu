@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/class_index/row_copies.cuh"
+#include "kernels/class_index/row_walk.cuh"
 #include "kernels/class_index/tiles_plan.h"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"

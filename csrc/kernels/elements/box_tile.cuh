@@ -79,7 +79,7 @@ class BoxTile {
   }
 
   // What was read of a turned operand: from quads of rows to quads of columns.
-  __device__ __forceinline__ void take(Which which, Values& values) const {
+  __device__ __forceinline__ void turn_read(Which which, Values& values) const {
     if (!operand(which).is_turned) {
       return;
     }
@@ -87,7 +87,7 @@ class BoxTile {
     collect([&](int step, int i, float cell) { values.set(step, i, cell); }, false);
   }
   // What is to be written: the way back.
-  __device__ __forceinline__ void give(Which which, float (&values)[Values::kCount]) const {
+  __device__ __forceinline__ void turn_results(Which which, float (&values)[Values::kCount]) const {
     if (!operand(which).is_turned) {
       return;
     }

@@ -90,8 +90,8 @@ class ElementPlanner {
       space_.ndim = 1;
       space_.sizes[0] = 1;
     }
-    lead_ = leading_dim(-1);
-    other_ = leading_dim(lead_);
+    lead_ = leading_dim(0, [](const Operand& /*operand*/) { return true; });
+    other_ = leading_dim(lead_, [&](const Operand& operand) { return is_turned(operand, lead_); });
     for_each_operand([&](const Operand& operand, PlanOperand& own) {
       own.data = static_cast<char*>(operand.data);
       own.dtype = operand.dtype;
@@ -157,18 +157,16 @@ class ElementPlanner {
 
   // The dimension along which most bytes that are read are neighbours; of several such dimensions,
   // the longest. Operands that are written do not count, so a plan is the same with a gradient and
-  // without one.
-  // lead: -1 counts all operands. Else only operands count whose rows do not lie along dimension
-  // `lead`, and the result is `lead` if there are none.
-  int leading_dim(int lead) {
-    int found = std::max(lead, 0);
+  // without one. counts(operand): whether one does that is read. If none does, it is `otherwise`.
+  template <typename Counts>
+  int leading_dim(int otherwise, const Counts& counts) {
+    int found = otherwise;
     int64_t most = 0;
     for (int dim = 0; dim < space_.ndim; ++dim) {
       int64_t bytes = 0;
       for (int which = kInput; which <= kGradOutput; ++which) {
         const Operand& operand = operands_[which];
-        if (operand.data != nullptr && operand.strides[dim] == 1 &&
-            (lead < 0 || is_turned(operand, lead))) {
+        if (operand.data != nullptr && operand.strides[dim] == 1 && counts(operand)) {
           // Caches hold most of a broadcast operand, so its bytes count a 16th. A choice, not
           // measured.
           constexpr int64_t kMore = 16;

@@ -8,8 +8,8 @@
 //   element;
 // - stride(which): bytes from a column to the next; spread(): columns from an element of a quad to
 //   the next;
-// - take(which, quads), give(which, values): called after values were read, and before they are
-//   written.
+// - turn_read(which, quads), turn_results(which, values): called after values were read, and before
+//   they are written.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ class QuadValues {
     } else {
       settle<4>(tile.kind(which));
     }
-    tile.take(which, *this);
+    tile.turn_read(which, *this);
   }
   __device__ __forceinline__ float at(int step, int i) const {
     return __uint_as_float(quads_[step].cells[i]);
@@ -56,7 +56,7 @@ class QuadValues {
     for (int n = 0; n < kCount; ++n) {
       values[n] = results[n];
     }
-    tile.give(which, values);
+    tile.turn_results(which, values);
     const DType dtype = tile.operand(which).dtype;
     if (dtype == DType::kBFloat16) {
       store_as<bfloat16_t>(tile, which, values);

@@ -59,9 +59,9 @@ class QuadUnitTile : public UnitTile<float, kSteps, kQuad> {
   __device__ __forceinline__ void store(Which which, const float (&values)[Values::kCount]) const {
     Values::store(*this, which, values);
   }
-  __device__ __forceinline__ void take(Which /*which*/, Values& /*values*/) const {}
-  __device__ __forceinline__ void give(Which /*which*/,
-                                       float (& /*values*/)[Values::kCount]) const {}
+  __device__ __forceinline__ void turn_read(Which /*which*/, Values& /*values*/) const {}
+  __device__ __forceinline__ void turn_results(Which /*which*/,
+                                               float (& /*values*/)[Values::kCount]) const {}
 };
 
 // Units of one column.

@@ -60,10 +60,10 @@ __device__ __forceinline__ RowVector gather_run(const RowSource& source, const R
 
 // How the logits lie, seen from the vectors of the gradients.
 enum class FlatLogits : int8_t {
-  kInVectors,  // a run too, with vectors where the gradients have them
-  kInRun,      // a run that begins elsewhere
-  kInRows,     // of neighbouring classes
-  kApart,
+  kInVectors,  // one run, too, with aligned vectors where the gradients have them
+  kInRun,      // one run that begins elsewhere
+  kInRows,     // rows with gaps; the classes of a row are neighbours
+  kApart,      // classes are not neighbours
 };
 
 // gradients: element 0 of the run.
@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
   const auto thread = static_cast<int>(threadIdx.x);
   int v = tile.first_vector + thread;
 
-  // Where the logits of a vector begin that is not in vectors, if they are neighbours; else null.
+  // The first logit of a vector of gradients, if its logits are neighbours; else null. Not of
+  // kInVectors.
   const auto logits_of = [&](int vector) -> const scalar_t* {
     const auto* const logits = static_cast<const scalar_t*>(source.input.data);
     const int first = plan.first_element(vector);
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
   };
   // On their way while the numbers of the rows are computed.
   RowVector vectors[kVectors] = {};
-  unsigned loaded = 0;  // a bit for each
+  unsigned loaded = 0;  // bit u: vectors[u] is
   if (layout == FlatLogits::kInVectors) {
     const auto* const logits = reinterpret_cast<const RowVector*>(
         static_cast<const scalar_t*>(source.input.data) - plan.head);
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
     const RowVector packed = RowVector::pack(type, results);
     scalar_t* const to = static_cast<scalar_t*>(gradients) + first;
     if (plan.is_whole(v)) {
-      keep_apart();  // else it would be stored word by word, as the elements of the other branch
+      keep_apart();  // else the compiler stores words, as in the other branch
       *reinterpret_cast<uint4*>(to) = {packed.words[0], packed.words[1], packed.words[2],
                                        packed.words[3]};
     } else {

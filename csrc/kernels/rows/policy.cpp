@@ -97,10 +97,12 @@ const PolicyRow kPolicy[kFamilies] = {
      },
      half_rows::plan, contiguous_gradient, false, always},
     {Family::kFloatRows, "float_rows", "class_index/float_rows.cu",
-     "fp32, class indices, 501 to 8192 classes of whole vectors, others to 4096 but those beyond "
-     "1024 that leave 7/32 of their warps' room empty; Hopper",
+     "fp32, class indices, from 501 classes: whole vectors to 8192; others to 4096, beyond 1024 "
+     "only those that leave less than 7/32 of their warps' room empty; Hopper",
      "the same, against the row's maximum, with as many rows a block at a time as 128 threads "
-     "hold, or a longer one of up to 256; rows that are not whole vectors word by word",
+     "hold; beyond 4096 classes a block of up to 256 threads a row; rows that are not whole "
+     "vectors "
+     "word by word",
      "register rows: 262144x1000 .93 / .75, 32768x4096 .92 / .83, 8704x7800 .77 / .71; this .95 / "
      ".91, .94 / .93, .81 / .83. 262144x1030 staged .86 / .83, here .74 / .56",
      [](P p) {
@@ -108,8 +110,9 @@ const PolicyRow kPolicy[kFamilies] = {
      },
      float_rows::plan, contiguous_gradient, false, always},
     {Family::kRegisterRows, "register_rows", "rows/team_rows.cuh",
-     "class indices, from 2 KB a row, fp32 to 32 KB, half types to 16 KB; without Hopper",
-     "a row in the registers of a block", "forward of fp32 takes 6 to 12 % less than staged",
+     "class indices, 2 to 32 KB a row of fp32, 2 to 16 KB of half types; without Hopper",
+     "a row in the registers of a block",
+     "on an H200, forward of fp32 takes 6 to 12 % less than staged, which is Hopper's",
      [](P p) { return !p.hopper && register_rows::fits(p); }, register_rows::plan,
      contiguous_gradient, false, always},
     {Family::kProbabilityRows, "probability_rows", "rows/probability_rows.cu",

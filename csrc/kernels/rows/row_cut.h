@@ -255,10 +255,10 @@ struct ShortRows {
   static constexpr int kBlockBytes = kRowThreads * kLaneBytes;
 
   Divisor classes;
-  Divisor words;  // of 4 bytes, of rows that are apart
+  Divisor words;  // of 4 bytes in a row, if there are some between rows
   int num_classes = 0;
   int pitch = 0;      // elements from a row to the next in shared memory
-  int gap_words = 0;  // between them
+  int gap_words = 0;  // between rows in shared memory, of 4 bytes
   int lanes = 1;      // of a row
   int rows = 0;       // of a block
 
@@ -277,9 +277,9 @@ struct ShortRows {
       lanes *= 2;
     }
     rows = kRowThreads / lanes;
-    // Where four or more rows of a warp would begin in the same bank of shared memory, they are as
-    // many words apart as each has lanes, which read neighbouring words. They are copied word by
-    // word, which costs more than conflicts of fewer rows.
+    // If four or more rows of a warp would begin in the same bank of shared memory, there is a word
+    // between rows for each lane of a row: lanes read neighbouring words. Such rows are copied word
+    // by word, which costs more than conflicts of fewer rows.
     const int64_t bytes = num_classes_ * element_bytes;
     int banks = 32;  // that rows begin in
     for (int64_t even = bytes / 4; bytes % 4 == 0 && even % 2 == 0 && banks > 1; even /= 2) {

@@ -20,7 +20,7 @@ struct RowSummary {
   acc_t x_at_index;  // others
 };
 
-// The least of kCount numbers; NaN is none.
+// The least of kCount numbers; NaN is ignored.
 template <int kCount, typename acc_t>
 __device__ __forceinline__ acc_t least_of(const acc_t (&x)[kCount]) {
   acc_t least = x[0];
@@ -61,7 +61,7 @@ struct LogitGradient {
 // twice the instructions: what rounding took from the difference counts too.
 template <>
 struct LogitGradient<float, true> {
-  // Of the maximum from 0; of scale Q.
+  // Bounds of |max|, of |scale Q| and of the factor, for that product.
   static constexpr float kMaxDistance = 2048;
   static constexpr float kMinScale = 0x1p-40f;
   static constexpr float kMaxScale = 0x1p60f;
@@ -69,7 +69,7 @@ struct LogitGradient<float, true> {
 
   RowSoftmax<float> softmax;
   math::MultipleOfExp multiple;
-  float lowest = math::infinity<float>();  // logits above it have that product for a gradient
+  float lowest = math::infinity<float>();  // logits above it have the product for a gradient
 
   LogitGradient() = default;
   __device__ __forceinline__ explicit LogitGradient(const RowSoftmax<float>& softmax_, float scale)
@@ -85,8 +85,8 @@ struct LogitGradient<float, true> {
     }
   }
 
-  // Of logits of which this is the least. Not of infinity, which is also the least of nothing but
-  // NaN, and `lowest` of a row that has one.
+  // Whether logits of which this is the least have that product for a gradient. False of infinity:
+  // it is the least of NaN alone, and `lowest` of a row that has a NaN is infinity too.
   __device__ __forceinline__ bool is_direct(float least) const { return least > lowest; }
 
   // x: logits, then their gradients, where is_direct() of the least of them.
@@ -117,6 +117,7 @@ struct LogitGradient<float, true> {
   }
 };
 
+// Half types: the terms of the row's sum, times a factor.
 template <>
 struct LogitGradient<float, false> {
   RowSoftmax<float> softmax;

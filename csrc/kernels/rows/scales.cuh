@@ -1,20 +1,24 @@
 // What the gradients of all rows are multiplied by: grad_output, over what the mean divides by.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
+#include "kernels/grid/device.cuh"
 #include "kernels/grid/grid_reduce.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/block_reduce.cuh"
+#include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/warp_reduce.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/row_plan.h"
 #include "launchers.h"
 
 namespace lossops::cuda {
 
-// What the mean divides by, where it is known before any row is done: partial sums, or, where they
-// are null, of so few rows that every block adds them up, or of rows of probabilities, which
-// count 1.
+// What the mean divides by, where it is known before any row is done. partials: sums that blocks of
+// an earlier kernel have left. Null: each block adds up the weights of all rows, which are few; or
+// rows have probabilities, and each counts 1.
 struct Denominator {
   const double* partials = nullptr;  // one, or kMaxDenominatorBlocks: those of no block are 0
   int count = 0;                     // blocks
@@ -22,8 +26,8 @@ struct Denominator {
   bool is_given = false;            // by the caller: no kernel of this call leaves it
 
   __host__ __device__ bool is_computed() const { return partials != nullptr; }
-  // By the kernel before this one, with which a kernel may overlap: there are logits to read by the
-  // time it lets this one start.
+  // Whether the kernel before this one, of the same call, leaves it. A kernel may then overlap with
+  // that one: there are logits to read by the time it lets this one start.
   __host__ __device__ bool is_left() const { return is_computed() && !is_given; }
 
   // By the blocks of the kernel that computes it; total: of a block, in its first thread.
@@ -36,7 +40,7 @@ struct Denominator {
     }
   }
 
-  // What a lane has of the sum. kInLoop: by a loop after all.
+  // What a lane has of the sum. kInLoop: by a loop over what there is, for fewer registers.
   template <bool kInLoop = false>
   __device__ __forceinline__ double of_lane() const {
     constexpr int kPairs = kMaxDenominatorBlocks / (2 * kWarpSize);
@@ -66,8 +70,8 @@ struct Denominator {
   }
 };
 
-// The grad_output of a backward pass that computes a gradient again, by the kernel that left one
-// for a grad_output of 1. In forward there is none.
+// The grad_output of a backward pass. Forward has kept the gradient for a grad_output of 1; for
+// another one the same kernel computes it again. In forward there is none.
 struct GradOutput {
   const void* data = nullptr;  // one element
   DType dtype = DType::kFloat32;
@@ -80,7 +84,7 @@ struct GradOutput {
     return exists() ? std::min(blocks, most_blocks_of_kept(threads)) : blocks;
   }
 
-  // Whether it is 1, and forward's gradient the one that is wanted. value: becomes what there is.
+  // Whether it is 1, so that the kept gradient is the one that is wanted. Writes it to value.
   __device__ __forceinline__ bool is_one(float& value) const {
     if (!exists()) {
       return false;
@@ -101,8 +105,7 @@ inline bool waits_for_previous_kernel(const Denominator& denominator,
 
 // grad_output, divided by what the mean divides by; of sums grad_output itself: row_scale(). All
 // threads of a block must construct it; those of the warps that use it must wait(), when their
-// first loads are on the way: it may take long. What they load is there before the kernel that is
-// waited for lets this one start. kInLoop: Denominator::of_lane()'s.
+// first loads are on the way: it may take long. kInLoop: Denominator::of_lane()'s.
 template <typename acc_t, bool kInLoop = false>
 class UnitScale {
  public:
@@ -156,7 +159,7 @@ class UnitScale {
   acc_t scale_ = grad_output_;
 };
 
-// The same of probability targets, of which each row counts 1.
+// UnitScale of kernels that take probability targets alone, of which each row counts 1.
 template <typename acc_t>
 class UnitScaleOfRows {
  public:

@@ -3,8 +3,8 @@
 // number of classes and the dtype alone, so a row has the same bits in any batch and layout.
 //
 // A block first copies its rows to shared memory: by vectors where the rows follow one another,
-// which may begin anywhere, or by words where they shall lie apart there; otherwise element by
-// element. ShortRows of row_cut.h deals them out.
+// which may begin anywhere, or by words if there are gaps between rows in shared memory; otherwise
+// element by element. ShortRows of row_cut.h deals them out.
 //
 // What a row takes is computed in fp64, as in token_values_kernel, but with log_of_sum() and
 // inverse_of(): a logarithm of the library would take longer than a row of ten classes.
@@ -68,8 +68,8 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
   const int elements = rows * plan.num_classes;
   const auto* const data = static_cast<const scalar_t*>(source.input.data);
   auto* const copies = reinterpret_cast<scalar_t*>(shared);
-  const bool is_padded = plan.gap_words > 0;
-  if (!is_run || (is_padded && reinterpret_cast<uintptr_t>(data) % 4 != 0)) {
+  const bool has_gaps = plan.gap_words > 0;
+  if (!is_run || (has_gaps && reinterpret_cast<uintptr_t>(data) % 4 != 0)) {
 #pragma unroll 4
     for (int e = thread; e < elements; e += kRowThreads) {
       const uint32_t row = plan.classes.quotient(static_cast<uint32_t>(e));
@@ -90,9 +90,9 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
   // Vectors whose elements are all of the slice, if not of the block.
   const int begin = before < phase ? 1 : 0;
   const auto end = static_cast<int>(min(int64_t{vectors}, (left + phase) / kSize));
-  // Padded rows are whole words.
+  // Rows with gaps between them in shared memory are whole words.
   const auto put = [&](int v, const RowVector& vector) {
-    if (!is_padded) {
+    if (!has_gaps) {
       shared[v] = vector;
       return;
     }
@@ -129,11 +129,11 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
     const int e = v * kSize + thread % kSize - phase;
     if ((v < begin || v >= end) && e >= 0 && e < elements) {
       const auto row = static_cast<int>(plan.classes.quotient(static_cast<uint32_t>(e)));
-      copies[is_padded ? e + row * (plan.pitch - plan.num_classes) : e + phase] = first[e];
+      copies[has_gaps ? e + row * (plan.pitch - plan.num_classes) : e + phase] = first[e];
     }
   }
   __syncthreads();
-  return is_padded ? copies : copies + phase;
+  return has_gaps ? copies : copies + phase;
 }
 
 // Calls body(i) with the numbers below count that a lane has, four at a time: loads of shared
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
                               const __grid_constant__ RowGrid grid,
                               const __grid_constant__ ShortRows plan, const RowType<scalar_t> type,
                               const Map pass_map, const Map map, bool changes_signs) {
-  // One more, for rows that begin within a vector; a word more for each thread, for rows apart.
+  // One more, for rows that begin within a vector; a word more for each thread, for gaps.
   __shared__ RowVector shared[(ShortRows::kBlockBytes + kRowThreads * 4) / kVectorBytes + 1];
   let_next_kernel_start();
   const int lanes = plan.lanes;

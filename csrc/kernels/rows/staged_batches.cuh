@@ -1,4 +1,5 @@
-// The rows of a block of staged rows: what it needs to know of them, and what they leave behind.
+// The rows of a block of staged rows, in batches: their targets are loaded, and later their losses
+// computed, one row a lane.
 //
 // Only staged_rows.cu includes this.
 #pragma once
@@ -82,7 +83,7 @@ struct RowBatches {
       block.rows[batch % 2][lane] = row;
       if constexpr (kKind == RowKind::kIndex) {
         if (args.is_in_place()) {
-          // Before it is overwritten, in the place of what these rows have no use for.
+          // In place it is overwritten. These rows have no use for this field.
           block.states[batch % 2][lane].distance = x_at_index(row);
         }
       }
@@ -101,7 +102,7 @@ struct RowBatches {
     }
   }
 
-  // By a warp with the state of a row in each of its lanes.
+  // By a whole warp, each lane with the state of the same row.
   __device__ __forceinline__ void keep(int n, const PieceState& state) {
     if (lane == 0) {
       KeptState kept = KeptState::of(state);

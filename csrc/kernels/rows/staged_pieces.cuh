@@ -1,4 +1,4 @@
-// A warp's piece of a staged row in shared memory.
+// A warp's piece of a staged row in shared memory, and what a block needs to know of the row.
 //
 // Only staged_rows.cu includes this.
 #pragma once
@@ -47,7 +47,7 @@ struct Granules {
   int phase;  // elements of the first granule that are before the piece
   int count;  // elements of the piece
 
-  // Of all that have an element of the piece.
+  // The number of granules that have an element of the piece.
   __device__ __forceinline__ int end() const { return (phase + count + kSize - 1) / kSize; }
   __device__ __forceinline__ int whole_begin() const { return phase > 0 ? 1 : 0; }
   __device__ __forceinline__ int whole_end() const { return (phase + count) / kSize; }
@@ -83,7 +83,7 @@ struct Granules {
              : lane < 2 * kSize && whole_end() >= whole_begin() && whole_end() < end();
     return is_edge ? e : -1;
   }
-  // The same of the piece.
+  // The same, of the piece alone.
   __device__ __forceinline__ int edge(int lane) const {
     const int e = beside(lane);
     return e >= phase && e < phase + count ? e : -1;
@@ -96,8 +96,8 @@ struct Granules {
   }
 };
 
-// A warp's buffer for pieces, and the piece that is in it or on its way. kInLines: there is room
-// for it to lie within lines as it does in global memory.
+// A warp's buffer for pieces, and the piece that is in it or on its way. kInLines: the buffer has
+// room for a piece to begin as far from a boundary of kLineBytes as it does in global memory.
 template <typename scalar_t, RowKind kKind, bool kInLines>
 struct PieceStage {
   static constexpr bool kProbability = kKind == RowKind::kProbability;
@@ -179,7 +179,7 @@ struct PieceStage {
     const StagedElements row = {reinterpret_cast<const uint32_t*>(elements),
                                 reinterpret_cast<const uint32_t*>(probabilities), granules.phase,
                                 granules.count, smoothing};
-    // Elsewhere a lane adds up others than it compared.
+    // Elsewhere a lane adds up elements that another lane compared.
     const bool adds_own = whole && granules.phase == 0;
     return reduce_below<scalar_t, kKind>(
         piece_max, adds_own ? max : piece_max, [&](TermSum& sum, const auto& terms) {

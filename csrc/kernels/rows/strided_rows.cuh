@@ -37,7 +37,8 @@ struct FloatLoader {
   }
 };
 
-// Of both half types: a choice between two conversions spares the machine code of other kernels.
+// One kernel for both half types, converted at run time: 34 KB less of the wheel, and smoothing of
+// 2 to 30 classes takes up to 3.5 % longer. (H200, 2026-11)
 struct HalfLoader {
   using acc_t = float;
   static constexpr bool kExact = kExactExponentials<half_t>;

@@ -284,8 +284,10 @@ __global__ void __launch_bounds__(kRowThreads)
 // before the other gradients are written over the logits, and kept until these are.
 enum class AtIndices : int8_t { kRewrite, kKeep, kRestore };
 
-// Lanes of a row, which share its class indices: one for some five, because what a row takes beside
-// them each of its lanes takes.
+// Lanes that share the class indices of a row: a warp, if there are more than kFewIndices; else
+// about one for five indices, because each lane repeats the work that a row has beside them. Step
+// of 157 classes with 20 indices: 1.9 ms in this kernel, 2.8 with a lane for each index (H200,
+// 2026-11).
 int lanes_of_indices(int64_t num_indices) {
   return num_indices > kFewIndices
              ? kWarpSize
@@ -553,7 +555,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
                   slice_of(slice, args), source, rows, index_lanes, todo, kept);
   };
   // What the gradients of each row are made of.
-  const auto launch_numbers = [&](const RowSlice& slice, const RowSource& source) {
+  const auto launch_row_gradients = [&](const RowSlice& slice, const RowSource& source) {
     const int lanes = args.num_indices > kFewIndices ? kWarpSize : 1;
     const RowGrid rows(slice, 1);
     launch_kernel("token_gradients_kernel", token_gradients_kernel,
@@ -577,7 +579,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
         for_each_slice(args.rows, most_flat_rows(args.num_classes), [&](const RowSlice& slice) {
           const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
           if (has_several) {
-            launch_numbers(slice, source);
+            launch_row_gradients(slice, source);
           }
           using Gradients = FlatTokenGradients<scalar_t>;
           const auto* const of_rows = reinterpret_cast<TokenLogitGradient<scalar_t>*>(scratch);
@@ -606,7 +608,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
       if (args.is_in_place()) {
         launch_classes(slice, source, AtIndices::kKeep);
       }
-      launch_numbers(slice, source);
+      launch_row_gradients(slice, source);
       LaunchShape passing = {grid.blocks(kWarpSize), kRowThreads};
       passing.overlap = true;
       launch_kernel("row_gradients_kernel",

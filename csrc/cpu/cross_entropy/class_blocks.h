@@ -9,7 +9,6 @@
 
 #include "cpu/columns.h"
 #include "cpu/rows.h"
-#include "cross_entropy_row.h"
 #include "losses/rows/cross_entropy.h"
 
 namespace lossops::cpu {

@@ -1,5 +1,5 @@
-// Walks rows that are not one run of whole vectors, such as padded ones, for kernels that copy them
-// to shared memory and their gradients back. By a warp.
+// How a warp walks through rows that are not one run of whole vectors, such as padded ones, to copy
+// them to shared memory and their gradients back.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace lossops::cuda {
 // Calls body(r, c, offset) for each `kStep`th class c of the rows first_row + r, r < rows. offset:
 // of that class in the operand, in elements. steps: of a row; the last of them may have fewer
 // classes. Neighbouring lanes take neighbouring classes, across rows, so that short rows keep all
-// lanes at work. kInFlight: steps of a lane that overlap, of rows of one dimension. With 1, stores
-// do as well, but loads and asynchronous copies take half as long again.
+// lanes at work. kInFlight: steps of a lane that overlap, of rows of one dimension. Stores
+// lose nothing with 1; loads and asynchronous copies take 1.5 times as long.
 template <int kStep, int kInFlight, typename Body>
 __device__ __forceinline__ void for_classes(const IterationSpace& space, const Operand& operand,
                                             int64_t class_stride, const Divisor& steps,
