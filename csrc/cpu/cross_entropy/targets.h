@@ -85,8 +85,8 @@ class Coefficients {
 
   acc_t unsmoothed() const { return acc_t(1) - smoothing_; }
 
-  // Of a block of rows: what q has more at their class indices, and what they add to the mean's
-  // denominator.
+  // Loads what q has more at the class indices of a block of rows, and what these rows add to the
+  // mean's denominator.
   LOSSOPS_HOST_DEVICE void load_at_indices(const BlockTargets<acc_t>& targets, int count, acc_t* q,
                                            acc_t* mean_weight) const {
     if (args_.target_is_probability) {

@@ -34,6 +34,8 @@ struct TileShape {
   int pitch;              // elements from a row to the next in shared memory
   bool gaps;              // rows do not follow one another; in shared memory each starts at a word
   uint32_t rows_of_2_20;  // 2^20 over a row's granules, rounded up: divides a granule's number
+  // With gaps: the gradients are one run that begins at a word.
+  bool gradient_in_words;
   Divisor classes;
   Divisor pairs;  // of a row's classes; the last may be half of one
 
@@ -67,33 +69,37 @@ __device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, c
                                           int rows) {
   const int num_classes = static_cast<int>(args.num_classes);
   const auto* const logits = static_cast<const scalar_t*>(args.input.data);
-  for_classes<2, 4>(
-      args.rows, args.input, 1, pairs, first_row, rows, [&](int r, int c, int64_t offset) {
-        const auto address = reinterpret_cast<uintptr_t>(logits + offset);
-        const bool is_within_word = address % 4 != 0;
-        const auto* const words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
-        const uint32_t next = is_within_word && c + 1 < num_classes ? words[1] : 0;
-        reinterpret_cast<uint32_t*>(elements)[(r * pitch + c) / 2] =
-            __funnelshift_r(words[0], next, is_within_word ? 16 : 0);
-      });
+  for_classes<2, 4>(args.rows, args.input, 1, pairs, first_row, rows,
+                    [&](int r, int c, int64_t offset) {
+                      const scalar_t* const from = logits + offset;
+                      auto* const to = reinterpret_cast<uint32_t*>(elements + r * pitch + c);
+                      if (c + 1 < num_classes) {
+                        UnalignedWords<scalar_t, 1> pair;
+                        pair.load(from);
+                        *to = pair.word(0);
+                      } else {
+                        *to = from->bits;
+                      }
+                    });
 }
 
-// Copies their gradients back, two at a time if they are one run of whole words.
+// Copies their gradients back, two at a time if they are one run of whole words. A tile has an even
+// number of rows, unless it is the last.
 template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
-                                           const Divisor& classes, const scalar_t* elements,
-                                           int pitch, int64_t first_row, int rows) {
+                                           const TileShape& shape, const scalar_t* elements,
+                                           int64_t first_row, int rows) {
+  const Divisor& classes = shape.classes;
+  const int pitch = shape.pitch;
   const int num_classes = static_cast<int>(args.num_classes);
   auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
-  scalar_t* const run = gradients + first_row * num_classes;
-  const bool is_run = args.rows.ndim <= 1 && args.grad_input_class_stride == 1 &&
-                      (args.rows.ndim == 0 || args.grad_input.strides[0] == num_classes);
-  if (!is_run || reinterpret_cast<uintptr_t>(run) % 4 != 0) {
+  if (!shape.gradient_in_words) {
     for_classes<1, 1>(
         args.rows, args.grad_input, args.grad_input_class_stride, classes, first_row, rows,
         [&](int r, int c, int64_t offset) { gradients[offset] = elements[r * pitch + c]; });
     return;
   }
+  scalar_t* const run = gradients + first_row * num_classes;
   const int count = rows * num_classes;
 #pragma unroll 1
   for (int e = threadIdx.x % kWarpSize * 2; e < count; e += 2 * kWarpSize) {
@@ -411,7 +417,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
     __syncwarp();
     if (kGradient && gaps) {
-      store_rows(args, shape.classes, elements, pitch, first_row, rows);
+      store_rows(args, shape, elements, first_row, rows);
       __syncwarp();
     } else if constexpr (kGradient) {
       scalar_t* const base = grad_input + first_element - phase;
@@ -451,17 +457,18 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
   const auto num_classes = static_cast<int>(args.num_classes);
   constexpr int kPerWord = kWordElements<half_t>;
-  const Divisor pairs(static_cast<uint32_t>(ceil_div(num_classes, kPerWord)));
-  const int pitch = plan.gaps ? static_cast<int>(pairs.value) * kPerWord
-                              : num_classes + plan.padding * kVectorSize<half_t>;
-  TileShape shape = {plan.steps,
-                     plan.padding,
-                     plan.warp_bytes,
-                     pitch,
-                     plan.gaps,
-                     0,
-                     Divisor(static_cast<uint32_t>(num_classes)),
-                     pairs};
+  TileShape shape = {};
+  shape.steps = plan.steps;
+  shape.padding = plan.padding;
+  shape.bytes = plan.warp_bytes;
+  shape.gaps = plan.gaps;
+  shape.gradient_in_words = args.grad_input.data != nullptr &&
+                            rows_follow(args, args.grad_input, args.grad_input_class_stride) &&
+                            reinterpret_cast<uintptr_t>(args.grad_input.data) % 4 == 0;
+  shape.classes = Divisor(static_cast<uint32_t>(num_classes));
+  shape.pairs = Divisor(static_cast<uint32_t>(ceil_div(num_classes, kPerWord)));
+  shape.pitch = plan.gaps ? static_cast<int>(shape.pairs.value) * kPerWord
+                          : num_classes + plan.padding * kVectorSize<half_t>;
   if (plan.padding > 0) {
     const auto granules =
         static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);

@@ -112,7 +112,7 @@ class BoxTile {
       begin = place_in_matrix(plan, side, own);
       skipped = own - begin;
     }
-    // The same of the rows, or columns, that the steps have.
+    // Places the rows, or columns, that the steps have. side, first: as of place_units().
     __device__ __forceinline__ void place_others(const ElementPlan& plan, int side, int first) {
       lacks_others = false;
 #pragma unroll

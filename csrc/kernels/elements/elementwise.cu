@@ -29,8 +29,9 @@ constexpr int64_t kTilesOfBlock = 4;
 // But no fewer blocks than these where there are as many tiles: a step of MSE of fp32 8192x8192
 // takes 197 us with 4 tiles a block and 195 with 2.
 constexpr int64_t kFewBlocks = 8192;
-// The same of a plan, also where nothing is reduced. Tiles of a matrix have 2048 or 4096 elements,
-// those of units and boxes 256 to 8192. How many a block takes is a choice, not a measurement.
+// Tiles of a block of a plan, also where nothing is reduced. A matrix has tiles of 2048 or 4096
+// elements, those of units and boxes 256 to 8192. How many a block takes is a choice, not a
+// measurement.
 constexpr int64_t kMatrixTilesOfBlock = 16;
 constexpr int64_t kPlanTilesOfBlock = 4;
 constexpr int64_t kFewPlannedBlocks = 4096;

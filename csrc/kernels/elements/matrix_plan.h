@@ -72,7 +72,7 @@ class MatrixPlanner {
         operands_(operands) {
     plan_.is_half = true;
     bool fits = columns_ <= most_elements;
-    for_each_operand([&](const Operand& operand, MatrixOperand& own) {
+    for_each_operand(operands_, plan_.operands, [&](const Operand& operand, MatrixOperand& own) {
       own.data = static_cast<char*>(operand.data);
       own.dtype = operand.dtype;
       own.stride = static_cast<int32_t>(operand.strides[lead] * element_size(operand.dtype));
@@ -87,7 +87,7 @@ class MatrixPlanner {
     fits ? cut_rows(most_elements) : cut_columns(most_elements);
     plan_.chunk_extents.set_divisors();
     plan_.has_quads = true;
-    for_each_operand([&](const Operand& operand, MatrixOperand& own) {
+    for_each_operand(operands_, plan_.operands, [&](const Operand& operand, MatrixOperand& own) {
       const bool is_written = &operand - operands_ >= kOutput;
       own.quads = quads_of(own);
       plan_.has_quads = plan_.has_quads && own.quads != QuadKind::kNone &&
@@ -99,15 +99,6 @@ class MatrixPlanner {
   MatrixPlan& plan() { return plan_; }
 
  private:
-  template <typename Body>
-  void for_each_operand(const Body& body) {
-    for (int which = 0; which < kNumOperands; ++which) {
-      if (operands_[which].data != nullptr) {
-        body(operands_[which], plan_.operands[which]);
-      }
-    }
-  }
-
   // Chunks of whole rows.
   void cut_rows(int64_t most_elements) {
     const int64_t rows = whole_quads(most_elements / columns_, rows_);
@@ -116,10 +107,11 @@ class MatrixPlanner {
     plan_.chunk_elements = rows * columns_;
     plan_.last_elements = (rows_ - (plan_.chunks - 1) * rows) * columns_;
     plan_.chunk_extents.add(plan_.chunks);
-    for_each_operand([&](const Operand& /*operand*/, MatrixOperand& own) {
-      own.chunk_strides[0] = rows * own.chunk_strides[1];
-      own.gap = rows > 1 ? own.gap : 0;
-    });
+    for_each_operand(operands_, plan_.operands,
+                     [&](const Operand& /*operand*/, MatrixOperand& own) {
+                       own.chunk_strides[0] = rows * own.chunk_strides[1];
+                       own.gap = rows > 1 ? own.gap : 0;
+                     });
   }
 
   // Chunks of a part of a row.
@@ -132,10 +124,11 @@ class MatrixPlanner {
     plan_.last_elements = columns_ - (parts - 1) * columns;
     plan_.chunk_extents.add(parts);
     plan_.chunk_extents.add(rows_);
-    for_each_operand([&](const Operand& /*operand*/, MatrixOperand& own) {
-      own.chunk_strides[0] = columns * own.stride;
-      own.gap = 0;
-    });
+    for_each_operand(operands_, plan_.operands,
+                     [&](const Operand& /*operand*/, MatrixOperand& own) {
+                       own.chunk_strides[0] = columns * own.stride;
+                       own.gap = 0;
+                     });
   }
 
   // At most `most` of `all`: all of them, or a multiple of a quad, so that vectors are aligned in

@@ -20,6 +20,16 @@ enum Which : int {
   kNumOperands
 };
 
+// Calls body(operand, own) with each operand that is there, and what a plan has of it.
+template <typename Own, typename Body>
+void for_each_operand(const Operand* operands, Own* owns, const Body& body) {
+  for (int which = 0; which < kNumOperands; ++which) {
+    if (operands[which].data != nullptr) {
+      body(operands[which], owns[which]);
+    }
+  }
+}
+
 // What a launch does beside reading input and target; bits of a mask.
 enum : unsigned {
   kSumsLosses = 1,      // adds the losses up

@@ -92,7 +92,7 @@ class ElementPlanner {
     }
     lead_ = leading_dim(0, [](const Operand& /*operand*/) { return true; });
     other_ = leading_dim(lead_, [&](const Operand& operand) { return is_turned(operand, lead_); });
-    for_each_operand([&](const Operand& operand, PlanOperand& own) {
+    for_each_operand(operands_, plan_.operands, [&](const Operand& operand, PlanOperand& own) {
       own.data = static_cast<char*>(operand.data);
       own.dtype = operand.dtype;
       own.bytes = static_cast<int32_t>(element_size(operand.dtype));
@@ -126,7 +126,7 @@ class ElementPlanner {
       }
     }
     bool are_vectors = true;
-    for_each_operand([&](const Operand& operand, PlanOperand& own) {
+    for_each_operand(operands_, plan_.operands, [&](const Operand& operand, PlanOperand& own) {
       own.is_turned = plan_.has_boxes && operand.strides[other_] == 1 && is_turned(operand, lead_);
       own.kind = kind_of(operand, own, own.is_turned ? 1 : 0);
       // Gradients do not count, so that elements are numbered alike with them and without them.
@@ -146,15 +146,6 @@ class ElementPlanner {
   }
 
  private:
-  template <typename Body>
-  void for_each_operand(const Body& body) {
-    for (int which = 0; which < kNumOperands; ++which) {
-      if (operands_[which].data != nullptr) {
-        body(operands_[which], plan_.operands[which]);
-      }
-    }
-  }
-
   // The dimension along which most bytes that are read are neighbours; of several such dimensions,
   // the longest. Operands that are written do not count, so a plan is the same with a gradient and
   // without one. counts(operand): whether one does that is read. If none does, it is `otherwise`.
@@ -284,14 +275,14 @@ class ElementPlanner {
     while (plan_.spread > 1 && !fills()) {
       plan_.spread /= 2;
     }
-    for_each_operand([&](const Operand& /*operand*/, PlanOperand& own) {
+    for_each_operand(operands_, plan_.operands, [&](const Operand& /*operand*/, PlanOperand& own) {
       own.kind = own.kind == UnitKind::kOne ? own.kind : UnitKind::kStrided;
     });
   }
 
   // Adds a dimension to the plan.
   void add(int64_t size, int dim) {
-    for_each_operand([&](const Operand& operand, PlanOperand& own) {
+    for_each_operand(operands_, plan_.operands, [&](const Operand& operand, PlanOperand& own) {
       own.strides[plan_.extents.ndim] = operand.strides[dim] * own.bytes;
     });
     plan_.extents.add(size);
@@ -318,8 +309,8 @@ class ElementPlanner {
     plan_.row_units = ceil_div(plan_.columns, group) * plan_.spread;
     plan_.extents.sizes[0] = plan_.row_units;
     plan_.units = count();
-    // Long tiles share what a block works out for a tile. Where there are few, or where they have
-    // many rows, they are shorter. A choice, not measured.
+    // A block works out some numbers once a tile, so tiles are long. They are shorter where there
+    // are few tiles, or many rows in each. A choice, not measured.
     constexpr int kMostTurns = 4;
     constexpr int64_t kManyTiles = 2048;
     constexpr int64_t kManyRows = 411;  // their tables fit in the 48 KB that kernels get unasked

@@ -107,6 +107,30 @@ __device__ __forceinline__ double unfolded(double value) { return value; }
 // one access of two, for which it would compute 64-bit addresses instead of constant distances.
 __device__ __forceinline__ void keep_apart() { asm volatile(""); }
 
+// Neighbouring elements from any element's address, by the words that they lie in. load() starts to
+// read, and word() may wait.
+template <typename scalar_t, int kWords>
+struct UnalignedWords {
+  uint32_t words[kWords + 1];
+  bool is_odd;  // the first element is the second of its word
+
+  __device__ __forceinline__ void load(const scalar_t* from) {
+    const auto address = reinterpret_cast<uintptr_t>(from);
+    const auto* const aligned = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+    is_odd = sizeof(scalar_t) == 2 && (address & 2) != 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = aligned[i];
+    }
+    // Of the last word only the half that is wanted is read: the other half may be behind the end
+    // of the memory.
+    words[kWords] = is_odd ? reinterpret_cast<const uint16_t*>(from)[2 * kWords - 1] : 0;
+  }
+  __device__ __forceinline__ uint32_t word(int i) const {
+    return __funnelshift_r(words[i], words[i + 1], is_odd ? 16 : 0);
+  }
+};
+
 // How many bytes at once an address allows: 16, 8, 4, or the size of an element.
 template <typename scalar_t>
 __device__ __forceinline__ int access_width(const scalar_t* pointer) {

@@ -176,9 +176,7 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
     const RowVector packed = RowVector::pack(type, results);
     scalar_t* const to = static_cast<scalar_t*>(gradients) + first;
     if (plan.is_whole(v)) {
-      keep_apart();  // else the compiler stores words, as in the other branch
-      *reinterpret_cast<uint4*>(to) = {packed.words[0], packed.words[1], packed.words[2],
-                                       packed.words[3]};
+      *reinterpret_cast<RowVector*>(to) = packed;
     } else {
       scalar_t elements[kSize];
       memcpy(elements, &packed, sizeof(packed));
@@ -211,10 +209,10 @@ void launch_flat_gradients_of(const RowSlice& slice, const Gradients& rows, cons
                        static_cast<int>(address % kVectorBytes / sizeof(scalar_t)));
   const bool in_vectors =
       (address - reinterpret_cast<uintptr_t>(source.input.data)) % kVectorBytes == 0;
-  const FlatLogits layout =
-      is_run(slice, source.input, source.class_stride, num_classes)
-          ? (in_vectors ? FlatLogits::kInVectors : FlatLogits::kInRun)
-          : (source.class_stride == 1 ? FlatLogits::kInRows : FlatLogits::kApart);
+  FlatLogits layout = source.class_stride == 1 ? FlatLogits::kInRows : FlatLogits::kApart;
+  if (is_run(slice, source.input, source.class_stride, num_classes)) {
+    layout = in_vectors ? FlatLogits::kInVectors : FlatLogits::kInRun;
+  }
   launch_kernel("flat_gradients_kernel", flat_gradients_kernel<Gradients, scalar_t, Map>,
                 {plan.blocks(), FlatTiles::kThreads, 0, 1, true}, stream, rows, source,
                 grad_input.data, layout, RowGrid(slice, 1), plan, type, map);

@@ -101,8 +101,7 @@ const PolicyRow kPolicy[kFamilies] = {
      "only those that leave less than 7/32 of their warps' room empty; Hopper",
      "the same, against the row's maximum, with as many rows a block at a time as 128 threads "
      "hold; beyond 4096 classes a block of up to 256 threads a row; rows that are not whole "
-     "vectors "
-     "word by word",
+     "vectors word by word",
      "register rows: 262144x1000 .93 / .75, 32768x4096 .92 / .83, 8704x7800 .77 / .71; this .95 / "
      ".91, .94 / .93, .81 / .83. 262144x1030 staged .86 / .83, here .74 / .56",
      [](P p) {

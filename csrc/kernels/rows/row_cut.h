@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "kernels/primitives/integers.h"
 #include "launchers.h"
@@ -281,10 +282,7 @@ struct ShortRows {
     // between rows for each lane of a row: lanes read neighbouring words. Such rows are copied word
     // by word, which costs more than conflicts of fewer rows.
     const int64_t bytes = num_classes_ * element_bytes;
-    int banks = 32;  // that rows begin in
-    for (int64_t even = bytes / 4; bytes % 4 == 0 && even % 2 == 0 && banks > 1; even /= 2) {
-      banks /= 2;
-    }
+    const int64_t banks = bytes % 4 != 0 ? 32 : 32 / std::gcd(bytes / 4, int64_t{32});  // of starts
     if (4 * banks <= 32 / lanes) {
       gap_words = lanes;
       pitch += gap_words * static_cast<int>(4 / element_bytes);

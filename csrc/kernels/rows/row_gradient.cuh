@@ -187,12 +187,12 @@ struct RowGradient {
     logit_gradient = LogitGradient<acc_t, kExact>(softmax, scale * q_sum);
   }
 
-  // Of a row that has no loss.
+  // The gradient at every logit of a row that has no loss.
   __device__ __forceinline__ acc_t without_loss() const {
     return target.ignored ? acc_t(0) : math::quiet_nan<acc_t>();
   }
 
-  // Of a row that has one.
+  // The gradient at a logit of a row that has a loss.
   __device__ __forceinline__ acc_t of_logit(acc_t x, int64_t c) const {
     if constexpr (kDense) {
       return of_dense_logit(x, target.coefficient(c));

@@ -80,18 +80,12 @@ struct alignas(kVectorBytes) RowVector {
   // From any element's address, by the words that the elements lie in.
   template <typename scalar_t>
   static __device__ __forceinline__ RowVector load_by_words(const scalar_t* elements) {
-    const auto address = reinterpret_cast<uintptr_t>(elements);
-    const auto* const words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
-    const bool is_within_word = sizeof(scalar_t) < 4 && address % 4 != 0;
-    uint32_t found[5];
-#pragma unroll
-    for (int i = 0; i < 5; ++i) {
-      found[i] = i < 4 || is_within_word ? words[i] : 0;
-    }
+    UnalignedWords<scalar_t, 4> found;
+    found.load(elements);
     RowVector vector;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      vector.words[i] = __funnelshift_r(found[i], found[i + 1], is_within_word ? 16 : 0);
+      vector.words[i] = found.word(i);
     }
     return vector;
   }

@@ -123,17 +123,18 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
       }
     }
   }
+  scalar_t* const own = has_gaps ? copies : copies + phase;
   // The slice's first vector and its last, element by element.
   if (thread < 2 * kSize) {
     const int v = thread < kSize ? 0 : vectors - 1;
     const int e = v * kSize + thread % kSize - phase;
     if ((v < begin || v >= end) && e >= 0 && e < elements) {
       const auto row = static_cast<int>(plan.classes.quotient(static_cast<uint32_t>(e)));
-      copies[has_gaps ? e + row * (plan.pitch - plan.num_classes) : e + phase] = first[e];
+      own[e + row * (plan.pitch - plan.num_classes)] = first[e];
     }
   }
   __syncthreads();
-  return has_gaps ? copies : copies + phase;
+  return own;
 }
 
 // Calls body(i) with the numbers below count that a lane has, four at a time: loads of shared

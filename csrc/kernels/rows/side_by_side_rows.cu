@@ -100,26 +100,14 @@ __device__ __forceinline__ int shared_rows(const IterationSpace& rows, const Col
 template <typename scalar_t>
 struct OddGroup {
   using Group = RowGroup<scalar_t>;
-  uint32_t words[Group::kWords + 1];
-  bool is_odd;  // the first element is the second of its word
+  UnalignedWords<scalar_t, Group::kWords> words;
 
-  __device__ __forceinline__ void load(const scalar_t* from) {
-    const auto address = reinterpret_cast<uintptr_t>(from);
-    const auto* const aligned = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
-    is_odd = sizeof(scalar_t) == 2 && (address & 2) != 0;
-#pragma unroll
-    for (int i = 0; i < Group::kWords; ++i) {
-      words[i] = aligned[i];
-    }
-    // Only the group's half of the last word is read: the other half may be behind the end of the
-    // memory.
-    words[Group::kWords] = is_odd ? reinterpret_cast<const uint16_t*>(from)[Group::kRows - 1] : 0;
-  }
+  __device__ __forceinline__ void load(const scalar_t* from) { words.load(from); }
   __device__ __forceinline__ Group get() const {
     Group group;
 #pragma unroll
     for (int i = 0; i < Group::kWords; ++i) {
-      group.words[i] = __funnelshift_r(words[i], words[i + 1], is_odd ? 16 : 0);
+      group.words[i] = words.word(i);
     }
     return group;
   }

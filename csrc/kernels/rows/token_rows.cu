@@ -572,6 +572,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
   visit_logits(args, args.map, [&](auto type, const auto& map) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Map = std::decay_t<decltype(map)>;
+    const auto* const of_rows = reinterpret_cast<TokenLogitGradient<scalar_t>*>(scratch);
     if constexpr (kHasShortKernels<scalar_t, Map>) {
       if (is_flat) {
         const LinearMap<double> wide(args.map);
@@ -582,7 +583,6 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
             launch_row_gradients(slice, source);
           }
           using Gradients = FlatTokenGradients<scalar_t>;
-          const auto* const of_rows = reinterpret_cast<TokenLogitGradient<scalar_t>*>(scratch);
           const Gradients rows{slice_of(slice, args),          source, type, map, wide,
                                has_several ? of_rows : nullptr};
           launch_flat_gradients_of(slice, rows, source, rows.args.grad_input, args.num_classes,
@@ -599,8 +599,6 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
                                    std::max(current_device_limits().multiprocessors, 1);
     const RowParts plan =
         RowParts::of(args.rows.numel, args.num_classes, sizeof(scalar_t), resident_warps);
-    using Gradient = TokenLogitGradient<scalar_t>;
-    auto* const of_rows = reinterpret_cast<Gradient*>(scratch);
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const TokenBackwardArgs own = slice_of(slice, args);
