@@ -348,6 +348,9 @@ def test_default_chunks() -> None:
     assert rows_of_chunk(16384, 2048, 32000) == 4096  # 256 MiB
     assert rows_of_chunk(8192, 4096, 128256, adds_up_weight=False) == 2048
     assert rows_of_chunk(100, 4096, 128256, adds_up_weight=False) == 100
+    assert rows_of_chunk(8192, 2304, 256000, adds_up_weight=False) == 2048  # 1000 MiB
+    assert rows_of_chunk(8192, 2304, 600000, adds_up_weight=False) == 768  # 1 GiB
+    assert rows_of_chunk(65536, 2304, 600000, adds_up_weight=False, device_type="cpu") < 128
     # The gradient over the logits beside them: all rows up to half as many, then twice the memory.
     assert rows_of_chunk(4096, 4096, 128256, tensors=2) == 4096
     assert rows_of_chunk(8192, 4096, 128256, tensors=2) == 4096

@@ -23,8 +23,9 @@ inline Dims without_class_dim(const Dims& dims) {
 
 // A new tensor for the gradient of logits. With a reduction, forward may write it: then the rows of
 // padded logits (N, C) have gradients whose vectors of 16 bytes lie as those of the logits do.
-// Kernels need that which read a row once for loss and gradient. The padding is less than a vector
-// a row, and at most a 16th of it. src/lossops/_ops/cross_entropy.py says the same to the compiler.
+// Kernels need that which read a row once for loss and gradient, but for those of short rows. The
+// padding is less than a vector a row. src/lossops/_ops/cross_entropy.py says the same to the
+// compiler.
 Tensor empty_gradient(const View& logits, Reduction reduction);
 
 // The rows as one launch runs over them, numbered in the row-major order of their shape. No other

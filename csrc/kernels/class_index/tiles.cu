@@ -32,10 +32,12 @@ struct TileShape {
   int padding;            // granules between rows in shared memory, against bank conflicts
   int bytes;              // of a warp's buffer
   int pitch;              // elements from a row to the next in shared memory
-  bool gaps;              // rows do not follow one another; in shared memory each starts at a word
-  uint32_t rows_of_2_20;  // 2^20 over a row's granules, rounded up: divides a granule's number
-  // With gaps: the gradients are one run that begins at a word.
-  bool gradient_in_words;
+  int stride;             // the same in memory, if they are a run
+  bool gaps;              // no run: in shared memory each row starts at a word
+  bool gradient_in_run;   // the gradients lie as the run
+  bool gradient_in_quads; // else: one after the other, from a boundary of four
+  // Of gradients in the run: 2^20 over a row's granules, rounded up; divides a granule's number.
+  uint32_t rows_of_2_20;
   Divisor classes;
   Divisor pairs;  // of a row's classes; the last may be half of one
 
@@ -83,34 +85,49 @@ __device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, c
                     });
 }
 
-// Copies their gradients back, two at a time if they are one run of whole words. A tile has an even
-// number of rows, unless it is the last.
+// Copies gradients back from rows in shared memory, four at a time if they follow one another in
+// memory. A tile has a multiple of four rows, unless it is the last.
 template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
                                            const TileShape& shape, const scalar_t* elements,
                                            int64_t first_row, int rows) {
-  const Divisor& classes = shape.classes;
+  constexpr int kQuad = 4;
   const int pitch = shape.pitch;
   const int num_classes = static_cast<int>(args.num_classes);
   auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
-  if (!shape.gradient_in_words) {
+  if (!shape.gradient_in_quads) {
     for_classes<1, 1>(
-        args.rows, args.grad_input, args.grad_input_class_stride, classes, first_row, rows,
+        args.rows, args.grad_input, args.grad_input_class_stride, shape.classes, first_row, rows,
         [&](int r, int c, int64_t offset) { gradients[offset] = elements[r * pitch + c]; });
     return;
   }
   scalar_t* const run = gradients + first_row * num_classes;
   const int count = rows * num_classes;
 #pragma unroll 1
-  for (int e = threadIdx.x % kWarpSize * 2; e < count; e += 2 * kWarpSize) {
-    const int r = static_cast<int>(classes.quotient(static_cast<uint32_t>(e)));
-    const int c = e - r * num_classes;
-    const scalar_t first = elements[r * pitch + c];
-    if (e + 1 < count) {
-      const scalar_t second = elements[c + 1 < num_classes ? r * pitch + c + 1 : (r + 1) * pitch];
-      reinterpret_cast<uint32_t*>(run)[e / 2] = first.bits | uint32_t{second.bits} << 16;
+  for (int e = static_cast<int>(threadIdx.x) % kWarpSize * kQuad; e < count;
+       e += kWarpSize * kQuad) {
+    const int r = static_cast<int>(shape.classes.quotient(static_cast<uint32_t>(e)));
+    int c = e - r * num_classes;
+    const scalar_t* from = elements + r * pitch + c;
+    uint32_t bits[kQuad];
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      bits[i] = from->bits;  // behind the last row, of the buffer
+      ++from;
+      if (++c == num_classes) {
+        c = 0;
+        from += pitch - num_classes;
+      }
+    }
+    if (e + kQuad <= count) {
+      *reinterpret_cast<uint2*>(run + e) = {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
     } else {
-      run[e] = first;
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        if (e + i < count) {
+          run[e + i].bits = static_cast<uint16_t>(bits[i]);
+        }
+      }
     }
   }
 }
@@ -187,10 +204,10 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       load_rows(args, shape.pairs, elements, pitch, first_row, rows);
       return;
     }
-    first_element = first_row * num_classes;
+    first_element = first_row * shape.stride;
     phase = static_cast<int>(reinterpret_cast<uintptr_t>(input + first_element) % kVectorBytes /
                              sizeof(scalar_t));
-    count = rows * num_classes;
+    count = (rows - 1) * shape.stride + num_classes;
     const scalar_t* const base = input + first_element - phase;
     edge = -1;
     if (phase > 0 || count % kSize != 0) {
@@ -203,19 +220,27 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         x_at_edge = base[e];
       }
     }
-    const int whole = max(whole_end() - whole_begin(), 0);
-    if (lane == 0) {
-      arrived.expect(static_cast<uint32_t>(whole) * kVectorBytes);
-      if (shape.padding == 0) {
+    if (shape.padding == 0) {
+      if (lane == 0) {
+        const int whole = max(whole_end() - whole_begin(), 0);
+        arrived.expect(static_cast<uint32_t>(whole) * kVectorBytes);
         arrived.copy(buffer + whole_begin() * kVectorBytes, base + whole_begin() * kSize,
                      static_cast<uint32_t>(whole) * kVectorBytes);
       }
+      return;
     }
-    if (shape.padding > 0) {
-      __syncwarp();
-      for (int r = lane; r < rows; r += kWarpSize) {
-        arrived.copy(elements + r * pitch, base + r * num_classes,
-                     static_cast<uint32_t>(num_classes) * sizeof(scalar_t));
+    // Row by row, with the rest of its last granule, but for the tile's last row.
+    const auto bytes_of = [&](int r) {
+      const int granules = (num_classes + (r + 1 < rows ? kSize - 1 : 0)) / kSize;
+      return static_cast<uint32_t>(granules) * kVectorBytes;
+    };
+    if (lane == 0) {
+      arrived.expect(static_cast<uint32_t>(rows - 1) * bytes_of(-1) + bytes_of(rows - 1));
+    }
+    __syncwarp();
+    for (int r = lane; r < rows; r += kWarpSize) {
+      if (bytes_of(r) > 0) {
+        arrived.copy(elements + r * pitch, base + r * shape.stride, bytes_of(r));
       }
     }
   };
@@ -234,7 +259,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       parity ^= 1;
     }
     if (edge >= 0) {
-      elements[edge] = x_at_edge;
+      // With padding, the end of the last row.
+      elements[edge + (rows - 1) * (pitch - shape.stride)] = x_at_edge;
     }
     __syncwarp();
 #pragma unroll 1
@@ -416,8 +442,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
     }
     __syncwarp();
-    if (kGradient && gaps) {
-      store_rows(args, shape, elements, first_row, rows);
+    if (kGradient && !shape.gradient_in_run) {
+      store_rows(args, shape, elements + phase, first_row, rows);
       __syncwarp();
     } else if constexpr (kGradient) {
       scalar_t* const base = grad_input + first_element - phase;
@@ -461,15 +487,18 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.steps = plan.steps;
   shape.padding = plan.padding;
   shape.bytes = plan.warp_bytes;
+  shape.pitch = plan.row_bytes / static_cast<int>(sizeof(half_t));
+  shape.stride = static_cast<int>(logit_row_stride(args));
   shape.gaps = plan.gaps;
-  shape.gradient_in_words = args.grad_input.data != nullptr &&
-                            rows_follow(args, args.grad_input, args.grad_input_class_stride) &&
-                            reinterpret_cast<uintptr_t>(args.grad_input.data) % 4 == 0;
+  const bool gradients_follow = rows_follow(args, args.grad_input, args.grad_input_class_stride);
+  shape.gradient_in_run =
+      gradients_follow && !plan.gaps && shape.stride == num_classes &&
+      lies_as_input(args, args.grad_input, args.grad_input_class_stride);
+  shape.gradient_in_quads =
+      gradients_follow && reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));
   shape.pairs = Divisor(static_cast<uint32_t>(ceil_div(num_classes, kPerWord)));
-  shape.pitch = plan.gaps ? static_cast<int>(shape.pairs.value) * kPerWord
-                          : num_classes + plan.padding * kVectorSize<half_t>;
-  if (plan.padding > 0) {
+  if (plan.padding > 0 && shape.gradient_in_run) {  // rows of whole granules
     const auto granules =
         static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);
     shape.rows_of_2_20 = ((1u << 20) + granules - 1) / granules;
@@ -482,7 +511,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   };
   const auto visit_rows = [&](auto&& body) {
     if (!plan.gaps &&
-        (num_classes % kPerWord != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0)) {
+        (shape.stride % kPerWord != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0)) {
       body(std::integral_constant<Rows, Rows::kWithinWords>{});
     } else {
       body(std::integral_constant<Rows, Rows::kAtWords>{});

@@ -30,6 +30,10 @@ constexpr int kTeams[] = {1, 2, 8};
 // More words than these for a lane make tiles too large.
 constexpr int kMaxLaneWords = 56;
 
+// Rows of a run in shared memory, of which more accesses of a warp would meet in one bank, are
+// copied one by one instead.
+constexpr int kMaxConflict = 4;
+
 // How many accesses of a warp meet in one bank, when its teams read their rows' first words.
 inline int bank_conflict(int pitch_words, int team) {
   int used[32] = {};
@@ -41,14 +45,42 @@ inline int bank_conflict(int pitch_words, int team) {
   return worst;
 }
 
+// From a row of the logits to the next, in elements. A single row has none.
+inline int64_t logit_row_stride(const CrossEntropyArgs& args) {
+  return args.rows.ndim == 1 ? args.input.strides[0] : args.num_classes;
+}
+
+// Whether rows lie so close together that they are copied with what lies between them, as one run.
+// Of each sector of memory, some bytes are read in any case.
+inline bool is_run(const RowProblem& problem) {
+  const int64_t gap = (logit_row_stride(problem.args) - problem.classes) * problem.element_bytes;
+  return problem.args.rows.ndim <= 1 && gap >= 0 &&
+         gap <= std::max(int64_t{kSectorBytes}, problem.bytes / 2);
+}
+
+// How rows lie in shared memory: sets `gaps`, `padding` and `row_bytes`.
+inline void place_rows(const RowProblem& problem, RowPlan& plan) {
+  const int words = (static_cast<int>(problem.bytes) + 3) / 4;
+  plan.gaps = !is_run(problem);
+  if (!plan.gaps) {
+    // As in memory, or a granule further apart.
+    plan.row_bytes = static_cast<int>(logit_row_stride(problem.args) * problem.element_bytes);
+    const int conflict = bank_conflict(plan.row_bytes / 4, plan.team);
+    if (is_vector_aligned(problem.args.input.data) && plan.row_bytes % kVectorBytes == 0) {
+      plan.padding = bank_conflict((plan.row_bytes + kVectorBytes) / 4, plan.team) < conflict;
+      plan.row_bytes += plan.padding * kVectorBytes;
+    } else {
+      plan.gaps = conflict > kMaxConflict && plan.row_bytes % 4 == 0;
+    }
+  }
+  if (plan.gaps) {
+    plan.row_bytes = 4 * (words | 1);  // an odd number of words: few lanes meet in a bank
+  }
+}
+
 inline RowPlan plan(const RowProblem& problem) {
-  const CrossEntropyForwardArgs& args = problem.args;
   RowPlan plan;
   plan.threads = kThreads;
-  plan.gaps =
-      !rows_follow(args, args.input, 1) ||
-      (problem.gradient && (!rows_follow(args, args.grad_input, args.grad_input_class_stride) ||
-                            !problem.gradient_lies_as_input()));
   const int words = (static_cast<int>(problem.bytes) + 3) / 4;
   // The team decides the order of the sums: it depends on the row alone.
   double best = 0;
@@ -63,15 +95,11 @@ inline RowPlan plan(const RowProblem& problem) {
       if (best == 0 || cost < best) {
         best = cost;
         plan.team = team;
-        plan.padding = padding;
       }
     }
   }
-  if (plan.gaps || !is_vector_aligned(args.input.data)) {
-    plan.padding = 0;
-  }
-  // A copy of a row with gaps is whole words.
-  const int step_bytes = (words * 4 + plan.padding * kVectorBytes) * (kWarpSize / plan.team);
+  place_rows(problem, plan);
+  const int step_bytes = std::max(plan.row_bytes, 4 * words) * (kWarpSize / plan.team);
   plan.steps = std::max(1, kTileBytes / step_bytes);
   // A granule before the tile and one after it may be its in part, and a word more is read.
   plan.warp_bytes = (step_bytes * plan.steps / kVectorBytes + 3) * kVectorBytes;

@@ -12,6 +12,10 @@ _LEAST_WORKSPACE = {"cuda": 256 << 20, "cpu": 64 << 20}
 # bf16, of the product alone: 8192x4096x128256 .927 with 256 MiB and .949 with 512, 8192x2304x256000
 # .888 and .918. (H200, 2026-11)
 _LEAST_WITHOUT_SUMS = {"cuda": 512 << 20, "cpu": 64 << 20}
+# There, up to twice that is taken for so many rows: a product that has fewer, and few features, has
+# fewer tiles than the device has multiprocessors. Step of bf16 8192x2304x256000 with a frozen weight:
+# .848 with 1024 rows, .924 with 2048. (H200, 2026-11)
+_ROWS_WITHOUT_SUMS = {"cuda": 2048}
 # Chunks have a multiple of so many rows where they can: whole tiles of matrix products. 1408 rows,
 # 5.5 tiles, are slower than 768: forward of bf16 4096x2048x151936 .850 and .862. (H200, 2026-11)
 _TILE_ROWS = (256, 128)
@@ -66,8 +70,12 @@ def rows_of_chunk(
     elif batch_chunk_size is None:
         weight_bytes = classes * features * dtype.itemsize if adds_up_weight else 0
         if rows * logit_bytes > (4 * features if adds_up_weight else 0):
-            least = _LEAST_WORKSPACE if adds_up_weight else _LEAST_WITHOUT_SUMS
-            workspace = max(least.get(device_type, 0), weight_bytes)
+            if adds_up_weight:
+                workspace = max(_LEAST_WORKSPACE.get(device_type, 0), weight_bytes)
+            else:
+                least = _LEAST_WITHOUT_SUMS.get(device_type, 0)
+                wanted = _ROWS_WITHOUT_SUMS.get(device_type, 0) * row_bytes
+                workspace = max(least, min(2 * least, wanted))
             # Twice that for the gradient over the logits: with half as many rows, the sums of the
             # weight's gradient would be read and written twice as often.
             most = workspace * min(tensors, 2) // row_bytes

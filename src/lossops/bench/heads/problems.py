@@ -47,6 +47,15 @@ TOKEN_SHAPES = ("8192x2048x151936",)
 CPU_SHAPES = ("2048x512x50257",)
 
 
+# The modules of peers that are other packages.
+_MODULES = {
+    "liger": "liger_kernel.transformers.functional",
+    "liger-sm90": "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90",
+    "cce": "cut_cross_entropy",
+    "quack": "quack.linear_cross_entropy",
+    "trl": "trl.kernels",
+}
+
 # What the mean of the entropies is multiplied by where heads are of tokens.
 ENTROPY_FACTOR = 0.1
 
@@ -138,7 +147,7 @@ def _tokens_eager(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _trl(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    module = importlib.import_module("trl.kernels")
+    module = importlib.import_module(_MODULES["trl"])
     logits = F.linear(input, weight)
     return _loss_of_tokens(*module.selective_log_softmax_and_entropy(logits, target))
 
@@ -182,13 +191,25 @@ def _chunked(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _liger(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    module = importlib.import_module("liger_kernel.transformers.functional")
+    module = importlib.import_module(_MODULES["liger"])
     loss: Tensor = module.liger_fused_linear_cross_entropy(input, weight, target)
     return loss
 
 
+def _liger_sm90(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    module = importlib.import_module(_MODULES["liger-sm90"])
+    loss: Tensor = module.liger_fused_linear_cross_entropy_sm90(input, weight, target)
+    return loss
+
+
+def _cce(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    module = importlib.import_module(_MODULES["cce"])
+    loss: Tensor = module.linear_cross_entropy(input, weight, target)
+    return loss
+
+
 def _quack(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    module = importlib.import_module("quack.linear_cross_entropy")
+    module = importlib.import_module(_MODULES["quack"])
     # Chunk rows that equal the features end in an error of quack 0.6.5.
     rows = 4096 if input.size(1) != 4096 else 2048
     loss: Tensor = module.chunked_linear_cross_entropy(input, weight, target, chunk_size=rows)
@@ -203,6 +224,8 @@ HEADS: dict[str, Head] = {
     "compile": _compile,
     "chunked": _chunked,
     "liger": _liger,
+    "liger-sm90": _liger_sm90,
+    "cce": _cce,
     "quack": _quack,
 }
 # Heads that return log-probabilities and entropies of tokens: `--tokens`.
@@ -222,6 +245,8 @@ TITLES = {
     "compile": "the same by torch.compile",
     "chunked": "F.linear_cross_entropy of torch 2.13",
     "liger": "Liger-Kernel's fused linear cross entropy, default settings",
+    "liger-sm90": "Liger-Kernel's CuTe kernels for Hopper",
+    "cce": "Cut Cross-Entropy, default settings",
     "quack": "quack's chunked linear cross entropy",
 }
 TOKEN_TITLES = {
@@ -232,21 +257,16 @@ TOKEN_TITLES = {
 }
 PEERS = tuple(who for who in (HEADS | TOKEN_HEADS) if who not in OURS)
 # Left out unless asked for: they compile, or choose among kernels, for longer than the rest takes.
-SLOW_TO_START = ("compile", "quack")
+SLOW_TO_START = ("compile", "liger-sm90", "cce", "quack")
 
 
 def why_absent(who: str) -> str | None:
     """Why a peer cannot run here, in one line; None where it can."""
-    modules = {
-        "liger": "liger_kernel.transformers.functional",
-        "quack": "quack.linear_cross_entropy",
-        "trl": "trl.kernels",
-    }
     if who == "chunked" and not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy"
-    if who in modules:
+    if who in _MODULES:
         try:
-            importlib.import_module(modules[who])
+            importlib.import_module(_MODULES[who])
         except Exception as error:  # of any kind: packages for GPUs fail in their own ways
             return f"{type(error).__name__}: {error}".splitlines()[0][:160]
     return None
