@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
+import op_samples
 from numerics import DTYPES, HALF_TYPES, bits_of, ulp
 
-__all__ = ["DTYPES", "HALF_TYPES", "bits_of", "ulp"]
+__all__ = ["DTYPES", "HALF_TYPES", "bits_of", "op_samples", "ulp"]
