@@ -164,7 +164,8 @@ template <int kClasses, bool kGradient>
 __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
     cross_entropy_forward_few_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                      const FewShape shape, Denominator denominator,
-                                     GradOutput grad_output, Partial* partials, Finalize finalize) {
+                                     const __grid_constant__ GradOutput grad_output,
+                                     Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
   constexpr bool kAny = kClasses == kAnyClasses;
   float given = 1;
@@ -419,12 +420,16 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
           partial.weight += static_cast<double>(weight);
         }
       }
-      const auto finished = reduced.template finish<false>(x_at_index, scale, weight);
+      const bool exists = r < rows_left;
+      float row_scale = scale;
+      if (kGradient && kAny && exists) {
+        row_scale = grad_output.of_row(args.rows, first_row + step_row + r, scale);
+      }
+      const auto finished = reduced.template finish<false>(x_at_index, row_scale, weight);
       float loss = finished.loss;
       if (!usual && index < 0) {
         loss = gradient_without_loss(index);
       }
-      const bool exists = r < rows_left;
       if (!kGradient && leaves_stats) {
         const IndexRow kept = usual || index >= 0 ? reduced : IndexRow();
         if (exists) {
@@ -434,13 +439,13 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
         max_of_row += kWarpSize;
         rest_of_row += kWarpSize;
       }
-      if (kAny && args.reduction == Reduction::kNone && exists) {
+      if (kAny && !kGradient && args.reduction == Reduction::kNone && exists) {
         store_operand<float>(args.output,
                              row_offset(args.rows, args.output, first_row + step_row + r), loss);
       }
       partial.sum += static_cast<double>(loss);
       if constexpr (kGradient) {
-        const LogitGradient<float, true> gradient(finished.softmax, scale * weight);
+        const LogitGradient<float, true> gradient(finished.softmax, row_scale * weight);
         float least = x_at_index;
 #pragma unroll
         for (int k = 0; k < kMost; ++k) {

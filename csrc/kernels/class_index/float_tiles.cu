@@ -156,8 +156,8 @@ template <Units kUnits, bool kGradient>
 __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     cross_entropy_forward_float_tile_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                             const TileShape shape, Denominator denominator,
-                                            GradOutput grad_output, Partial* partials,
-                                            Finalize finalize) {
+                                            const __grid_constant__ GradOutput grad_output,
+                                            Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
   float given = 1;
   if (kGradient && grad_output.is_one(given)) {
@@ -271,7 +271,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       reduced = IndexRow::of(RowTerms<true>(max), max, others, x_at_index);
     }
     const float weight = row_weight(args, index);
-    const float scale = unit.get();
+    const float scale =
+        kGradient && exists ? grad_output.of_row(args.rows, first_row + own_row, unit.get()) : 0;
     const auto finished = reduced.template finish<false>(x_at_index, scale, weight);
     if (exists && member == 0) {
       const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);

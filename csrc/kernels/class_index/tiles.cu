@@ -28,14 +28,14 @@ constexpr int kElementsAtATime = 8;
 constexpr int kStoreUnroll = 4;
 // How a warp cuts the rows. A step of a tile is a row for each of its teams.
 struct TileShape {
-  int steps;              // of a tile
-  int padding;            // granules between rows in shared memory, against bank conflicts
-  int bytes;              // of a warp's buffer
-  int pitch;              // elements from a row to the next in shared memory
-  int stride;             // the same in memory, if they are a run
-  bool gaps;              // no run: in shared memory each row starts at a word
-  bool gradient_in_run;   // the gradients lie as the run
-  bool gradient_in_quads; // else: one after the other, from a boundary of four
+  int steps;               // of a tile
+  int padding;             // granules between rows in shared memory, against bank conflicts
+  int bytes;               // of a warp's buffer
+  int pitch;               // elements from a row to the next in shared memory
+  int stride;              // the same in memory, if they are a run
+  bool gaps;               // no run: in shared memory each row starts at a word
+  bool gradient_in_run;    // the gradients lie as the run
+  bool gradient_in_quads;  // else: one after the other, from a boundary of four
   // Of gradients in the run: 2^20 over a row's granules, rounded up; divides a granule's number.
   uint32_t rows_of_2_20;
   Divisor classes;
@@ -137,8 +137,8 @@ template <typename scalar_t, int kTeam, bool kGradient, Rows kRows>
 __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     cross_entropy_forward_tile_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                       const TileShape shape, Denominator denominator,
-                                      GradOutput grad_output, Partial* partials,
-                                      Finalize finalize) {
+                                      const __grid_constant__ GradOutput grad_output,
+                                      Partial* partials, Finalize finalize) {
 #if LOSSOPS_HOPPER_CODE
   float given = 1;
   if (kGradient && grad_output.is_one(given)) {
@@ -197,6 +197,13 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   // This lane's next row.
   const int first_of_tile = lane / kTeam;
   int64_t next_target = args.ignore_index;
+  float next_scale = 0;
+  float scale = 0;  // of rows that have one
+  const auto load_scale = [&](int r) {
+    if (kGradient && r < rows) {
+      next_scale = grad_output.of_row(args.rows, first_row + r, scale);
+    }
+  };
   const auto start = [&] {
     rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
     next_target = load_target(first_of_tile);
@@ -245,7 +252,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
   };
 
-  float scale = 0;
   const int64_t first_of_warp = (int64_t{blockIdx.x} * kWarps + warp) * tile_rows;
 #pragma unroll 1
   for (first_row = first_of_warp; first_row < args.rows.numel; first_row += row_stride) {
@@ -254,6 +260,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       unit.wait(args, denominator);
       scale = unit.get();
     }
+    load_scale(first_of_tile);
     if (!gaps) {
       arrived.wait(parity);
       parity ^= 1;
@@ -267,6 +274,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     for (int r = first_of_tile; r - first_of_tile < rows; r += kRowsAtATime) {
       const int index = checked_index(args, next_target);
       next_target = load_target(r + kRowsAtATime);
+      const float row_scale = next_scale;
+      load_scale(r + kRowsAtATime);
       scalar_t* const own = elements + phase + r * pitch;
       // The last class takes the place of the class index, and the row ends before it.
       const int num_others = index >= 0 ? num_classes - 1 : 0;
@@ -368,7 +377,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         }
       }
       const float weight = row_weight(args, index);
-      const auto finished = reduced.template finish<true>(x_at_index, scale, weight);
+      const auto finished = reduced.template finish<true>(x_at_index, row_scale, weight);
       const bool exists = r < rows;
       if (member == 0 && exists) {
         const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
@@ -385,12 +394,15 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           gradient.replace(values);
           own[c] = from_acc<scalar_t>(values[0]);
         };
+        // A row's elements that have words of their own, and the first and the last that do not.
+        const int lead = kOdd ? (phase + r * pitch) % kPerWord : 0;
+        uint32_t* const whole_words = row_words + lead;
         const auto replace_words = [&](int first_word, auto words_at_a_time, const auto& gradient) {
           constexpr int kWords = decltype(words_at_a_time)::value;
           float values[kWords * kPerWord];
 #pragma unroll
           for (int u = 0; u < kWords; ++u) {
-            const uint32_t loaded = row_words[first_word + u * kTeam];
+            const uint32_t loaded = whole_words[first_word + u * kTeam];
 #pragma unroll
             for (int i = 0; i < kPerWord; ++i) {
               values[u * kPerWord + i] = word_element<scalar_t>(loaded, i);
@@ -399,35 +411,32 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           gradient.replace(values);
 #pragma unroll
           for (int u = 0; u < kWords; ++u) {
-            row_words[first_word + u * kTeam] = pack_word<scalar_t>(values + u * kPerWord);
+            whole_words[first_word + u * kTeam] = pack_word<scalar_t>(values + u * kPerWord);
           }
         };
         const auto write = [&](int length, const auto& gradient) {
-          if constexpr (kOdd) {
-            for (int c = member; c < length; c += kTeam) {
-              replace_element(c, gradient);
-            }
-          } else {
-            const int whole = length / kPerWord;
-            int k = member;
+          const int whole = (length - lead) / kPerWord;
+          int k = member;
 #pragma unroll 1
-            for (; k + (kGradientUnroll - 1) * kTeam < whole; k += kGradientUnroll * kTeam) {
-              replace_words(k, std::integral_constant<int, kGradientUnroll>{}, gradient);
-            }
+          for (; k + (kGradientUnroll - 1) * kTeam < whole; k += kGradientUnroll * kTeam) {
+            replace_words(k, std::integral_constant<int, kGradientUnroll>{}, gradient);
+          }
 #pragma unroll 1
-            for (; k < whole; k += kTeam) {
-              replace_words(k, std::integral_constant<int, 1>{}, gradient);
-            }
-            if (length % kPerWord != 0 && whole % kTeam == member) {
-              replace_element(length - 1, gradient);
-            }
+          for (; k < whole; k += kTeam) {
+            replace_words(k, std::integral_constant<int, 1>{}, gradient);
+          }
+          if (kOdd && member == 0 && lead > 0 && length > 0) {
+            replace_element(0, gradient);
+          }
+          if ((length - lead) % kPerWord > 0 && whole % kTeam == member) {
+            replace_element(length - 1, gradient);
           }
         };
         if (exists && index >= 0) {
           if (finished.has_plain_gradient) {
             write(num_others, PlainGradient{finished.softmax.factor});
           } else {
-            write(num_others, LogitGradient<float, false>(finished.softmax, scale * weight));
+            write(num_others, LogitGradient<float, false>(finished.softmax, row_scale * weight));
           }
         } else if (exists) {
           write(num_classes, ConstantGradient{gradient_without_loss(index)});
@@ -491,9 +500,8 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.stride = static_cast<int>(logit_row_stride(args));
   shape.gaps = plan.gaps;
   const bool gradients_follow = rows_follow(args, args.grad_input, args.grad_input_class_stride);
-  shape.gradient_in_run =
-      gradients_follow && !plan.gaps && shape.stride == num_classes &&
-      lies_as_input(args, args.grad_input, args.grad_input_class_stride);
+  shape.gradient_in_run = gradients_follow && !plan.gaps && shape.stride == num_classes &&
+                          lies_as_input(args, args.grad_input, args.grad_input_class_stride);
   shape.gradient_in_quads =
       gradients_follow && reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));

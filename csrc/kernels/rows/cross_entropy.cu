@@ -13,6 +13,7 @@
 #include "kernels/primitives/integers.h"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/launches.cuh"
+#include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/policy.h"
 #include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/strided_rows.cuh"
@@ -80,7 +81,8 @@ void launch_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                                            stream);
 }
 
-// Of a gradient that forward left: false if its kernel cannot compute it again.
+// The gradient by the kernel that computes it beside the loss: where forward has kept it, or for
+// each row's grad_output. False if there is none that can.
 bool launch_again(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
   CrossEntropyForwardArgs forward = forward_of(args);
   const RowPlan plan = plan_rows(forward, current_device_limits());
@@ -94,7 +96,7 @@ bool launch_again(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
     forward.mean_terms = const_cast<double*>(args.mean_terms);  // written as it is
   }
   launch_rows(forward, plan, denominator, nullptr, Finalize(), stream,
-              {args.grad_output.data, args.grad_output.dtype});
+              {args.grad_output, args.reduction == Reduction::kNone});
   return true;
 }
 
@@ -183,7 +185,8 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
   if (!elementwise || args.rows.numel == 0 || args.num_classes == 0) {
     return;
   }
-  if (args.kept && launch_again(args, stream)) {
+  const bool is_of_rows = args.reduction == Reduction::kNone && !plane_rows::takes_gradients(args);
+  if ((args.kept || is_of_rows) && launch_again(args, stream)) {
     return;
   }
   switch (choose_backward(args)) {

@@ -291,7 +291,7 @@ __device__ __forceinline__ void record_row(const CrossEntropyForwardArgs& args, 
     stats.max[row] = max;
     stats.rest[row] = rest;
   }
-  if (args.reduction == Reduction::kNone) {
+  if (args.reduction == Reduction::kNone && args.output.data != nullptr) {
     store_operand<float>(args.output, output_offset(row), loss);
   }
   partial.sum += static_cast<double>(loss);

@@ -70,18 +70,19 @@ struct Denominator {
   }
 };
 
-// The grad_output of a backward pass. Forward has kept the gradient for a grad_output of 1; for
-// another one the same kernel computes it again. In forward there is none.
+// The grad_output of a backward pass by a kernel of forward. There is none in forward.
 struct GradOutput {
-  const void* data = nullptr;  // one element
-  DType dtype = DType::kFloat32;
+  Operand operand;
+  // One for each row, with strides over rows. Else one element: forward has kept the gradient for
+  // a grad_output of 1, and for another one the kernel computes it again.
+  bool of_rows = false;
 
-  __host__ __device__ bool exists() const { return data != nullptr; }
+  __host__ __device__ bool exists() const { return operand.data != nullptr; }
 
   // Blocks to launch of a kernel that has `blocks` of them in forward, of so many threads: where
-  // there is a grad_output, mostly there is nothing to do.
+  // a gradient is kept, mostly there is nothing to do.
   int64_t limit_blocks(int64_t blocks, int threads) const {
-    return exists() ? std::min(blocks, most_blocks_of_kept(threads)) : blocks;
+    return exists() && !of_rows ? std::min(blocks, most_blocks_of_kept(threads)) : blocks;
   }
 
   // Whether it is 1, so that the kept gradient is the one that is wanted. Writes it to value.
@@ -90,10 +91,17 @@ struct GradOutput {
       return false;
     }
     wait_for_previous_kernel();
-    visit_floating(dtype, [&](auto type) {
-      value = to_acc<float>(*static_cast<const typename decltype(type)::type*>(data));
-    });
+    if (of_rows) {
+      return false;
+    }
+    value = load_grad_output<float>(operand, 0);
     return value == 1;
+  }
+
+  // What the gradient of a row is multiplied by; of_all: where that is one number.
+  __device__ __forceinline__ float of_row(const IterationSpace& rows, int64_t row,
+                                          float of_all) const {
+    return of_rows ? load_grad_output<float>(operand, row_offset(rows, operand, row)) : of_all;
   }
 };
 

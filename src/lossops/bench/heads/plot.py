@@ -1,5 +1,5 @@
-"""The picture of a run of heads: fractions of the products by pass, and memory; of heads that differ
-in their tokens alone, lines over these."""
+"""The picture of a run of heads: fractions of the products by pass, and memory; of heads that
+differ in their tokens alone, lines over these."""
 
 from __future__ import annotations
 
