@@ -236,18 +236,20 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
       return;
     }
-    // Row by row, with the rest of its last granule, but for the tile's last row.
-    const auto bytes_of = [&](int r) {
-      const int granules = (num_classes + (r + 1 < rows ? kSize - 1 : 0)) / kSize;
-      return static_cast<uint32_t>(granules) * kVectorBytes;
-    };
+    // Row by row, with what else is in its granules, but for the edges of the tile.
+    const int end = (phase + num_classes + kSize - 1) / kSize;
+    const int last_end = (phase + num_classes) / kSize;  // of the last row
     if (lane == 0) {
-      arrived.expect(static_cast<uint32_t>(rows - 1) * bytes_of(-1) + bytes_of(rows - 1));
+      const int whole = max((rows - 1) * end + last_end - whole_begin(), 0);
+      arrived.expect(static_cast<uint32_t>(whole) * kVectorBytes);
     }
     __syncwarp();
     for (int r = lane; r < rows; r += kWarpSize) {
-      if (bytes_of(r) > 0) {
-        arrived.copy(elements + r * pitch, base + r * shape.stride, bytes_of(r));
+      const int from = r == 0 ? whole_begin() : 0;
+      const int granules = (r + 1 < rows ? end : last_end) - from;
+      if (granules > 0) {
+        arrived.copy(elements + r * pitch + from * kSize, base + r * shape.stride + from * kSize,
+                     static_cast<uint32_t>(granules) * kVectorBytes);
       }
     }
   };
@@ -266,8 +268,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       parity ^= 1;
     }
     if (edge >= 0) {
-      // With padding, the end of the last row.
-      elements[edge + (rows - 1) * (pitch - shape.stride)] = x_at_edge;
+      elements[edge < kSize ? edge : edge + (rows - 1) * (pitch - shape.stride)] = x_at_edge;
     }
     __syncwarp();
 #pragma unroll 1
@@ -501,6 +502,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.gaps = plan.gaps;
   const bool gradients_follow = rows_follow(args, args.grad_input, args.grad_input_class_stride);
   shape.gradient_in_run = gradients_follow && !plan.gaps && shape.stride == num_classes &&
+                          (plan.padding == 0 || is_vector_aligned(args.input.data)) &&
                           lies_as_input(args, args.grad_input, args.grad_input_class_stride);
   shape.gradient_in_quads =
       gradients_follow && reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;

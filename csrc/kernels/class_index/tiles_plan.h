@@ -66,7 +66,7 @@ inline void place_rows(const RowProblem& problem, RowPlan& plan) {
     // As in memory, or a granule further apart.
     plan.row_bytes = static_cast<int>(logit_row_stride(problem.args) * problem.element_bytes);
     const int conflict = bank_conflict(plan.row_bytes / 4, plan.team);
-    if (is_vector_aligned(problem.args.input.data) && plan.row_bytes % kVectorBytes == 0) {
+    if (plan.row_bytes % kVectorBytes == 0) {  // all rows begin at the same place of a granule
       plan.padding = bank_conflict((plan.row_bytes + kVectorBytes) / 4, plan.team) < conflict;
       plan.row_bytes += plan.padding * kVectorBytes;
     } else {
