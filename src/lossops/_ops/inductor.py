@@ -42,6 +42,8 @@ _PRODUCTS = (
     "MmBackward0",
 )
 _LOG_SOFTMAX = "LogSoftmaxBackward0"
+# Of a sum. Inductor writes out those of up to 8 terms (unroll_reductions_threshold).
+_TERMS = 32
 
 
 def call(loss: Loss, input: Tensor, target: Tensor, weight: Tensor | None, options: Any) -> Tensor:
@@ -263,6 +265,17 @@ class _Rows:
         return torch.where(self.is_ignored, 0.0, gradient)
 
 
+def _in_memory(values: Tensor) -> Tensor:
+    """Values (..., 1), which Inductor then has in memory.
+
+    It would compute them anew for each logit, and of a gradient of more than 30 operations it keeps
+    some in a float32 tensor as large as the logits. A sum is not computed anew; one of few terms
+    would be no sum to it.
+    """
+    is_first = torch.arange(_TERMS, device=values.device) == 0
+    return torch.where(is_first, values, 0.0).sum(-1, keepdim=True)
+
+
 def _gradient_of_logits(given: Any) -> Tensor:
     """The gradient of cross entropy, from row_stats: max and rest of each row."""
     rows = _Rows(given.target, given.input.size(1), given.ignore_index)
@@ -271,10 +284,7 @@ def _gradient_of_logits(given: Any) -> Tensor:
         # Plain rows (plain_rows.cuh) have the logit at the class index, x_t, and minus the sum of
         # the others' exp(x). Relative to x_t, their rest is that sum over exp(x_t).
         is_of_others = (rest < 0) & (row_max.abs() < torch.inf)  # fault: rest-of-others
-        rest = torch.where(is_of_others, -rest * (-row_max).exp(), rest)
-        # A sum like that of the factor. Without it, the gradient takes more than the 30 operations
-        # that Inductor computes at once, and it keeps some of them in a float32 tensor.
-        rest = torch.where(rows.is_index, rest, 0.0).sum(-1, keepdim=True)
+        rest = _in_memory(torch.where(is_of_others, -rest * (-row_max).exp(), rest))
     grad = given.grad_output.float()
     if given.reduction == "none":
         grad = grad.unsqueeze(-1)
