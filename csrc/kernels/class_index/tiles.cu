@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, c
                                           int rows) {
   const int num_classes = static_cast<int>(args.num_classes);
   const auto* const logits = static_cast<const scalar_t*>(args.input.data);
-  for_classes<2, 4>(args.rows, args.input, 1, pairs, first_row, rows,
+  for_classes<2, 2>(args.rows, args.input, 1, pairs, first_row, rows,
                     [&](int r, int c, int64_t offset) {
                       const scalar_t* const from = logits + offset;
                       auto* const to = reinterpret_cast<uint32_t*>(elements + r * pitch + c);
@@ -95,38 +95,35 @@ __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
   const int pitch = shape.pitch;
   const int num_classes = static_cast<int>(args.num_classes);
   auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
-  if (!shape.gradient_in_quads) {
-    for_classes<1, 1>(
-        args.rows, args.grad_input, args.grad_input_class_stride, shape.classes, first_row, rows,
-        [&](int r, int c, int64_t offset) { gradients[offset] = elements[r * pitch + c]; });
-    return;
-  }
-  scalar_t* const run = gradients + first_row * num_classes;
   const int count = rows * num_classes;
 #pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x) % kWarpSize * kQuad; e < count;
        e += kWarpSize * kQuad) {
-    const int r = static_cast<int>(shape.classes.quotient(static_cast<uint32_t>(e)));
+    int r = static_cast<int>(shape.classes.quotient(static_cast<uint32_t>(e)));
     int c = e - r * num_classes;
-    const scalar_t* from = elements + r * pitch + c;
-    uint32_t bits[kQuad];
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      bits[i] = from->bits;  // behind the last row, of the buffer
-      ++from;
-      if (++c == num_classes) {
-        c = 0;
-        from += pitch - num_classes;
-      }
-    }
-    if (e + kQuad <= count) {
-      *reinterpret_cast<uint2*>(run + e) = {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
-    } else {
+    if (shape.gradient_in_quads && e + kQuad <= count) {
+      const scalar_t* from = elements + r * pitch + c;
+      uint32_t bits[kQuad];
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) {
-        if (e + i < count) {
-          run[e + i].bits = static_cast<uint16_t>(bits[i]);
+        bits[i] = from->bits;
+        ++from;
+        if (++c == num_classes) {
+          c = 0;
+          from += pitch - num_classes;
         }
+      }
+      *reinterpret_cast<uint2*>(gradients + first_row * num_classes + e) = {
+          bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
+      continue;
+    }
+#pragma unroll 1
+    for (int i = e; i < min(e + kQuad, count); ++i) {
+      gradients[row_offset(args.rows, args.grad_input, first_row + r) +
+                c * args.grad_input_class_stride] = elements[r * pitch + c];
+      if (++c == num_classes) {
+        c = 0;
+        ++r;
       }
     }
   }
