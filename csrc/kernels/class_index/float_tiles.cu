@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
     const float weight = row_weight(args, index);
     const float scale =
-        kGradient && exists ? grad_output.of_row(args.rows, first_row + own_row, unit.get()) : 0;
+        kGradient && exists ? grad_output.of_row(first_row + own_row, unit.get()) : 0;
     const auto finished = reduced.template finish<false>(x_at_index, scale, weight);
     if (exists && member == 0) {
       const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);

@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   float scale = 0;  // of rows that have one
   const auto load_scale = [&](int r) {
     if (kGradient && r < rows) {
-      next_scale = grad_output.of_row(args.rows, first_row + r, scale);
+      next_scale = grad_output.of_row(first_row + r, scale);
     }
   };
   const auto start = [&] {

@@ -185,7 +185,8 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
   if (!elementwise || args.rows.numel == 0 || args.num_classes == 0) {
     return;
   }
-  const bool is_of_rows = args.reduction == Reduction::kNone && !plane_rows::takes_gradients(args);
+  const bool is_of_rows = args.reduction == Reduction::kNone && args.rows.ndim <= 1 &&
+                          !plane_rows::takes_gradients(args);
   if ((args.kept || is_of_rows) && launch_again(args, stream)) {
     return;
   }

@@ -73,7 +73,7 @@ struct Denominator {
 // The grad_output of a backward pass by a kernel of forward. There is none in forward.
 struct GradOutput {
   Operand operand;
-  // One for each row, with strides over rows. Else one element: forward has kept the gradient for
+  // One for each row, of rows of one dimension. Else one element: forward has kept the gradient for
   // a grad_output of 1, and for another one the kernel computes it again.
   bool of_rows = false;
 
@@ -99,9 +99,8 @@ struct GradOutput {
   }
 
   // What the gradient of a row is multiplied by; of_all: where that is one number.
-  __device__ __forceinline__ float of_row(const IterationSpace& rows, int64_t row,
-                                          float of_all) const {
-    return of_rows ? load_grad_output<float>(operand, row_offset(rows, operand, row)) : of_all;
+  __device__ __forceinline__ float of_row(int64_t row, float of_all) const {
+    return of_rows ? load_grad_output<float>(operand, row * operand.strides[0]) : of_all;
   }
 };
 
