@@ -260,7 +260,7 @@ def test_workspace_counts_float32_logits() -> None:
     assert rows_of_chunk(4096, 4096, 128256, **wide) == 4096  # as many tokens as the width
     assert rows_of_chunk(4097, 4096, 128256, **wide) < 4097
     assert rows_of_chunk(8192, 2304, 256000, **wide) == 1024  # as much memory as the weight
-    # Without sums of the weight's gradient 2048 rows, where 1 GiB holds them, else 512 MiB.
+    # Without sums of the weight's gradient 2048 rows, or as many as 1 GiB holds.
     assert rows_of_chunk(8192, 4096, 128256, adds_up_weight=False, **wide) == 2048
     assert rows_of_chunk(8192, 2304, 256000, adds_up_weight=False, **wide) == 1024
     for classes in (33, 32000, 50257):
