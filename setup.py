@@ -60,14 +60,17 @@ CUDA_SOURCES = [
     "csrc/kernels/rows/cross_entropy.cu",
     "csrc/kernels/rows/index_gradients.cu",
     "csrc/kernels/rows/long_rows.cu",
-    "csrc/kernels/rows/probability_rows.cu",
     "csrc/kernels/rows/plane_rows.cu",
+    "csrc/kernels/rows/probability_rows.cu",
     "csrc/kernels/rows/side_by_side_rows.cu",
     "csrc/kernels/rows/split_rows.cu",
     "csrc/kernels/rows/staged_rows.cu",
     "csrc/kernels/rows/token_rows.cu",
     "csrc/kernels/scale.cu",
 ]
+# All of them in one, whose machine code packs better. It is compiled for several architectures; for
+# one, as while developing, each file is, and again only if it changed.
+ALL_KERNELS = "csrc/kernels/all_kernels.cu"
 
 # The architectures of a released wheel, and the only place that names them. Those which the
 # compiler at hand does not know are left out; the newest one left also gets PTX. Machine code runs
@@ -312,6 +315,8 @@ def torch_extension() -> Any:
         return extension
 
     archs = cuda_archs(toolkit)
+    has_many_archs = ";" in archs
+    compilers = os.environ.get("MAX_JOBS") or os.cpu_count() or 1
     say(f"building with CUDA {toolkit.version} from {toolkit.home} for {archs}")
     # torch builds for its own CUDA, and not at all beside a CPU-only torch. This build depends on
     # neither: it takes the toolkit that was found, and toolkit_of has seen it compile.
@@ -330,12 +335,14 @@ def torch_extension() -> Any:
             *COMMON_FLAGS,
             f"-Xcompiler={','.join([*LAUNCH_FLAGS, *MATH_FLAGS, *VISIBILITY_FLAGS])}",
             *compression_flags(toolkit),
+            *([f"--threads={compilers}"] if has_many_archs else []),
         ],
     }
     if toolkit.library_dir is not None:
         options["library_dirs"] = [str(toolkit.library_dir)]
+    kernels = [ALL_KERNELS] if has_many_archs else CUDA_SOURCES
     extension = cpp_extension.CUDAExtension(
-        "lossops._C", BINDING_SOURCES + CPU_SOURCES + CUDA_SOURCES, **options
+        "lossops._C", BINDING_SOURCES + CPU_SOURCES + kernels, **options
     )
     # torch's list names libcudart.so and libtorch_cuda.so, which would tie the file to one CUDA
     # and keep it from loading beside a torch without CUDA.

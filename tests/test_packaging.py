@@ -105,7 +105,10 @@ def test_source_lists_name_every_source() -> None:
         for path in (ROOT / "csrc").rglob(pattern)
         if (ROOT / "csrc" / "tests") not in path.parents
     }
-    assert named == there
+    together = "csrc/kernels/all_kernels.cu"
+    assert there - named == {together}
+    includes = re.findall(r'^#include "(.+)"$', source_file(together).read_text(), re.M)
+    assert [f"csrc/{path}" for path in includes] == lists["CUDA_SOURCES"]
 
 
 def test_every_package_is_packed() -> None:

@@ -15,9 +15,8 @@
 #include "kernels/rows/row_words.cuh"
 
 namespace lossops::cuda {
+namespace float_rows {
 namespace {
-
-using namespace float_rows;
 
 // Up to these many blocks the kernel overlaps with what is ahead of it on the stream, whatever that
 // is, and waits for it first.
@@ -436,10 +435,12 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kMaxThreads))
 }
 
 }  // namespace
+}  // namespace float_rows
 
 void launch_float_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                        const Denominator& denominator, const GradOutput&, Partial* partials,
                        const Finalize& finalize, cudaStream_t stream) {
+  using namespace float_rows;
   const int warps = plan.team / kWarpSize;
   const int teams = plan.threads / plan.team;
   const auto launch = [&](auto share, auto threads) {

@@ -16,9 +16,8 @@
 #include "kernels/rows/row_gradient.cuh"
 
 namespace lossops::cuda {
+namespace half_rows {
 namespace {
-
-using namespace half_rows;
 
 // A row needs no shift where the sum of its other exponentials and the logit at its class index are
 // within these: what is too small for fp32 is nothing beside that sum, and neither the quotient of
@@ -407,10 +406,12 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
 }
 
 }  // namespace
+}  // namespace half_rows
 
 void launch_half_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                       const Denominator& denominator, const GradOutput&, Partial* partials,
                       const Finalize& finalize, cudaStream_t stream) {
+  using namespace half_rows;
   visit_half_type(args.input.dtype, [&](auto type) {
     visit_bool(plan.aligned, [&](auto aligned) {
       visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {

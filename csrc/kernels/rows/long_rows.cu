@@ -15,9 +15,8 @@
 #include "kernels/rows/row_pieces.cuh"
 
 namespace lossops::cuda {
+namespace long_rows {
 namespace {
-
-using namespace long_rows;
 
 // A lane's share of a piece: vectors `lane`, `lane + 32`, ...; -inf where there is none. Rows with
 // smoothing or probabilities are whole vectors at aligned addresses.
@@ -312,10 +311,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }
 
 }  // namespace
+}  // namespace long_rows
 
 void launch_long_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan, const Denominator&,
                       const GradOutput&, Partial* partials, const Finalize& finalize,
                       cudaStream_t stream) {
+  using namespace long_rows;
   visit_half_type(args.input.dtype, [&](auto type) {
     visit_row_kind(args, [&](auto kind) {
       launch_kernel(

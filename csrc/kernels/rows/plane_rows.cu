@@ -28,9 +28,8 @@
 #include "launchers.h"
 
 namespace lossops::cuda {
+namespace plane_rows {
 namespace {
-
-using namespace plane_rows;
 
 // What a backward pass of its own has; without it, the rows are summed.
 struct PlaneBackward {
@@ -270,10 +269,12 @@ Cut cut_of(const CrossEntropyArgs& args) {
 }
 
 }  // namespace
+}  // namespace plane_rows
 
 void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                        const Denominator& denominator, const GradOutput& grad_output,
                        Partial* partials, const Finalize& finalize, cudaStream_t stream) {
+  using namespace plane_rows;
   const LaunchShape shape = {grad_output.limit_blocks(plan.blocks, plan.threads), plan.threads,
                              plan.shared_bytes, 1,
                              waits_for_previous_kernel(denominator, grad_output)};
@@ -281,6 +282,7 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
 }
 
 void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
+  using namespace plane_rows;
   CrossEntropyForwardArgs forward;
   static_cast<CrossEntropyArgs&>(forward) = args;
   forward.mean_terms = const_cast<double*>(args.mean_terms);  // read only

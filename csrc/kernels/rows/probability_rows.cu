@@ -16,9 +16,8 @@
 #include "kernels/rows/row_words.cuh"
 
 namespace lossops::cuda {
+namespace probability_rows {
 namespace {
-
-using namespace probability_rows;
 
 // What the threads of a block know of its rows.
 struct Rows {
@@ -369,10 +368,12 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 }
 
 }  // namespace
+}  // namespace probability_rows
 
 void launch_probability_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                              const Denominator&, const GradOutput&, Partial* partials,
                              const Finalize& finalize, cudaStream_t stream) {
+  using namespace probability_rows;
   visit_half_type(args.input.dtype, [&](auto type) {
     const auto kernel = cross_entropy_probability_rows_kernel<typename decltype(type)::type>;
     allow_shared_bytes(kernel, plan.shared_bytes, sizeof(Rows), kMaxSharedBytes);

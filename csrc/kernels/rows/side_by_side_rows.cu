@@ -20,9 +20,8 @@
 #include "kernels/rows/side_by_side_rows_plan.h"
 
 namespace lossops::cuda {
+namespace side_by_side {
 namespace {
-
-using namespace side_by_side;
 
 // Resident blocks a multiprocessor, at the least. Measured on an H200: with 7, fp16 spills and its
 // step takes 10 % longer.
@@ -514,10 +513,12 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
 }
 
 }  // namespace
+}  // namespace side_by_side
 
 void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                               const Denominator& denominator, const GradOutput& grad_output,
                               Partial* partials, const Finalize& finalize, cudaStream_t stream) {
+  using namespace side_by_side;
   const bool targets_in_line = args.target.dtype == DType::kInt64 && args.target.strides[0] == 1;
   ColumnShape shape = {groups_of(args), false, targets_in_line, has_counted_planes(args), {}};
   shape.aligned = lies_in_columns(args, args.input, args.input_class_stride) &&

@@ -22,9 +22,8 @@
 #include "kernels/rows/split_rows_plan.h"
 
 namespace lossops::cuda {
+namespace split_rows {
 namespace {
-
-using namespace split_rows;
 
 // A lane's share of a piece: the first vectors in registers, the others in shared memory.
 template <typename scalar_t>
@@ -307,10 +306,12 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 }
 
 }  // namespace
+}  // namespace split_rows
 
 void launch_split_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                        const Denominator& denominator, const GradOutput&, Partial* partials,
                        const Finalize& finalize, cudaStream_t stream) {
+  using namespace split_rows;
   visit_half_type(args.input.dtype, [&](auto type) {
     const auto kernel = cross_entropy_split_rows_kernel<typename decltype(type)::type>;
     allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);

@@ -26,9 +26,8 @@
 #include "kernels/rows/staged_rows_plan.h"
 
 namespace lossops::cuda {
+namespace staged_rows {
 namespace {
-
-using namespace staged_rows;
 
 // One row after the other, its pieces spread over the block's warps. The warps meet once in `group`
 // rows, a power of two.
@@ -305,10 +304,12 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 }
 
 }  // namespace
+}  // namespace staged_rows
 
 void launch_staged_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                         const Denominator& denominator, const GradOutput&, Partial* partials,
                         const Finalize& finalize, cudaStream_t stream) {
+  using namespace staged_rows;
   const auto launch = [&](auto kernel, int argument) {
     static_assert(kMaxSharedBytes > kMaxBlockShare + kMaxBlockWarps * 2 * kLineBytes);
     allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes + kProbabilitySharedBytes,
