@@ -22,11 +22,11 @@ def name_of(*arguments: Any, **options: Any) -> str:
 
 # logits, dtype; then on an H200 without a gradient, with one; on an A100
 INDICES = [
-    ((64, 1), "fp32", "float_tiles", "float_tiles", "strided_rows"),
-    ((64, 2), "fp32", "few_classes", "few_classes", "strided_rows"),
-    ((64, 15), "fp32", "few_classes", "few_classes", "strided_rows"),
-    ((64, 16), "fp32", "float_tiles", "float_tiles", "strided_rows"),
-    ((64, 500), "fp32", "float_tiles", "float_tiles", "team_rows"),
+    ((64, 1), "fp32", "float_tiles", "float_tiles", "float_tiles"),
+    ((64, 2), "fp32", "few_classes", "few_classes", "float_tiles"),
+    ((64, 15), "fp32", "few_classes", "few_classes", "float_tiles"),
+    ((64, 16), "fp32", "float_tiles", "float_tiles", "float_tiles"),
+    ((64, 500), "fp32", "float_tiles", "float_tiles", "float_tiles"),
     ((64, 501), "fp32", "float_rows", "float_rows", "register_rows"),
     ((64, 504), "fp32", "float_rows", "float_rows", "register_rows"),
     ((64, 1025), "fp32", "staged_rows", "staged_rows", "register_rows"),
@@ -38,7 +38,8 @@ INDICES = [
     ((64, 8196), "fp32", "staged_rows", "staged_rows", "team_rows"),
     ((64, 8193), "fp32", "staged_rows", "staged_rows", "team_rows"),
     ((64, 147457), "fp32", "team_rows", "team_rows", "team_rows"),
-    ((64, 1000), "fp16", "tiles", "tiles", "team_rows"),
+    ((64, 1), "bf16", "tiles", "tiles", "tiles"),
+    ((64, 1000), "fp16", "tiles", "tiles", "tiles"),
     ((64, 1001), "fp16", "staged_rows", "staged_rows", "register_rows"),
     ((64, 1008), "bf16", "half_rows", "half_rows", "register_rows"),
     ((64, 4096), "fp16", "half_rows", "half_rows", "register_rows"),
@@ -108,8 +109,14 @@ def test_other_options() -> None:
     assert none["name"] == "long_rows"
     assert not none["writes_gradient"]
     assert none["backward"] == "team_rows"
-    # That of short rows is written in tiles, wherever the logits lie.
-    for classes, backward in ((2, "flat_gradients"), (2048, "flat_gradients"), (2056, "team_rows")):
+    # For that of short rows the kernel of the loss reads them again, wherever they lie.
+    for classes, backward in (
+        (2, "tiles"),
+        (1000, "tiles"),
+        (1001, "flat_gradients"),
+        (2048, "flat_gradients"),
+        (2056, "team_rows"),
+    ):
         for stride in (classes, classes + 8):
             options = {"reduction": "none", "strides": (stride, 1), "gradient": True}
             short = _plan.plan((64, classes), "bf16", **options, device="h200")

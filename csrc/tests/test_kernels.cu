@@ -322,7 +322,7 @@ int main() {
   const std::vector<int64_t> rows[] = {{}, {0}, {1}, {100}, {7, 5}, {40, 30}};
   for (int trial = 0; trial < 3; ++trial) {
     for (const auto& shape : rows) {
-      for (const int64_t num_classes : {1, 2, 7, 33, 130, 1024, 1025, 5000, 8193, 16385}) {
+      for (const int64_t num_classes : {1, 2, 7, 33, 64, 130, 400, 1024, 1025, 5000, 8193, 16385}) {
         for (const ClassLayout layout :
              {ClassLayout::kInner, ClassLayout::kOuter, ClassLayout::kSparse}) {
           if (num_classes < 1000 || shape.size() < 2) {

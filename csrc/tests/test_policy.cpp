@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 
+#include "kernels/class_index/float_tiles_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/policy.h"
 #include "tests/check.h"
@@ -162,6 +163,8 @@ void test_edges() {
   expect(edges(DType::kBFloat16, "h200"),
          {1000, 1001, 1008, 4096, 4104, 6144, 32768, 32776, 294912, 294913});
   expect(edges(DType::kFloat32, "a100"), {128, 129, 500, 501, 8192, 8193});
+  expect(edges(DType::kFloat32, "l40s"), {64, 65, 128, 129, 500, 501, 8192, 8193});
+  expect(edges(DType::kBFloat16, "t4"), {1000, 1001, 8192, 8193});
 }
 
 // How plane_rows deals classes out, on devices of any shared memory. One share takes all classes at
@@ -185,6 +188,35 @@ void test_plane_cuts() {
   test::subject() = "";
 }
 
+// The lanes that share a short row of fp32 have all of its units, and none has twice its part of them.
+void test_float_tile_lanes() {
+  using namespace float_tiles;
+  for (const NamedDevice& device : kNamedDevices) {
+    for (int classes = 1; classes <= kMaxClasses; ++classes) {
+      test::subject() = device.name + (" " + std::to_string(classes));
+      const int lane_classes = max_lane_classes(device.limits.shared_bytes);
+      int log_team = 0;
+      while (lane_classes << log_team < classes) {
+        ++log_team;
+      }
+      const Units kind = units_of(classes);
+      const int units = classes / words_of(kind);
+      const int share = share_of(classes, kind, log_team);
+      const int team = 1 << log_team;
+      int sum = 0;
+      int most = 0;
+      for (int member = 0; member < team; ++member) {
+        const int own = units_of_lane(units, share, member, team);
+        sum += own;
+        most = std::max(most, own);
+      }
+      CHECK(sum == units && most * team < 2 * units + team);
+      CHECK((classes <= lane_classes) == (team == 1));
+    }
+  }
+  test::subject() = "";
+}
+
 }  // namespace
 }  // namespace lossops::cuda
 
@@ -193,5 +225,6 @@ int main() {
   lossops::cuda::test_random_problems();
   lossops::cuda::test_edges();
   lossops::cuda::test_plane_cuts();
+  lossops::cuda::test_float_tile_lanes();
   return lossops::test::exit_status();
 }

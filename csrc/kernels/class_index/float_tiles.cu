@@ -12,15 +12,15 @@
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/dynamic_shared.cuh"
 #include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_gradient.cuh"
 
 namespace lossops::cuda {
+namespace float_tiles {
 namespace {
-
-using namespace float_tiles;
 
 // Words of a row that a lane has in registers at a time.
 [[maybe_unused]] constexpr int kBatch = 16;
@@ -36,11 +36,16 @@ struct TileShape {
   int tiles;           // of a warp
   int tile_bytes;      // of shared memory
   int log_team;        // 2^log_team lanes share a row
-  int share;           // units of each of them, but the last
+  int share;           // units of each of them: units_of_lane()
   int swizzle;         // lane % 8 >> swizzle: the bits that a lane flips in a unit's number
-  bool input_in_bulk;  // whole tiles; else word by word
-  bool gradient_in_bulk;
+  bool in_bulk;           // copies in bulk are to be had
+  bool input_in_vectors;  // whole tiles; else word by word
+  bool gradient_in_vectors;
   Divisor classes;
+};
+
+struct alignas(kTileAlignment) TileLine {
+  char bytes[kTileAlignment];
 };
 
 template <int kWords>
@@ -158,12 +163,11 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
                                             const TileShape shape, Denominator denominator,
                                             const __grid_constant__ GradOutput grad_output,
                                             Partial* partials, Finalize finalize) {
-#if LOSSOPS_HOPPER_CODE
   float given = 1;
   if (kGradient && grad_output.is_one(given)) {
     return;
   }
-  extern __shared__ __align__(kTileAlignment) char dynamic[];
+  LOSSOPS_DYNAMIC_SHARED(TileLine, lines);
   __shared__ CopyBarrier barriers[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -172,12 +176,12 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   const int member = lane & (team - 1);
   const int own_row = lane >> shape.log_team;
   const int tile_rows = kWarpSize >> shape.log_team;
-  auto* const tile = reinterpret_cast<float*>(dynamic + warp * shape.tile_bytes);
+  auto* const tile =
+      reinterpret_cast<float*>(reinterpret_cast<char*>(lines) + warp * shape.tile_bytes);
   float* const row = tile + own_row * num_classes;
-  const int first_unit = member * shape.share;
   const Share<kUnits> own = {
-      reinterpret_cast<Unit<words_of(kUnits)>*>(row) + first_unit,
-      member + 1 < team ? shape.share : num_classes / words_of(kUnits) - first_unit,
+      reinterpret_cast<Unit<words_of(kUnits)>*>(row) + member * shape.share,
+      units_of_lane(num_classes / words_of(kUnits), shape.share, member, team),
       lane % 8 >> shape.swizzle};
   CopyBarrier& arrived = barriers[warp];
   if (lane == 0) {
@@ -200,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     const bool exists = own_row < rows;
     const uint32_t bytes = static_cast<uint32_t>(rows * num_classes) * uint32_t{sizeof(float)};
     const bool whole = bytes % kVectorBytes == 0;
-    const bool in_bulk = whole && shape.input_in_bulk;
+    const bool in_bulk = kMayCopyInBulk && shape.in_bulk && whole && shape.input_in_vectors;
     int64_t offsets[2];  // of this lane's row
     row_offsets(args.rows, operands, first_row + (exists ? own_row : 0), offsets);
     if (in_bulk) {
@@ -208,6 +212,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         arrived.expect(bytes);
         arrived.copy(tile, input + first_row * num_classes, bytes);
       }
+    } else if (whole && shape.input_in_vectors) {
+      start_warp_copy(tile, input + first_row * num_classes, static_cast<int>(bytes));
     } else {
       for_classes<1, 2>(args.rows, args.input, 1, shape.classes, first_row, rows,
                         [&](int r, int c, int64_t offset) {
@@ -307,12 +313,17 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         }
       }
       at_index(finished.gradient_at_index);
-      if (whole && shape.gradient_in_bulk) {
+      if (whole && shape.gradient_in_vectors && kMayCopyInBulk && shape.in_bulk) {
         fence_before_bulk_store();
         __syncwarp();
         if (lane == 0) {
           start_bulk_store(grad_input + first_row * num_classes, tile, bytes);
           wait_for_bulk_reads();
+        }
+      } else if (whole && shape.gradient_in_vectors) {
+        float* const gradients = grad_input + first_row * num_classes;
+        for (int v = lane; v < static_cast<int>(bytes) / kVectorBytes; v += kWarpSize) {
+          store_vector(gradients, v, load_vector(tile, v));
         }
       } else {
         for_classes<1, 1>(args.rows, args.grad_input, args.grad_input_class_stride, shape.classes,
@@ -326,14 +337,15 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   if (args.reduction != Reduction::kNone && !grad_output.exists()) {
     reduce_to_grid(partial, partials, finalize);
   }
-#endif
 }
 
 }  // namespace
+}  // namespace float_tiles
 
 void launch_float_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                         const Denominator& denominator, const GradOutput& grad_output,
                         Partial* partials, const Finalize& finalize, cudaStream_t stream) {
+  using namespace float_tiles;
   const auto num_classes = static_cast<int>(args.num_classes);
   const Units units = units_of(num_classes);
   const bool gradient = args.grad_input.data != nullptr;
@@ -344,12 +356,15 @@ void launch_float_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan
   shape.log_team = __builtin_ctz(static_cast<unsigned>(plan.team));
   shape.share = plan.share;
   shape.swizzle = 3 - twos_in(num_classes / words_of(units));
-  shape.input_in_bulk = rows_follow_in_vectors(args, args.input, 1);
-  shape.gradient_in_bulk =
+  const DeviceLimits device = current_device_limits();
+  shape.in_bulk = device.hopper;
+  shape.input_in_vectors = rows_follow_in_vectors(args, args.input, 1);
+  shape.gradient_in_vectors =
       gradient && rows_follow_in_vectors(args, args.grad_input, args.grad_input_class_stride);
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));
   const auto launch = [&](auto kernel) {
-    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kWarps * kMaxTileBytes);
+    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes,
+                       max_shared_bytes(max_lane_classes(device.shared_bytes)));
     launch_kernel("cross_entropy_forward_float_tile_kernel", kernel,
                   {blocks, kThreads, plan.shared_bytes, 1,
                    waits_for_previous_kernel(denominator, grad_output)},

@@ -16,12 +16,20 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int min_blocks(bool gradient) { return gradient ? 6 : 8; }
 // Longer rows are for float_rows.cu.
 constexpr int kMaxClasses = 500;
-// Of a lane; more lanes share longer rows.
+// Classes of a lane, at most; more lanes share longer rows. Where a multiprocessor has less shared
+// memory than kManySharedBytes, half as many: a block of 32 KB leaves room for others.
 constexpr int kMaxLaneClasses = 128;
+constexpr int kManySharedBytes = 160 << 10;
+inline int max_lane_classes(int device_shared_bytes) {
+  return device_shared_bytes >= kManySharedBytes ? kMaxLaneClasses : kMaxLaneClasses / 2;
+}
 // Of a tile in shared memory. Measured on an H200: of tiles at boundaries of 16 bytes alone, a bulk
 // copy asks the L2 cache for twice as much.
 constexpr int kTileAlignment = 128;
-constexpr int kMaxTileBytes = kWarpSize * kMaxLaneClasses * static_cast<int>(sizeof(float));
+// Dynamic shared memory of a block, at most.
+inline int max_shared_bytes(int lane_classes) {
+  return kWarps * kWarpSize * lane_classes * static_cast<int>(sizeof(float));
+}
 // How rows are accessed in shared memory: by words, or by vectors of 16 bytes where they are whole
 // ones. Lanes whose rows are an odd number of these meet in no bank; of an even number of vectors,
 // some lanes take those of a batch in another order.
@@ -48,7 +56,7 @@ inline int twos_in(int vectors) {
 }
 
 // Units of each lane of a team but the last, such that those of lanes which read at the same time
-// have all places.
+// have all places. units_of_lane() says what that leaves for the last ones.
 inline int share_of(int num_classes, Units kind, int log_team) {
   const int units = num_classes / words_of(kind);
   if (log_team == 0) {
@@ -56,21 +64,32 @@ inline int share_of(int num_classes, Units kind, int log_team) {
   }
   const int even = units >> log_team;
   const int twos = kind == Units::kWords ? 0 : twos_in(units);
-  if (twos == 3) {
-    return (even + 4) / 8 * 8;
-  }
   const int log_places = kind == Units::kWords ? 5 : 3;
-  const int step = 1 << std::max(twos, log_places - log_team);
-  return even / (2 * step) * (2 * step) + step;
+  // A multiple of 8, or an odd multiple of the step.
+  const int step = twos == 3 ? 4 : 1 << std::max(twos, log_places - log_team);
+  const int share =
+      twos == 3 ? (even + 4) / 8 * 8 : even / (2 * step) * (2 * step) + step;
+  // The last of eight lanes would have up to 4 times as much as the others.
+  const bool is_small = log_team == 3 && units - 7 * share > share + 2 * step;
+  return is_small ? share + 2 * step : share;
+}
+
+// What lane `member` of a team has of a row's units, in turn: its share while there are so many, and
+// the last lane all that are left.
+LOSSOPS_HOST_DEVICE int units_of_lane(int units, int share, int member, int team) {
+  const int left = units - member * share;
+  const int most = member + 1 < team && left > share ? share : left;
+  return most > 0 ? most : 0;
 }
 
 inline RowPlan plan(const RowProblem& problem) {
   RowPlan plan;
-  // The order of the sums depends on the number of classes alone.
+  // The order of the sums depends on the number of classes and the device alone.
   const auto num_classes = static_cast<int>(problem.classes);
+  const int lane_classes = max_lane_classes(problem.device.shared_bytes);
   plan.threads = kThreads;
   int log_team = 0;
-  while (kMaxLaneClasses << log_team < num_classes) {
+  while (lane_classes << log_team < num_classes) {
     ++log_team;
   }
   plan.team = 1 << log_team;

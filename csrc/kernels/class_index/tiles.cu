@@ -11,6 +11,7 @@
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/dynamic_shared.cuh"
 #include "kernels/primitives/integers.h"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
@@ -18,9 +19,8 @@
 #include "kernels/rows/row_words.cuh"
 
 namespace lossops::cuda {
+namespace tiles {
 namespace {
-
-using namespace tiles;
 
 // Elements of a row that a lane adds up, or replaces by their gradients, at a time.
 constexpr int kElementsAtATime = 8;
@@ -33,13 +33,15 @@ struct TileShape {
   int bytes;               // of a warp's buffer
   int pitch;               // elements from a row to the next in shared memory
   int stride;              // the same in memory, if they are a run
+  bool in_bulk;            // copies in bulk are to be had
   bool gaps;               // no run: in shared memory each row starts at a word
   bool gradient_in_run;    // the gradients lie as the run
   bool gradient_in_quads;  // else: one after the other, from a boundary of four
   // Of gradients in the run: 2^20 over a row's granules, rounded up; divides a granule's number.
   uint32_t rows_of_2_20;
   Divisor classes;
-  Divisor pairs;  // of a row's classes; the last may be half of one
+  Divisor pairs;     // of a row's classes; the last may be half of one
+  Divisor granules;  // that hold a row's classes, with what else is in them
 
   __device__ __forceinline__ int padded(int granule) const {
     return padding == 0 ? granule
@@ -136,7 +138,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
                                       const TileShape shape, Denominator denominator,
                                       const __grid_constant__ GradOutput grad_output,
                                       Partial* partials, Finalize finalize) {
-#if LOSSOPS_HOPPER_CODE
   float given = 1;
   if (kGradient && grad_output.is_one(given)) {
     return;
@@ -145,9 +146,10 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   constexpr int kPerWord = kWordElements<scalar_t>;
   constexpr bool kOdd = kRows == Rows::kWithinWords;
   const bool gaps = !kOdd && shape.gaps;
+  const bool in_bulk = kMayCopyInBulk && shape.in_bulk;
   constexpr int kUnroll = kElementsAtATime / kPerWord;
   constexpr int kGradientUnroll = kUnroll / 2;
-  extern __shared__ uint4 dynamic[];
+  LOSSOPS_DYNAMIC_SHARED(uint4, dynamic);
   __shared__ CopyBarrier barriers[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -225,17 +227,31 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
     }
     if (shape.padding == 0) {
-      if (lane == 0) {
-        const int whole = max(whole_end() - whole_begin(), 0);
-        arrived.expect(static_cast<uint32_t>(whole) * kVectorBytes);
-        arrived.copy(buffer + whole_begin() * kVectorBytes, base + whole_begin() * kSize,
-                     static_cast<uint32_t>(whole) * kVectorBytes);
+      const int bytes = max(whole_end() - whole_begin(), 0) * kVectorBytes;
+      char* const to = buffer + whole_begin() * kVectorBytes;
+      const scalar_t* const from = base + whole_begin() * kSize;
+      if (!in_bulk) {
+        start_warp_copy(to, from, bytes);
+      } else if (lane == 0) {
+        arrived.expect(static_cast<uint32_t>(bytes));
+        arrived.copy(to, from, static_cast<uint32_t>(bytes));
       }
       return;
     }
     // Row by row, with what else is in its granules, but for the edges of the tile.
-    const int end = (phase + num_classes + kSize - 1) / kSize;
+    const auto end = static_cast<int>(shape.granules.value);
     const int last_end = (phase + num_classes) / kSize;  // of the last row
+    if (!in_bulk) {
+      for (int g = lane; g < (rows - 1) * end + last_end; g += kWarpSize) {
+        const auto r = static_cast<int>(shape.granules.quotient(static_cast<uint32_t>(g)));
+        const int place = (g - r * end) * kSize;
+        if (g >= whole_begin()) {
+          start_own_copy(reinterpret_cast<uint4*>(elements + r * pitch + place),
+                         base + r * shape.stride + place);
+        }
+      }
+      return;
+    }
     if (lane == 0) {
       const int whole = max((rows - 1) * end + last_end - whole_begin(), 0);
       arrived.expect(static_cast<uint32_t>(whole) * kVectorBytes);
@@ -260,7 +276,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       scale = unit.get();
     }
     load_scale(first_of_tile);
-    if (!gaps) {
+    if (!in_bulk) {
+      wait_for_own_copies();
+    } else if (!gaps) {
       arrived.wait(parity);
       parity ^= 1;
     }
@@ -479,14 +497,15 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   if (args.reduction != Reduction::kNone && !grad_output.exists()) {
     reduce_to_grid(partial, partials, finalize);
   }
-#endif
 }
 
 }  // namespace
+}  // namespace tiles
 
 void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                   const Denominator& denominator, const GradOutput& grad_output, Partial* partials,
                   const Finalize& finalize, cudaStream_t stream) {
+  using namespace tiles;
   const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
   const auto num_classes = static_cast<int>(args.num_classes);
   constexpr int kPerWord = kWordElements<half_t>;
@@ -496,6 +515,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.bytes = plan.warp_bytes;
   shape.pitch = plan.row_bytes / static_cast<int>(sizeof(half_t));
   shape.stride = static_cast<int>(logit_row_stride(args));
+  shape.in_bulk = current_device_limits().hopper;
   shape.gaps = plan.gaps;
   const bool gradients_follow = rows_follow(args, args.grad_input, args.grad_input_class_stride);
   shape.gradient_in_run = gradients_follow && !plan.gaps && shape.stride == num_classes &&
@@ -505,6 +525,11 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
       gradients_follow && reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));
   shape.pairs = Divisor(static_cast<uint32_t>(ceil_div(num_classes, kPerWord)));
+  // With padding, each row begins at the same place of a granule.
+  const auto phase = static_cast<int>(reinterpret_cast<uintptr_t>(args.input.data) % kVectorBytes /
+                                      sizeof(half_t));
+  shape.granules =
+      Divisor(static_cast<uint32_t>(ceil_div(phase + num_classes, kVectorSize<half_t>)));
   if (plan.padding > 0 && shape.gradient_in_run) {  // rows of whole granules
     const auto granules =
         static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);

@@ -20,6 +20,9 @@
 
 namespace lossops::cuda {
 
+// Kernels that can do without bulk copies take them where DeviceLimits::hopper says so.
+[[maybe_unused]] constexpr bool kMayCopyInBulk = LOSSOPS_HOPPER_CODE != 0;
+
 // Its PTX version is that of the code this device runs, which may be older than the device.
 static __global__ void code_version_kernel() {}
 

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "kernels/primitives/sizes.h"
+
 namespace lossops::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* shared) {
@@ -58,6 +60,17 @@ __device__ __forceinline__ void wait_for_groups_but() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" : : "n"(kCount) : "memory");
 #endif
+}
+
+// A run of whole vectors of 16 bytes by the lanes of a warp. Each lane has its own copies.
+__device__ __forceinline__ void start_warp_copy(void* shared, const void* global, int bytes) {
+  auto* const to = static_cast<uint4*>(shared);
+  const auto* const from = static_cast<const uint4*>(global);
+#pragma unroll 4
+  for (int v = static_cast<int>(threadIdx.x) % kWarpSize; v < bytes / kVectorBytes;
+       v += kWarpSize) {
+    start_own_copy(to + v, from + v);
+  }
 }
 
 // A barrier for bulk copies, in shared memory: one thread starts them, all can wait for them.

@@ -13,7 +13,6 @@
 #include "kernels/primitives/integers.h"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/launches.cuh"
-#include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/policy.h"
 #include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/strided_rows.cuh"
@@ -81,14 +80,9 @@ void launch_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                                            stream);
 }
 
-// The gradient by the kernel that computes it beside the loss: where forward has kept it, or for
-// each row's grad_output. False if there is none that can.
-bool launch_again(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
+// plan: of plan_again().
+void launch_again(const CrossEntropyBackwardArgs& args, const RowPlan& plan, cudaStream_t stream) {
   CrossEntropyForwardArgs forward = forward_of(args);
-  const RowPlan plan = plan_rows(forward, current_device_limits());
-  if (!plan.computes_again) {
-    return false;
-  }
   Denominator denominator;
   if (args.reduction == Reduction::kMean) {
     denominator.partials = args.mean_terms;  // the sum of one
@@ -97,7 +91,6 @@ bool launch_again(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
   }
   launch_rows(forward, plan, denominator, nullptr, Finalize(), stream,
               {args.grad_output, args.reduction == Reduction::kNone});
-  return true;
 }
 
 }  // namespace
@@ -185,10 +178,8 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
   if (!elementwise || args.rows.numel == 0 || args.num_classes == 0) {
     return;
   }
-  const bool is_of_rows = args.reduction == Reduction::kNone && args.rows.ndim <= 1 &&
-                          !plane_rows::takes_gradients(args);
-  if ((args.kept || is_of_rows) && launch_again(args, stream)) {
-    return;
+  if (const auto plan = plan_again(args, current_device_limits())) {
+    return launch_again(args, *plan, stream);
   }
   switch (choose_backward(args)) {
     case BackwardFamily::kFlatGradients:

@@ -70,21 +70,21 @@ const PolicyRow kPolicy[kFamilies] = {
      },
      few_classes::plan, always, true, never},
     {Family::kFloatTiles, "float_tiles", "class_index/float_tiles.cu",
-     "fp32, 1 and 16 to 500 classes, class indices; Hopper",
-     "a warp copies a tile of rows in bulk, writes their gradients over them and copies these "
-     "back in bulk; 1, 2 or 4 lanes a row, each in a part of it, by vectors where rows are "
+     "fp32, to 500 classes, class indices; with Hopper 1 class and from 16 on",
+     "a warp copies a tile of rows, with Hopper in bulk, writes their gradients over them and "
+     "copies these back; 1 to 8 lanes a row, each in a part of it, by vectors where rows are "
      "whole ones",
      "by the other tiles: 4194304x16 164 / 271 us, 524288x256 171 / 328 us; this 106 / 214, 134 "
      "/ 291 us",
-     [](P p) { return p.hopper_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
+     [](P p) { return p.contiguous_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
      float_tiles::plan, always, true, never},
     {Family::kTiles, "tiles", "class_index/tiles.cu",
-     "fp16 and bf16, to 2000 bytes, class indices; Hopper",
-     "a warp copies a tile of rows in bulk; 1, 2 or 8 lanes a row, in turn",
+     "fp16 and bf16, to 2000 bytes, class indices",
+     "a warp copies a tile of rows, with Hopper in bulk; 1, 2 or 8 lanes a row, in turn",
      "bf16 262144x64 by a thread a row .08 / .11; rows of 4000 bytes are read 1.2 times as fast "
      "by a warp each",
-     [](P p) { return p.hopper_half && p.indices && p.bytes <= tiles::kMaxRowBytes; }, tiles::plan,
-     always, true, never},
+     [](P p) { return p.contiguous_half && p.indices && p.bytes <= tiles::kMaxRowBytes; },
+     tiles::plan, always, true, never},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
      "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
      "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its "
@@ -147,11 +147,11 @@ const PolicyRow kPolicy[kFamilies] = {
      staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); }, false,
      [](P p) { return p.indices; }},
     {Family::kTeamRows, "team_rows", "rows/team_rows.cuh",
-     "more than 128 classes, or 32 with smoothing or probabilities: fp64, short rows, weights with "
-     "smoothing or probabilities, longer rows",
+     "class indices from 4097 bytes a row, fp64 from 129 classes; smoothing and probabilities from "
+     "33 classes",
      "a team of threads a row: part of a warp, or a block",
      "100 classes with the gradient: a thread a row reaches .6 of this speed",
-     [](P p) { return rows_are_contiguous(p.args, few_classes_forward(p.args)); }, team_rows::plan,
+     team_rows::fits, team_rows::plan,
      [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; }, false,
      always},
     {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
@@ -205,6 +205,18 @@ RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& devic
   // The backward kernels write it, after the loss.
   const RowProblem loss{args, device, false};
   return plan_of(loss, row_of(loss));
+}
+
+std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
+                                  const DeviceLimits& device) {
+  const bool is_of_rows = args.reduction == Reduction::kNone && args.rows.ndim <= 1 &&
+                          !plane_rows::takes_gradients(args);
+  if (!args.kept && !is_of_rows) {
+    return std::nullopt;
+  }
+  const CrossEntropyForwardArgs forward = forward_of(args);
+  const RowPlan plan = plan_rows(forward, device);
+  return plan.computes_again ? std::optional<RowPlan>(plan) : std::nullopt;
 }
 
 // A warp a part of a row would leave most of its lanes without work on shorter rows. A choice, not

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "kernels/rows/row_plan.h"
@@ -33,6 +34,10 @@ struct PolicyRow {
 extern const PolicyRow kPolicy[kFamilies];
 
 RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& device);
+
+// A backward pass by a kernel of forward, which reads the logits again: for another grad_output than
+// that of a kept gradient, or of short rows for each row's. None: choose_backward() decides.
+std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args, const DeviceLimits& device);
 
 // What takes the rows of a backward pass of its own, which reads what forward left of them.
 enum class BackwardFamily : int8_t {

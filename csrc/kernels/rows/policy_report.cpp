@@ -194,7 +194,10 @@ std::string explain_cross_entropy(const CrossEntropyForwardArgs& args, const std
   if (backward.grad_input.data == nullptr) {
     backward.grad_input.data = aligned;  // not the logits', as if it were written over them
   }
-  json.add("backward", plan.computes_again ? chosen->name : name_of(choose_backward(backward)));
+  const auto again = plan_again(backward, limits);
+  json.add("backward", plan.computes_again ? chosen->name
+                       : again             ? kPolicy[static_cast<int>(again->family)].name
+                                           : name_of(choose_backward(backward)));
   json.add("denominator_blocks", int64_t{plan.writes_gradient ? plan.denominator_blocks : 0});
   json.add_raw("device", json_of(limits));
   return json.object();

@@ -84,10 +84,14 @@ struct RowProblem {
   // Rows that fp32 arithmetic can read once.
   const bool plain = rows > 0 && classes > 0 && classes <= kMaxRowClasses && !args.acc_double &&
                      args.input.dtype != DType::kFloat64;
-  // The same of contiguous classes, on a device that has Hopper's kernels.
-  const bool hopper = plain && device.hopper && args.input_class_stride == 1;
-  const bool hopper_fp32 = hopper && args.input.dtype == DType::kFloat32;
-  const bool hopper_half = hopper && is_half_type(args.input.dtype);
+  // The same of contiguous classes.
+  const bool contiguous = plain && args.input_class_stride == 1;
+  const bool contiguous_fp32 = contiguous && args.input.dtype == DType::kFloat32;
+  const bool contiguous_half = contiguous && is_half_type(args.input.dtype);
+  // The same on a device that has Hopper's kernels.
+  const bool hopper = contiguous && device.hopper;
+  const bool hopper_fp32 = contiguous_fp32 && device.hopper;
+  const bool hopper_half = contiguous_half && device.hopper;
   const bool whole_vectors = bytes % kVectorBytes == 0;
 
   // Whether vectors can access all rows of the logits, and of the gradient where there is one.

@@ -29,7 +29,7 @@ namespace lossops::cuda {
 template <bool kDense>
 constexpr int kRowUnroll = kDense ? 2 : 4;
 // What a kernel has of shared memory beside a row, at most.
-constexpr int kStaticSharedBytes = 4096;
+constexpr int kTeamStaticBytes = 4096;
 // A row of more than this would be alone on its multiprocessor, of the largest there are.
 constexpr int64_t kMaxSharedRowBytes = 112 << 10;
 
@@ -48,7 +48,7 @@ constexpr int kMinRegisterBlocks = 4;
 // One thread's share of a row of contiguous classes. row: (C,). The threads of a team take
 // vectors in turn, kUnroll at a time. 32-bit indices leave registers for more loads in flight.
 template <typename scalar_t, int kUnroll>
-struct RowReader {
+struct TeamReader {
   static constexpr int kSize = kVectorSize<scalar_t>;
 
   const scalar_t* row;
@@ -61,7 +61,7 @@ struct RowReader {
   Vector<scalar_t> loaded[kUnroll];
 
   // Starts loading at once: what else the row needs can be fetched meanwhile.
-  __device__ __forceinline__ RowReader(const scalar_t* row_, int num_classes_, int lane_, int team_)
+  __device__ __forceinline__ TeamReader(const scalar_t* row_, int num_classes_, int lane_, int team_)
       : row(row_),
         num_classes(num_classes_),
         width(access_width(row_)),
@@ -282,7 +282,7 @@ struct RegisterRow {
 
 // cache: leaves the row's whole vectors there, for the thread that reads them here; may be null.
 template <typename State, typename scalar_t, int kUnroll, typename acc_t = acc_type_t<scalar_t>>
-__device__ __forceinline__ State reduce_row(RowReader<scalar_t, kUnroll>& reader,
+__device__ __forceinline__ State reduce_row(TeamReader<scalar_t, kUnroll>& reader,
                                             const RowTarget<acc_t>& target, scalar_t* cache) {
   constexpr int kSize = kVectorSize<scalar_t>;
   RowSum<State> row;
@@ -353,7 +353,7 @@ __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_
       write(vector, load_vector(cache, vector));
     }
   } else {
-    RowReader<scalar_t, kUnroll> reader(row, num_classes, lane, team);
+    TeamReader<scalar_t, kUnroll> reader(row, num_classes, lane, team);
     for (; reader.more(); reader.advance()) {
       reader.for_each_vector([&](int u) { write(reader.vector(u), reader.loaded[u]); });
     }
@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kTeamThreads,
     int64_t offsets[4];
     row_offsets(args.rows, operands, row, offsets);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-    RowReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
+    TeamReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
                                                    team);
     const auto target = target_of<acc_t, kDense>(args, offsets[1]);
     acc_t x_at_index = 0;
@@ -574,7 +574,7 @@ int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
     return 0;
   }
   // Asked for as much as any row has: another thread may be about to launch it with more.
-  const int64_t most = std::min<int64_t>(limit - kStaticSharedBytes, kMaxSharedRowBytes);
+  const int64_t most = std::min<int64_t>(limit - kTeamStaticBytes, kMaxSharedRowBytes);
   if (bytes > most || cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(most)) != cudaSuccess) {
     cudaGetLastError();  // the launch that does without must not find it
@@ -602,7 +602,7 @@ void forward_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
     const int64_t cache = kGradient ? row_cache_bytes(args, kernel) : 0;
     launch_kernel("cross_entropy_forward_kernel", kernel, {plan.blocks, team, cache}, stream, args,
                   team, cache > 0, denominator, partials, finalize);
-  } else {
+  } else if constexpr (kDense || sizeof(scalar_t) == 8) {  // team_rows::fits()
     launch_kernel("cross_entropy_forward_kernel",
                   cross_entropy_forward_kernel<scalar_t, kDense, false, kGradient>,
                   {plan.blocks, plan.threads}, stream, args, team, false, denominator, partials,

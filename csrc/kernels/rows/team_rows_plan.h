@@ -99,6 +99,12 @@ inline RowPlan plan(const RowProblem& problem) {
 
 namespace team_rows {
 
+// Shorter rows of fp32 and half types with class indices are for tiles and register_rows.
+inline bool fits(const RowProblem& problem) {
+  return rows_are_contiguous(problem.args, few_classes_forward(problem.args)) &&
+         (problem.args.dense() || problem.args.acc_double || problem.bytes > kWarpRowBytes);
+}
+
 inline RowPlan plan(const RowProblem& problem) {
   RowPlan plan;
   plan.team = team_size(problem.args);
