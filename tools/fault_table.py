@@ -386,6 +386,27 @@ FAULTS = [
     ),
     # ---------------------------------------------------------------------------------- src/lossops
     Fault(
+        "heads of DTensors: a mean divided by the rows of one rank",
+        "sharded-divisor",
+        "deal.total(sums).to_local()",
+        "sums",
+        "test_sharded_heads.py",
+    ),
+    Fault(
+        "heads of DTensors: gradient of the weight not summed over the ranks",
+        "sharded-gradient",
+        "else self.parts",
+        "else self.whole",
+        "test_sharded_heads.py",
+    ),
+    Fault(
+        "heads of DTensors: one divisor for weighted losses and their z-losses",
+        "sharded-z-loss",
+        "of_z_losses / of_losses",
+        "of_z_losses / of_z_losses",
+        "test_sharded_heads.py",
+    ),
+    Fault(
         "kept gradient given away twice",
         "kept-given-away",
         "kept, ctx.kept = ctx.kept, None",

@@ -113,6 +113,9 @@ def linear_cross_entropy(
     of rows, each in the memory of the chunk before. The forward pass of a mean or a sum computes
     the gradients too, chunk by chunk, and keeps them for the first backward pass.
 
+    The tensors may be DTensors, all on one mesh. Each rank then computes the rows of its own tokens
+    with the whole weight, and the results are DTensors: those of the tokens of all ranks.
+
     Args:
         input: hidden states of shape (H,) or (..., H). Those of ignored rows must be finite too:
             the gradient of linear_weight sums over all rows, and 0 times NaN is NaN.
@@ -155,11 +158,12 @@ def linear_cross_entropy(
         with respect to input, linear_weight and linear_bias, and for probabilities to target and
         weight. If a `return_*` is set, a `CrossEntropyOutput` as of `cross_entropy`. Its lse and
         entropy are differentiable: a backward pass through one of them computes the logits again.
+        Of DTensors, scalars are replicated, and values of rows are placed as target.
 
     Raises:
         IndexError: a class index is out of range, on the CPU (on CUDA see `check_targets`).
-        NotImplementedError: an operand is not floating point, or is a DTensor or a tensor of
-            another subclass that wraps tensors.
+        NotImplementedError: an operand is not floating point, or is a tensor of a subclass that
+            wraps tensors, other than DTensor.
         ValueError: unknown reduction, batch sizes that differ, label_smoothing negative or NaN,
             accum_dtype neither float32 nor linear_weight's dtype, or other than that of options,
             logits_dtype neither the dtype of the products nor, for half types, float32, or
@@ -167,29 +171,52 @@ def linear_cross_entropy(
             `cross_entropy` takes it.
         RuntimeError: shapes, dtypes or devices that do not fit, label_smoothing above 1,
             ignore_index with probabilities, or weight requires grad with indices; token_weight or
-            num_items_in_batch requires grad.
+            num_items_in_batch requires grad; plain tensors beside DTensors (num_items_in_batch may
+            be one), or DTensors on several meshes.
         TypeError: an argument is of another type.
     """
-    given = Operands(input, linear_weight, linear_bias, target, weight)
-    arguments.check_plain(given)
     if not _is_compiling():  # what it traces has these types, or a symbol of them
         label_smoothing = _number(label_smoothing)
         ignore_index = None if ignore_index is None else _index(ignore_index)
-    keywords = arguments.keywords(
-        Keywords(
-            logit_scale,
-            softcap,
-            temperature,
-            lse_square_scale,
-            token_weight,
-            num_items_in_batch,
-            return_lse,
-            return_entropy,
-            return_z_loss,
-            return_token_accuracy,
-            return_predicted_tokens,
-        )
+    given = Operands(input, linear_weight, linear_bias, target, weight)
+    keywords = Keywords(
+        logit_scale,
+        softcap,
+        temperature,
+        lse_square_scale,
+        token_weight,
+        num_items_in_batch,
+        return_lse,
+        return_entropy,
+        return_z_loss,
+        return_token_accuracy,
+        return_predicted_tokens,
     )
+    others = arguments.Others(
+        reduction,
+        ignore_index,
+        label_smoothing,
+        options,
+        accum_dtype,
+        logits_dtype,
+        max_workspace_bytes,
+    )
+    if arguments.has_dtensor(*given, token_weight, num_items_in_batch):
+        from ._heads import sharded
+
+        return sharded.cross_entropy(_of_plain_tensors, given, keywords, others)
+    return _of_plain_tensors(given, keywords, others)
+
+
+def _of_plain_tensors(
+    given: Operands, all_keywords: Keywords, others: arguments.Others, *, is_wide: bool = False
+) -> Tensor | CrossEntropyOutput:
+    """`linear_cross_entropy` of plain tensors. is_wide: the loss is float32, as under autocast."""
+    input, linear_weight, linear_bias, target, weight = given
+    reduction, ignore_index, label_smoothing, options = others[:4]
+    accum_dtype, logits_dtype, max_workspace_bytes = others[4:]
+    arguments.check_plain(given)
+    keywords = arguments.keywords(all_keywords)
     arguments.check_logits_dtype(logits_dtype)
     accum_dtype, workspace, chunk_rows = arguments.sizes(options, accum_dtype, max_workspace_bytes)
     operands, shape, ignored = arguments.shaped(
@@ -202,7 +229,7 @@ def linear_cross_entropy(
         "ignore_index": ignored,
         "reduction": reduction,
         "label_smoothing": label_smoothing,
-        "float32_result": is_autocast,
+        "float32_result": is_autocast or is_wide,
     }
     sizes = (compute_dtype, logits_dtype, accum_dtype, workspace, chunk_rows)
     if keywords is not None:
@@ -292,7 +319,7 @@ def linear_selective_log_softmax(
     """`selective_log_softmax` of `linear(input, linear_weight, linear_bias)`.
 
     The logits are computed in chunks of rows, and again in the backward pass: a step has four
-    matrix products.
+    matrix products. The tensors may be DTensors, as those of `linear_cross_entropy`.
 
     Args:
         input: hidden states of shape (..., H).
@@ -310,33 +337,52 @@ def linear_selective_log_softmax(
     Returns:
         The log-probabilities, of index's shape; float64 for float64 logits, else float32. With
         return_entropy also the entropies in nats, of shape (...). Differentiable with respect to
-        input, linear_weight and linear_bias.
+        input, linear_weight and linear_bias. Of DTensors, both are placed as index.
 
     Raises:
         IndexError: an index is out of range, on the CPU. On CUDA the value and the row's gradient
             are NaN.
-        NotImplementedError: an operand is not floating point, or is a DTensor or a tensor of
-            another subclass that wraps tensors.
-        RuntimeError: shapes, dtypes or devices that do not fit.
+        NotImplementedError: an operand is not floating point, or is a tensor of a subclass that
+            wraps tensors, other than DTensor.
+        RuntimeError: shapes, dtypes or devices that do not fit; plain tensors beside DTensors, or
+            DTensors on several meshes.
         TypeError: an argument is of another type.
         ValueError: temperature, softcap, logit_scale, accum_dtype or max_workspace_bytes is not as
             above.
     """
+    given = TokenOperands(input, linear_weight, linear_bias, index, row_mask)
+    others = (temperature, logit_scale, softcap, return_entropy, accum_dtype, max_workspace_bytes)
+    if arguments.has_dtensor(*given):
+        from ._heads import sharded
+
+        return sharded.selective_log_softmax(_log_softmax_of_plain_tensors, given, others)
+    return _log_softmax_of_plain_tensors(given, *others)
+
+
+def _log_softmax_of_plain_tensors(
+    given: TokenOperands,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    return_entropy: bool,
+    accum_dtype: torch.dtype,
+    max_workspace_bytes: int | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`linear_selective_log_softmax` of plain tensors."""
     name = "linear_selective_log_softmax"
-    operands = TokenOperands(input, linear_weight, linear_bias, index, row_mask)
-    arguments.check_plain(operands, name)
+    arguments.check_plain(given, name)
     if type(return_entropy) is not bool:
         raise TypeError(f"{name}: return_entropy must be a bool, but is {return_entropy!r}")
     checked_map = logit_map.checked(name, temperature, logit_scale, softcap)
     accum_dtype, workspace, _ = arguments.sizes(None, accum_dtype, max_workspace_bytes, name)
-    operands, mask = arguments.of_tokens(operands)
+    operands, mask = arguments.of_tokens(given)
     compute_dtype, accum_dtype, _ = arguments.dtypes(operands, accum_dtype, name)
     options = TokenOptions(*checked_map, return_entropy, compute_dtype, accum_dtype, workspace)
     try:
         log_probs, entropy = token_operators.call(operands, options)
     except (IndexError, RuntimeError) as error:
         raise renamed(name, error) from None
-    log_probs = log_probs.reshape(index.shape)
+    log_probs = log_probs.reshape(given.index.shape)
     if mask is not None:
         log_probs = log_probs.masked_fill(mask, 0.0)
-    return (log_probs, entropy.reshape(input.shape[:-1])) if return_entropy else log_probs
+    return (log_probs, entropy.reshape(given.input.shape[:-1])) if return_entropy else log_probs

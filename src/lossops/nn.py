@@ -244,7 +244,8 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
 
     It takes the place of `torch.nn.LinearCrossEntropyLoss`, which torch has from 2.13 on, and is a
     subclass of it there. `linear` is the layer; its weight has the shape
-    (num_classes * d1 * ..., in_features).
+    (num_classes * d1 * ..., in_features). Its parameters may be DTensors, and input and target then
+    are DTensors on the same mesh.
 
     Args:
         in_features: size of the hidden states.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,18 @@ _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MOST_BYTES = 1 << 62
 # torch's options of its own function, which torch has from 2.13 on.
 TorchOptions: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+
+
+class Others(NamedTuple):
+    """The arguments of linear_cross_entropy that are neither tensors nor keywords of rows."""
+
+    reduction: str
+    ignore_index: int | None
+    label_smoothing: float
+    options: Any
+    accum_dtype: torch.dtype
+    logits_dtype: torch.dtype | None
+    max_workspace_bytes: int | None
 
 
 def shaped(
@@ -290,22 +303,36 @@ def renamed(error: Exception) -> Exception:
     return error
 
 
-def check_plain(operands: NamedTuple, name: str = _NAME) -> None:
-    """Raises for tensors that the passes cannot take, by the name of the argument."""
+def has_dtensor(*values: Any) -> bool:
+    """Whether one of the values is a DTensor. It imports nothing of torch.distributed."""
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and any(isinstance(value, dtensor) for value in values)
+
+
+def tensors(operands: NamedTuple, name: str = _NAME) -> dict[str, Tensor]:
+    """The operands that are given, by the names of the arguments. Raises TypeError for others."""
+    found = {}
     for key, tensor in operands._asdict().items():
         if tensor is None and key in ("linear_bias", "weight", "row_mask"):
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: {key} must be a Tensor, but is {type(tensor).__name__}")
+        found[key] = tensor
+    return found
+
+
+def check_plain(operands: NamedTuple, name: str = _NAME) -> None:
+    """Raises for tensors that the passes cannot take, by the name of the argument."""
+    for key, tensor in tensors(operands, name).items():
         check_plain_tensor(key, tensor, name)
 
 
 def check_plain_tensor(key: str, tensor: Tensor, name: str = _NAME) -> None:
     """Raises for a tensor that the passes cannot take."""
-    if hasattr(type(tensor), "__tensor_flatten__"):  # a wrapper, such as DTensor
+    if hasattr(type(tensor), "__tensor_flatten__"):  # a tensor that wraps tensors
         raise NotImplementedError(
-            f"{name}: {key} must be a plain tensor, but is a {type(tensor).__name__}; use "
-            "a function of the logits, or pass a local tensor"
+            f"{name}: {key} must be a plain tensor or a DTensor, but is a {type(tensor).__name__}; "
+            "use a function of the logits, or pass a plain tensor"
         )
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         raise NotImplementedError(
