@@ -1272,12 +1272,10 @@ def test_gradients_do_not_depend_on_alignment(
         elsewhere = torch.empty(rows * pitch + offset, dtype=dtype, device=device)
         elsewhere = elsewhere[offset:].view(rows, pitch)[:, :classes].copy_(logits)
         assert same_bits(gradient(elsewhere), expected), (pad, offset)
-    # Gradients are contiguous, so an odd number of classes puts their rows anywhere. With the same
-    # statistics, the gradients of fewer classes are the first of them. For "none", CUDA reads short
-    # rows again instead of their statistics.
-    uses_statistics = reduction == "mean" or classes > 256
+    if reduction == "none" and classes == 256:
+        return  # CUDA may read short rows again instead of their statistics
+    # With the same statistics, the gradients of fewer classes are the first of them. They are
+    # contiguous, so an odd number of classes puts rows of gradients anywhere.
     for fewer in (classes - 1, classes - 5, classes - 6):
-        of_view = gradient(logits[:, :fewer])
-        assert same_bits(gradient(logits[:, :fewer].contiguous()), of_view), fewer
-        if uses_statistics:
-            assert same_bits(of_view, expected[:, :fewer]), fewer
+        for some in (logits[:, :fewer], logits[:, :fewer].contiguous()):
+            assert same_bits(gradient(some), expected[:, :fewer]), fewer

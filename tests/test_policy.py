@@ -121,6 +121,10 @@ def test_other_options() -> None:
             options = {"reduction": "none", "strides": (stride, 1), "gradient": True}
             short = _plan.plan((64, classes), "bf16", **options, device="h200")
             assert short["backward"] == backward
+    # Tiles copy fp32 rows with gaps word by word, which is slower than a backward pass by vectors.
+    for stride, backward in ((100, "float_tiles"), (101, "flat_gradients")):
+        options = {"reduction": "none", "strides": (stride, 1), "gradient": True}
+        assert _plan.plan((64, 100), "fp32", **options, device="h200")["backward"] == backward
 
 
 def test_parameters_follow_the_device() -> None:

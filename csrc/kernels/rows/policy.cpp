@@ -75,14 +75,16 @@ const PolicyRow kPolicy[kFamilies] = {
      "copies these back; 1 to 8 lanes a row, each in a part of it, by vectors where rows are "
      "whole ones",
      "by the other tiles: 4194304x16 164 / 271 us, 524288x256 171 / 328 us; this 106 / 214, 134 "
-     "/ 291 us",
+     "/ 291 us. Without Hopper 1048576x100 by a thread a row .25 / .27, 524288x256 by team rows "
+     ".53 / .55; this .91 / .88, .92 / .89",
      [](P p) { return p.contiguous_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
      float_tiles::plan, always, true, never},
     {Family::kTiles, "tiles", "class_index/tiles.cu",
      "fp16 and bf16, to 2000 bytes, class indices",
      "a warp copies a tile of rows, with Hopper in bulk; 1, 2 or 8 lanes a row, in turn",
      "bf16 262144x64 by a thread a row .08 / .11; rows of 4000 bytes are read 1.2 times as fast "
-     "by a warp each",
+     "by a warp each. Without Hopper 2097152x100 by a thread a row .33 / .30, 131072x1000 by "
+     "team rows .30 / .36; this .83 / .86, .67 / .75",
      [](P p) { return p.contiguous_half && p.indices && p.bytes <= tiles::kMaxRowBytes; },
      tiles::plan, always, true, never},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
@@ -209,8 +211,12 @@ RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& devic
 
 std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
                                   const DeviceLimits& device) {
-  const bool is_of_rows = args.reduction == Reduction::kNone && args.rows.ndim <= 1 &&
-                          !plane_rows::takes_gradients(args);
+  // fp32 rows with gaps are copied word by word, once more: steps of "none", 228035x128 padded by 3,
+  // .19 so, and .27 by flat_gradients_kernel. (H200, 2026-11)
+  const bool is_of_rows =
+      args.reduction == Reduction::kNone && args.rows.ndim <= 1 &&
+      !plane_rows::takes_gradients(args) &&
+      (is_half_type(args.input.dtype) || rows_follow_in_vectors(args, args.input, 1));
   if (!args.kept && !is_of_rows) {
     return std::nullopt;
   }
