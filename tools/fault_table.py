@@ -9,23 +9,23 @@ from fault_markers import Fault
 
 # One partial sum for each range of chunks that a thread takes, instead of one for each chunk.
 SUMS_BY_RANGES_OF_THREADS = """\
-    if (!none) {
-      std::fill_n(scratch, 2 * chunks, 0.0);
-    }
-    const auto run = [&](int64_t first, int64_t last) {
-      const int64_t begin = first * kChunk;
-      const int64_t end = std::min(last * kChunk, args.space.numel);
-      double* partial = none ? nullptr : scratch + 2 * first;
-      with_widest_vectors([&]() LOSSOPS_ALWAYS_INLINE {
-        with_gradient ? forward_chunk<true>(args, term, scale, begin, end, partial)
-                      : forward_chunk<false>(args, term, scale, begin, end, partial);
-      });
-    };
-    using Run = decltype(run);
-    context.parallel_for(
-        chunks, 1,
-        [](void* data, int64_t first, int64_t last) { (*static_cast<Run*>(data))(first, last); },
-        const_cast<void*>(static_cast<const void*>(&run)));"""
+      const int64_t box_chunks = num_chunks(box.space);
+      if (!none) {
+        std::fill_n(partials, 2 * box_chunks, 0.0);
+      }
+      const auto run = [&](int64_t first, int64_t last) {
+        const int64_t begin = first * kChunk;
+        const int64_t end = std::min(last * kChunk, box.space.numel);
+        double* partial = none ? nullptr : partials + 2 * first;
+        with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
+          forward_chunk(box, term, prepared, scale, begin, end, partial);
+        });
+      };
+      using Run = decltype(run);
+      context.parallel_for(
+          box_chunks, 1,
+          [](void* data, int64_t first, int64_t last) { (*static_cast<Run*>(data))(first, last); },
+          const_cast<void*>(static_cast<const void*>(&run)));"""
 
 FAULTS = [
     # ---------------------------------------------------------------------------------- csrc/losses

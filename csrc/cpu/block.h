@@ -328,6 +328,16 @@ LOSSOPS_HOST_DEVICE const acc_t* view_block(const Operand& operand, const BlockO
   return buffer;
 }
 
+// Where the elements of a block are to be computed: in their own memory if they lie there as acc_t,
+// one behind the other and without need of padding; else in buffer, for store_block().
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t* place_block(const Operand& operand, const BlockOffsets& at, int count,
+                                       acc_t* buffer) {
+  const bool in_place = operand.dtype == dtype_of<acc_t>::value && at.stride == 1 &&
+                        count <= at.first_length && count % kVector == 0;
+  return in_place ? static_cast<acc_t*>(operand.data) + at.base : buffer;
+}
+
 template <typename acc_t>
 __attribute__((noinline)) void store_block(const Operand& operand, const BlockOffsets& at,
                                            int count, const acc_t* values) {

@@ -22,28 +22,33 @@ void visit_types(const ElementwiseArgs& args, const Body& body) {
   });
 }
 
-// Operands that disagree on which dimension is the fastest, such as a matrix and the
-// transpose of another, are walked in square tiles: all of every cache line is used while
-// it is there.
-void tile_mixed_layouts(ElementwiseArgs& args, std::initializer_list<Operand*> operands) {
-  constexpr int64_t kTile = 32;
+// ------------------------------------------------------------------ mixed layouts
+
+// The sides of a tile: all of every cache line of 16 fp32 elements is used while it is there.
+constexpr int64_t kTile = 32;
+
+// The fastest dimension of an operand for which dimension 0 is not the fastest; 0: none has one.
+template <typename Args>
+int other_fast_dim(const Args& args, std::initializer_list<Operand Args::*> operands) {
   constexpr int64_t kLine = 16;  // elements of a cache line
-  IterationSpace& space = args.space;
-  int other = 0;  // the fastest dimension of an operand for which it is not dimension 0
-  for (const Operand* operand : operands) {
-    for (int dim = 1; dim < space.ndim; ++dim) {
-      if (operand->data != nullptr && std::abs(operand->strides[0]) >= kLine &&
-          std::abs(operand->strides[dim]) == 1) {
+  int other = 0;
+  for (const auto member : operands) {
+    const Operand& operand = args.*member;
+    for (int dim = 1; dim < args.space.ndim; ++dim) {
+      if (operand.data != nullptr && std::abs(operand.strides[0]) >= kLine &&
+          std::abs(operand.strides[dim]) == 1) {
         other = dim;
       }
     }
   }
-  if (other == 0 || space.sizes[0] % kTile != 0 || space.sizes[other] % kTile != 0 ||
-      space.ndim + 2 > kMaxDims) {
-    return;
-  }
-  // Dimensions (0, ..., other, ...) become (0 and other within a tile, 0 and other from tile to
-  // tile, ...).
+  return other;
+}
+
+// Dimensions (0, ..., other, ...) become (0 and other within a tile, 0 and other from tile to tile,
+// ...). Both are whole tiles.
+template <typename Args>
+void walk_in_tiles(Args& args, std::initializer_list<Operand Args::*> operands, int other) {
+  IterationSpace& space = args.space;
   const auto reorder = [&](int64_t* values, int64_t inner_factor, int64_t outer_factor) {
     const int64_t first = values[0];
     const int64_t second = values[other];
@@ -53,8 +58,8 @@ void tile_mixed_layouts(ElementwiseArgs& args, std::initializer_list<Operand*> o
                               second * outer_factor};
     std::copy_n(tiled, 4, values);
   };
-  for (Operand* operand : operands) {
-    reorder(operand->strides, 1, kTile);
+  for (const auto member : operands) {
+    reorder((args.*member).strides, 1, kTile);
   }
   for (const int dim : {0, other}) {
     space.sizes[dim] /= kTile;
@@ -62,6 +67,73 @@ void tile_mixed_layouts(ElementwiseArgs& args, std::initializer_list<Operand*> o
   reorder(space.sizes, 1, 1);
   space.sizes[0] = space.sizes[1] = kTile;
   space.ndim += 2;
+}
+
+// The part of a space with `size` coordinates of one dimension, from `begin` on.
+template <typename Args>
+Args part_of(Args args, std::initializer_list<Operand Args::*> operands, int dim, int64_t begin,
+             int64_t size) {
+  for (const auto member : operands) {
+    Operand& operand = args.*member;
+    if (operand.data != nullptr) {
+      operand.data = static_cast<char*>(operand.data) +
+                     begin * operand.strides[dim] * element_size(operand.dtype);
+    }
+  }
+  args.space.numel = args.space.numel / args.space.sizes[dim] * size;
+  args.space.sizes[dim] = size;
+  return args;
+}
+
+// Boxes that a space is cut into, one after the other.
+template <typename Args>
+struct Boxes {
+  Args boxes[3];
+  int count = 0;
+
+  void add(const Args& box) { boxes[count++] = box; }
+  const Args* begin() const { return boxes; }
+  const Args* end() const { return boxes + count; }
+};
+
+// Operands that disagree on which dimension is the fastest, such as a matrix and the transpose of
+// another, are walked in square tiles; what is left of the two dimensions makes two more boxes. All
+// others are one box.
+template <typename Args>
+Boxes<Args> boxes_of(const Args& args, std::initializer_list<Operand Args::*> operands) {
+  Boxes<Args> boxes;
+  const IterationSpace& space = args.space;
+  const int other = other_fast_dim(args, operands);
+  const auto whole_tiles = [&](int dim) { return space.sizes[dim] / kTile * kTile; };
+  if (other == 0 || whole_tiles(0) == 0 || whole_tiles(other) == 0 || space.ndim + 2 > kMaxDims) {
+    boxes.add(args);
+    return boxes;
+  }
+  const auto add_rest = [&](const Args& all, int dim) {
+    const int64_t whole = whole_tiles(dim);
+    if (whole < space.sizes[dim]) {
+      boxes.add(part_of(all, operands, dim, whole, space.sizes[dim] - whole));
+    }
+  };
+  const Args columns = part_of(args, operands, 0, 0, whole_tiles(0));
+  Args tiles = part_of(columns, operands, other, 0, whole_tiles(other));
+  walk_in_tiles(tiles, operands, other);
+  boxes.add(tiles);
+  add_rest(columns, other);
+  add_rest(args, 0);
+  return boxes;
+}
+
+Boxes<ElementwiseForwardArgs> boxes_of(const ElementwiseForwardArgs& args) {
+  using Args = ElementwiseForwardArgs;
+  return boxes_of<Args>(args, {&Args::input, &Args::target, &Args::weight, &Args::output,
+                               &Args::grad_input, &Args::grad_target});
+}
+
+Boxes<ElementwiseBackwardArgs> boxes_of(const ElementwiseBackwardArgs& args) {
+  using Args = ElementwiseBackwardArgs;
+  return boxes_of<Args>(args, {&Args::input, &Args::target, &Args::weight, &Args::grad_output,
+                               &Args::grad_input, &Args::grad_target, &Args::grad_weight});
 }
 
 int64_t num_chunks(const IterationSpace& space) { return divide_up(space.numel, kChunk); }
@@ -141,8 +213,8 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
   acc_t t_buffer[kBlock];
   acc_t p_buffer[kBlock];
   acc_t weight[kBlock];
-  acc_t loss[kBlock];
-  acc_t grad[kBlock];
+  acc_t loss_buffer[kBlock];
+  acc_t grad_buffer[kBlock];
   LaneSum loss_sum;
   LaneSum weight_sum;
   for (int64_t i = begin; i < end; i += kBlock) {
@@ -161,6 +233,10 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
         }
       }
     }
+    const bool none = args.reduction == Reduction::kNone;
+    acc_t* const loss =
+        none ? place_block(args.output, walker[3], count, loss_buffer) : loss_buffer;
+#pragma GCC ivdep  // results lie in no operand
     for (int j = 0; j < width; ++j) {
       if constexpr (Term::kPreparesTarget) {
         loss[j] = term.forward(x[j], t[j], p[j]);
@@ -170,11 +246,14 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
     }
     if (has_weight) {
       load_block(args.weight, walker[2], count, weight);
+#pragma GCC ivdep
       for (int j = 0; j < width; ++j) {
         loss[j] *= weight[j];
       }
     }
     if (args.grad_input.data != nullptr) {
+      acc_t* const grad = place_block(args.grad_input, walker[4], count, grad_buffer);
+#pragma GCC ivdep
       for (int j = 0; j < width; ++j) {
         const acc_t factor = has_weight ? weight[j] * scale : scale;
         if constexpr (Term::kPreparesTarget) {
@@ -183,16 +262,24 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
           grad[j] = factor * term.backward_input(x[j], t[j]);
         }
       }
-      store_block(args.grad_input, walker[4], count, grad);
+      if (grad == grad_buffer) {
+        store_block(args.grad_input, walker[4], count, grad);
+      }
     }
     if (args.grad_target.data != nullptr) {
+      acc_t* const grad = place_block(args.grad_target, walker[5], count, grad_buffer);
+#pragma GCC ivdep
       for (int j = 0; j < width; ++j) {
         grad[j] = (has_weight ? weight[j] * scale : scale) * term.backward_target(x[j], t[j]);
       }
-      store_block(args.grad_target, walker[5], count, grad);
+      if (grad == grad_buffer) {
+        store_block(args.grad_target, walker[5], count, grad);
+      }
     }
-    if (args.reduction == Reduction::kNone) {
-      store_block(args.output, walker[3], count, loss);
+    if (none) {
+      if (loss == loss_buffer) {
+        store_block(args.output, walker[3], count, loss);
+      }
       continue;
     }
     loss_sum.add_unpadded(loss, count);
@@ -462,37 +549,49 @@ LOSSOPS_HOST_DEVICE void reduce_along_elements(const ElementwiseBackwardReduceAr
 }  // namespace
 
 int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
-  return num_prepared(args) + (args.reduction == Reduction::kNone ? 0 : 2 * num_chunks(args.space));
+  int64_t chunks = 0;
+  int64_t prepared = 0;
+  for (const ElementwiseForwardArgs& box : boxes_of(args)) {
+    chunks += num_chunks(box.space);
+    prepared = std::max(prepared, num_prepared(box));
+  }
+  return prepared + (args.reduction == Reduction::kNone ? 0 : 2 * chunks);
 }
 
-void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scratch,
+void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch,
                                 Context context) {
-  ElementwiseForwardArgs args = given;
-  tile_mixed_layouts(args, {&args.input, &args.target, &args.weight, &args.output, &args.grad_input,
-                            &args.grad_target});
   const bool with_gradient = args.grad_input.data != nullptr || args.grad_target.data != nullptr;
   const bool none = args.reduction == Reduction::kNone;
-  const int64_t chunks = num_chunks(args.space);
-  const int64_t prepares = num_prepared(args);
+  const auto boxes = boxes_of(args);
+  int64_t chunks = 0;  // of the boxes that are done
+  int64_t all_chunks = 0;
+  for (const ElementwiseForwardArgs& box : boxes) {
+    all_chunks += num_chunks(box.space);
+  }
   visit_types(args, [&](auto acc, auto term) {
     using acc_t = decltype(acc);
-    Operand prepared;
-    if constexpr (decltype(term)::kPreparesTarget) {
-      if (prepares > 0) {
-        prepared = prepare_target<acc_t>(args, term, scratch + (none ? 0 : 2 * chunks), context);
-      }
-    }
     const acc_t scale = with_gradient ? reduction_scale(args, acc_t(1)) : acc_t(0);
-    // fault: cpu-chunks {
-    parallel_for_each(context, chunks, [&](int64_t chunk) {
-      const int64_t begin = chunk * kChunk;
-      const int64_t end = std::min(begin + kChunk, args.space.numel);
-      double* partial = none ? nullptr : scratch + 2 * chunk;
-      with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
-        forward_chunk(args, term, prepared, scale, begin, end, partial);
+    for (const ElementwiseForwardArgs& box : boxes) {
+      Operand prepared;
+      if constexpr (decltype(term)::kPreparesTarget) {
+        if (num_prepared(box) > 0) {
+          prepared =
+              prepare_target<acc_t>(box, term, scratch + (none ? 0 : 2 * all_chunks), context);
+        }
+      }
+      double* const partials = none ? nullptr : scratch + 2 * chunks;
+      // fault: cpu-chunks {
+      parallel_for_each(context, num_chunks(box.space), [&](int64_t chunk) {
+        const int64_t begin = chunk * kChunk;
+        const int64_t end = std::min(begin + kChunk, box.space.numel);
+        double* partial = none ? nullptr : partials + 2 * chunk;
+        with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
+          forward_chunk(box, term, prepared, scale, begin, end, partial);
+        });
       });
-    });
-    // fault: cpu-chunks }
+      // fault: cpu-chunks }
+      chunks += num_chunks(box.space);
+    }
   });
   if (none) {
     return;
@@ -512,25 +611,24 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& given, double* scr
   store_operand(args.output, 0, result);
 }
 
-void launch_elementwise_backward(const ElementwiseBackwardArgs& given, Context context) {
-  if (kept_is_right(given)) {
+void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context context) {
+  if (kept_is_right(args)) {
     return;
   }
-  ElementwiseBackwardArgs args = given;
-  tile_mixed_layouts(args, {&args.input, &args.target, &args.weight, &args.grad_output,
-                            &args.grad_input, &args.grad_target, &args.grad_weight});
   visit_types(args, [&](auto acc, auto term) {
     using acc_t = decltype(acc);
     if (args.space.numel == 0) {
       return;
     }
     const BackwardScalars<acc_t> scalars(args);
-    parallel_for_each(context, num_chunks(args.space), [&](int64_t chunk) {
-      const int64_t begin = chunk * kChunk;
-      const int64_t end = std::min(begin + kChunk, args.space.numel);
-      with_widest_vectors<acc_t>(
-          [&]() LOSSOPS_ALWAYS_INLINE { backward_chunk<acc_t>(args, scalars, term, begin, end); });
-    });
+    for (const ElementwiseBackwardArgs& box : boxes_of(args)) {
+      parallel_for_each(context, num_chunks(box.space), [&](int64_t chunk) {
+        const int64_t begin = chunk * kChunk;
+        const int64_t end = std::min(begin + kChunk, box.space.numel);
+        with_widest_vectors<acc_t>(
+            [&]() LOSSOPS_ALWAYS_INLINE { backward_chunk<acc_t>(box, scalars, term, begin, end); });
+      });
+    }
   });
 }
 
