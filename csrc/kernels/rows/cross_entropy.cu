@@ -14,6 +14,7 @@
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/policy.h"
+#include "kernels/rows/register_rows.cuh"
 #include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/strided_rows.cuh"
 #include "kernels/rows/targets.cuh"
@@ -63,7 +64,7 @@ constexpr LaunchRows* kLaunches[] = {
     launch_tiles,
     launch_half_rows,
     launch_float_rows,
-    launch_team_rows_forward,
+    launch_register_rows,
     launch_probability_rows,
     launch_long_rows,
     launch_split_rows,

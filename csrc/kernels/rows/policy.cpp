@@ -110,7 +110,7 @@ const PolicyRow kPolicy[kFamilies] = {
        return p.hopper_fp32 && p.indices && p.bytes >= kMinStagedBytes && float_rows::fills_team(p);
      },
      float_rows::plan, contiguous_gradient, false, always},
-    {Family::kRegisterRows, "register_rows", "rows/team_rows.cuh",
+    {Family::kRegisterRows, "register_rows", "rows/register_rows.cuh",
      "class indices, 2 to 32 KB a row of fp32, 2 to 16 KB of half types; without Hopper",
      "a row in the registers of a block",
      "on an H200, forward of fp32 takes 6 to 12 % less than staged, which is Hopper's",

@@ -277,4 +277,42 @@ __device__ __forceinline__ RowSummary<acc_t> summarize(const State& state, acc_t
   return summary;
 }
 
+// The gradient of one vector of a row. kDirect: LogitGradient::is_direct() says so.
+template <bool kDirect = false, typename scalar_t, typename Gradient>
+__device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient,
+                                                        const Vector<scalar_t>& x,
+                                                        int first_class) {
+  constexpr int kSize = kVectorSize<scalar_t>;
+  using acc_t = acc_type_t<scalar_t>;
+  acc_t values[kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    values[i] = to_acc<acc_t>(x.get(i));
+  }
+  if constexpr (Gradient::kIsDense) {
+    acc_t q[kSize];
+    load_coefficients(gradient.target, first_class, q);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      values[i] = gradient.of_dense_logit(values[i], q[i]);
+    }
+  } else if constexpr (kDirect) {
+    gradient.logit_gradient.replace_direct(values);
+  } else {
+    gradient.logit_gradient.replace(values);
+  }
+  Vector<scalar_t> results = pack<scalar_t>(values);
+  // At the class index, where it is one of these: a branch for a few threads, not for all.
+  const int at = static_cast<int>(gradient.target.index) - first_class;
+  if (!Gradient::kIsDense && at >= 0 && at < kSize) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (i == at) {
+        results.set(i, from_acc<scalar_t>(gradient.at_index));
+      }
+    }
+  }
+  return results;
+}
+
 }  // namespace lossops::cuda

@@ -1,5 +1,5 @@
 // Cross entropy of rows of contiguous classes, whatever they are: a team of threads a row, part of
-// a warp for few classes, a block for many. And of rows that a block has in its registers.
+// a warp for few classes, a block for many.
 //
 // Only cross_entropy.cu includes this: machine code of several translation units packs worse, by 20
 // KB for each architecture.
@@ -41,9 +41,6 @@ constexpr int kMinRowBlocks = sizeof(scalar_t) <= 4 ? 4 : 1;
 // The same for dense coefficients, which take more registers.
 template <typename scalar_t>
 constexpr int kMinDenseBlocks = sizeof(scalar_t) <= 4 ? 3 : 1;
-
-// The same for rows in registers, whose loads are all in flight at once.
-constexpr int kMinRegisterBlocks = 4;
 
 // One thread's share of a row of contiguous classes. row: (C,). The threads of a team take
 // vectors in turn, kUnroll at a time. 32-bit indices leave registers for more loads in flight.
@@ -121,161 +118,6 @@ struct TeamReader {
   __device__ __forceinline__ void for_each_single(Body&& body) const {
     for (int c = vectors * kSize + lane; c < num_classes; c += team) {  // fault: team-singles
       body(c);
-    }
-  }
-};
-
-// The gradient of one vector of a row. kDirect: LogitGradient::is_direct() says so.
-template <bool kDirect = false, typename scalar_t, typename Gradient>
-__device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient,
-                                                        const Vector<scalar_t>& x,
-                                                        int first_class) {
-  constexpr int kSize = kVectorSize<scalar_t>;
-  using acc_t = acc_type_t<scalar_t>;
-  acc_t values[kSize];
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    values[i] = to_acc<acc_t>(x.get(i));
-  }
-  if constexpr (Gradient::kIsDense) {
-    acc_t q[kSize];
-    load_coefficients(gradient.target, first_class, q);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      values[i] = gradient.of_dense_logit(values[i], q[i]);
-    }
-  } else if constexpr (kDirect) {
-    gradient.logit_gradient.replace_direct(values);
-  } else {
-    gradient.logit_gradient.replace(values);
-  }
-  Vector<scalar_t> results = pack<scalar_t>(values);
-  // At the class index, where it is one of these: a branch for a few threads, not for all.
-  const int at = static_cast<int>(gradient.target.index) - first_class;
-  if (!Gradient::kIsDense && at >= 0 && at < kSize) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (i == at) {
-        results.set(i, from_acc<scalar_t>(gradient.at_index));
-      }
-    }
-  }
-  return results;
-}
-
-// A thread's share of a row of contiguous classes that a block holds whole. The threads take
-// vectors in turn, the last of which may be a part of one. What is not there is -inf.
-template <typename scalar_t, int kVectors>
-struct RegisterRow {
-  static constexpr int kSize = kVectorSize<scalar_t>;
-  Vector<scalar_t> vectors[kVectors];
-
-  __device__ __forceinline__ RegisterRow(const scalar_t* row, int num_classes) {
-    const int width = access_width(row);
-    const int whole = num_classes / kSize;
-    const int part = num_classes % kSize;
-    Vector<scalar_t> nothing;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      nothing.set(i, from_acc<scalar_t>(-math::infinity<acc_type_t<scalar_t>>()));
-    }
-    if (width == kVectorBytes) {
-      load<kVectorBytes>(row, whole, nothing);
-    } else if (width == 8) {
-      load<8>(row, whole, nothing);
-    } else if (width == 4) {
-      load<4>(row, whole, nothing);
-    } else {
-      load<2>(row, whole, nothing);
-    }
-    if (part > 0 && whole % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x)) {
-      Vector<scalar_t> last = nothing;
-#pragma unroll
-      for (int i = 0; i < kSize - 1; ++i) {
-        if (i < part) {
-          last.set(i, row[whole * kSize + i]);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kVectors; ++u) {
-        if (vector(u) == whole) {
-          vectors[u] = last;
-        }
-      }
-    }
-  }
-
-  // Writes the row's gradient.
-  template <typename Gradient>
-  __device__ __forceinline__ void write_gradient(const Gradient& gradient, const scalar_t* row,
-                                                 scalar_t* grad_input, int num_classes) {
-    const int width = access_width(grad_input);
-    const int whole = num_classes / kSize;
-    const int part = whole * kSize;
-    if (part < num_classes &&
-        whole % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x)) {
-      for (int c = part; c < num_classes; ++c) {
-        grad_input[c] =
-            from_acc<scalar_t>(gradient.of_logit(to_acc<acc_type_t<scalar_t>>(row[c]), c));
-      }
-    }
-    if constexpr (sizeof(scalar_t) == 4) {
-      // Where one formula does not do for all of a thread's logits, they are read once more: the
-      // code of both for each vector would be too long for the instruction cache.
-      if (!gradient.logit_gradient.is_direct(least(whole))) {
-        const int row_width = access_width(row);
-#pragma unroll 1
-        for (int v = static_cast<int>(threadIdx.x); v < whole; v += static_cast<int>(blockDim.x)) {
-          const Vector<scalar_t> x = load_vector_at(row + v * kSize, row_width);
-          store_vector_at(grad_input + v * kSize, width, gradient_of(gradient, x, v * kSize));
-        }
-        return;
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      if (vector(u) < whole) {
-        forget_conversions(vectors[u]);
-        store_vector_at(
-            vector_of(grad_input, u), width,
-            gradient_of<sizeof(scalar_t) == 4>(gradient, vectors[u], vector(u) * kSize));
-      }
-    }
-  }
-
- private:
-  static __device__ __forceinline__ int vector(int u) {
-    return static_cast<int>(threadIdx.x + u * blockDim.x);
-  }
-  // Unsigned: an address in one instruction.
-  template <typename T>
-  static __device__ __forceinline__ T* vector_of(T* row, int u) {
-    return row + threadIdx.x * kSize + u * blockDim.x * kSize;
-  }
-
-  // Of the logits in whole vectors.
-  __device__ __forceinline__ float least(int whole) const {
-    float result = math::infinity<float>();
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      if (vector(u) < whole) {
-        float values[kSize];
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          values[i] = to_acc<float>(vectors[u].get(i));
-        }
-        result = ::fminf(least_of(values), result);
-      }
-    }
-    return result;
-  }
-
-  template <int kWidth>
-  __device__ __forceinline__ void load(const scalar_t* row, int whole,
-                                       const Vector<scalar_t>& nothing) {
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      vectors[u] = vector(u) < whole ? load_vector_at(vector_of(row, u), kWidth) : nothing;
     }
   }
 };
@@ -433,78 +275,6 @@ __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kTeamThreads,
   }
 }
 
-// Rows short enough for the registers of a block: all of a row is in flight at once, and its
-// maximum is known before the first exponential. One row a block at a time.
-template <typename scalar_t, bool kGradient>
-__global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
-    cross_entropy_forward_register_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                                          Denominator denominator, Partial* partials,
-                                          Finalize finalize) {
-  using acc_t = acc_type_t<scalar_t>;
-  constexpr int kSize = kVectorSize<scalar_t>;
-  const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
-  constexpr int kVectors = kRegisterVectors<scalar_t>;
-  const bool first = threadIdx.x == 0;
-  let_next_kernel_start();
-  std::conditional_t<kGradient, UnitScale<acc_t>, NoScale> unit(args, denominator);
-  Partial partial;
-  for (int64_t row = blockIdx.x; row < args.rows.numel; row += gridDim.x) {
-    int64_t offsets[4];
-    row_offsets(args.rows, operands, row, offsets);
-    const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-    RegisterRow<scalar_t, kVectors> loaded(logits, static_cast<int>(args.num_classes));
-    if (row == blockIdx.x) {
-      unit.wait(args, denominator);
-    }
-    const RowTarget<acc_t> target(args, offsets[1]);
-    acc_t x_at_index = 0;
-    if (first && target.has_loss()) {
-      x_at_index = to_acc<acc_t>(logits[target.index]);
-    }
-    OnlineSoftmax<acc_t> state;
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        state.max = math::max_number(to_acc<acc_t>(loaded.vectors[u].get(i)), state.max);
-      }
-    }
-    const acc_t shift = softmax_shift(state.max);
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      OnlineSoftmax<acc_t> local = same_max(state);
-      forget_conversions(loaded.vectors[u]);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        local.template add_below_max<kExactExponentials<scalar_t>>(
-            to_acc<acc_t>(loaded.vectors[u].get(i)), shift);
-      }
-      state.add(local);
-    }
-    state = block_reduce(state);
-    if (first) {
-      finish_row(args, target, state, x_at_index, row, offsets[2], partial);
-    }
-    if constexpr (kGradient) {
-      const auto summary = share_summary<true>(summarize(state, x_at_index), 0);
-      const RowGradient<acc_t, false, kExactExponentials<scalar_t>> gradient(args, target, summary,
-                                                                             unit.get());
-      auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];
-      if (target.has_loss()) {
-        loaded.write_gradient(gradient, logits, grad_input, static_cast<int>(args.num_classes));
-      } else {
-        const auto value = from_acc<scalar_t>(gradient.without_loss());
-        for (int c = static_cast<int>(threadIdx.x); c < args.num_classes; c += blockDim.x) {
-          grad_input[c] = value;
-        }
-      }
-    }
-  }
-  if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(partial, partials, finalize);
-  }
-}
-
 // Of the threads that share a row: a power of two of a warp's lanes, or the block.
 __device__ __forceinline__ void team_sync(int team) {
   if (team > kWarpSize) {
@@ -588,15 +358,6 @@ void forward_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                   const Denominator& denominator, Partial* partials, const Finalize& finalize,
                   cudaStream_t stream) {
   const int team = plan.team;
-  if constexpr (!kDense && sizeof(scalar_t) <= 4) {
-    if (plan.family == Family::kRegisterRows) {
-      launch_kernel("cross_entropy_forward_register_kernel",
-                    cross_entropy_forward_register_kernel<scalar_t, kGradient>,
-                    {plan.blocks, plan.threads, 0, 1, denominator.is_left()}, stream, args,
-                    denominator, partials, finalize);
-      return;
-    }
-  }
   if (team > kWarpSize) {
     const auto kernel = cross_entropy_forward_kernel<scalar_t, kDense, true, kGradient>;
     const int64_t cache = kGradient ? row_cache_bytes(args, kernel) : 0;
