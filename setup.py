@@ -302,7 +302,7 @@ def torch_extension() -> Any:
     ]
     options: dict[str, Any] = {
         "include_dirs": [str(ROOT / "csrc")],
-        "depends": headers(),
+        "depends": [*headers(), *CUDA_SOURCES],  # ALL_KERNELS includes the sources of kernels
         "extra_link_args": LINK_FLAGS,
     }
     toolkit = find_toolkit()
@@ -315,8 +315,8 @@ def torch_extension() -> Any:
         return extension
 
     archs = cuda_archs(toolkit)
-    has_many_archs = ";" in archs
-    compilers = os.environ.get("MAX_JOBS") or os.cpu_count() or 1
+    num_archs = len(archs.split(";"))
+    threads = min(num_archs, int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))))
     say(f"building with CUDA {toolkit.version} from {toolkit.home} for {archs}")
     # torch builds for its own CUDA, and not at all beside a CPU-only torch. This build depends on
     # neither: it takes the toolkit that was found, and toolkit_of has seen it compile.
@@ -335,12 +335,12 @@ def torch_extension() -> Any:
             *COMMON_FLAGS,
             f"-Xcompiler={','.join([*LAUNCH_FLAGS, *MATH_FLAGS, *VISIBILITY_FLAGS])}",
             *compression_flags(toolkit),
-            *([f"--threads={compilers}"] if has_many_archs else []),
+            *([f"--threads={threads}"] if num_archs > 1 else []),
         ],
     }
     if toolkit.library_dir is not None:
         options["library_dirs"] = [str(toolkit.library_dir)]
-    kernels = [ALL_KERNELS] if has_many_archs else CUDA_SOURCES
+    kernels = [ALL_KERNELS] if num_archs > 1 else CUDA_SOURCES
     extension = cpp_extension.CUDAExtension(
         "lossops._C", BINDING_SOURCES + CPU_SOURCES + kernels, **options
     )

@@ -109,7 +109,7 @@ def test_other_options() -> None:
     assert none["name"] == "long_rows"
     assert not none["writes_gradient"]
     assert none["backward"] == "team_rows"
-    # For that of short rows the kernel of the loss reads them again, wherever they lie.
+    # The tile kernel computes the gradient of short half-type rows from the logits, at any address.
     for classes, backward in (
         (2, "tiles"),
         (1000, "tiles"),

@@ -21,11 +21,11 @@ inline Dims without_class_dim(const Dims& dims) {
   return result;
 }
 
-// A new tensor for the gradient of logits. With a reduction, forward may write it: then the rows of
-// padded logits (N, C) have gradients whose vectors of 16 bytes lie as those of the logits do.
-// Kernels need that which read a row once for loss and gradient, but for those of short rows. The
-// padding is less than a vector a row. src/lossops/_ops/cross_entropy.py says the same to the
-// compiler.
+// Returns a new tensor for the gradient of logits. With a reduction, forward may write it. Then
+// rows of padded logits (N, C) longer than 2000 bytes get a padded gradient: its vectors of 16
+// bytes lie as those of the logits. Kernels that read a row once for loss and gradient need this;
+// those of short rows do not. The padding is less than a vector a row.
+// src/lossops/_ops/cross_entropy.py tells the compiler the same.
 Tensor empty_gradient(const View& logits, Reduction reduction);
 
 // The rows as one launch runs over them, numbered in the row-major order of their shape. No other

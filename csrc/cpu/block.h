@@ -328,11 +328,12 @@ LOSSOPS_HOST_DEVICE const acc_t* view_block(const Operand& operand, const BlockO
   return buffer;
 }
 
-// Where the elements of a block are to be computed: in their own memory if they lie there as acc_t,
-// one behind the other and without need of padding; else in buffer, for store_block().
+// Returns where to compute the results of a block. This is the operand's own memory if its dtype is
+// acc_t, its elements are contiguous, and count is a multiple of kVector. Otherwise it is buffer,
+// and the caller calls store_block().
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t* place_block(const Operand& operand, const BlockOffsets& at, int count,
-                                       acc_t* buffer) {
+LOSSOPS_HOST_DEVICE acc_t* result_block(const Operand& operand, const BlockOffsets& at, int count,
+                                        acc_t* buffer) {
   const bool in_place = operand.dtype == dtype_of<acc_t>::value && at.stride == 1 &&
                         count <= at.first_length && count % kVector == 0;
   return in_place ? static_cast<acc_t*>(operand.data) + at.base : buffer;

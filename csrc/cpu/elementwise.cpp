@@ -24,10 +24,12 @@ void visit_types(const ElementwiseArgs& args, const Body& body) {
 
 // ------------------------------------------------------------------ mixed layouts
 
-// The sides of a tile: all of every cache line of 16 fp32 elements is used while it is there.
+// The side of a square tile, in elements. It is two cache lines of fp32, so each line is used whole
+// while it is in the cache.
 constexpr int64_t kTile = 32;
 
-// The fastest dimension of an operand for which dimension 0 is not the fastest; 0: none has one.
+// Looks for an operand whose fastest dimension is not dimension 0. Returns that dimension, or 0 if
+// there is no such operand.
 template <typename Args>
 int other_fast_dim(const Args& args, std::initializer_list<Operand Args::*> operands) {
   constexpr int64_t kLine = 16;  // elements of a cache line
@@ -45,7 +47,7 @@ int other_fast_dim(const Args& args, std::initializer_list<Operand Args::*> oper
 }
 
 // Dimensions (0, ..., other, ...) become (0 and other within a tile, 0 and other from tile to tile,
-// ...). Both are whole tiles.
+// ...). Both sizes must be multiples of kTile.
 template <typename Args>
 void walk_in_tiles(Args& args, std::initializer_list<Operand Args::*> operands, int other) {
   IterationSpace& space = args.space;
@@ -96,9 +98,10 @@ struct Boxes {
   const Args* end() const { return boxes + count; }
 };
 
-// Operands that disagree on which dimension is the fastest, such as a matrix and the transpose of
-// another, are walked in square tiles; what is left of the two dimensions makes two more boxes. All
-// others are one box.
+// Cuts an iteration space into at most three boxes. If operands disagree on the fastest dimension
+// (a matrix and the transpose of another), the whole tiles of both dimensions are one box, and the
+// rest of each dimension is one more. A space without a whole tile, or without room for two more
+// dimensions, stays one box.
 template <typename Args>
 Boxes<Args> boxes_of(const Args& args, std::initializer_list<Operand Args::*> operands) {
   Boxes<Args> boxes;
@@ -109,10 +112,10 @@ Boxes<Args> boxes_of(const Args& args, std::initializer_list<Operand Args::*> op
     boxes.add(args);
     return boxes;
   }
-  const auto add_rest = [&](const Args& all, int dim) {
+  const auto add_rest = [&](const Args& from, int dim) {
     const int64_t whole = whole_tiles(dim);
     if (whole < space.sizes[dim]) {
-      boxes.add(part_of(all, operands, dim, whole, space.sizes[dim] - whole));
+      boxes.add(part_of(from, operands, dim, whole, space.sizes[dim] - whole));
     }
   };
   const Args columns = part_of(args, operands, 0, 0, whole_tiles(0));
@@ -235,8 +238,8 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
     }
     const bool none = args.reduction == Reduction::kNone;
     acc_t* const loss =
-        none ? place_block(args.output, walker[3], count, loss_buffer) : loss_buffer;
-#pragma GCC ivdep  // results lie in no operand
+        none ? result_block(args.output, walker[3], count, loss_buffer) : loss_buffer;
+#pragma GCC ivdep  // results do not overlap what the loop reads
     for (int j = 0; j < width; ++j) {
       if constexpr (Term::kPreparesTarget) {
         loss[j] = term.forward(x[j], t[j], p[j]);
@@ -252,7 +255,7 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
       }
     }
     if (args.grad_input.data != nullptr) {
-      acc_t* const grad = place_block(args.grad_input, walker[4], count, grad_buffer);
+      acc_t* const grad = result_block(args.grad_input, walker[4], count, grad_buffer);
 #pragma GCC ivdep
       for (int j = 0; j < width; ++j) {
         const acc_t factor = has_weight ? weight[j] * scale : scale;
@@ -267,7 +270,7 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
       }
     }
     if (args.grad_target.data != nullptr) {
-      acc_t* const grad = place_block(args.grad_target, walker[5], count, grad_buffer);
+      acc_t* const grad = result_block(args.grad_target, walker[5], count, grad_buffer);
 #pragma GCC ivdep
       for (int j = 0; j < width; ++j) {
         grad[j] = (has_weight ? weight[j] * scale : scale) * term.backward_target(x[j], t[j]);
@@ -563,7 +566,7 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   const bool with_gradient = args.grad_input.data != nullptr || args.grad_target.data != nullptr;
   const bool none = args.reduction == Reduction::kNone;
   const auto boxes = boxes_of(args);
-  int64_t chunks = 0;  // of the boxes that are done
+  int64_t chunks_done = 0;
   int64_t all_chunks = 0;
   for (const ElementwiseForwardArgs& box : boxes) {
     all_chunks += num_chunks(box.space);
@@ -579,7 +582,7 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
               prepare_target<acc_t>(box, term, scratch + (none ? 0 : 2 * all_chunks), context);
         }
       }
-      double* const partials = none ? nullptr : scratch + 2 * chunks;
+      double* const partials = none ? nullptr : scratch + 2 * chunks_done;
       // fault: cpu-chunks {
       parallel_for_each(context, num_chunks(box.space), [&](int64_t chunk) {
         const int64_t begin = chunk * kChunk;
@@ -590,17 +593,17 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
         });
       });
       // fault: cpu-chunks }
-      chunks += num_chunks(box.space);
+      chunks_done += num_chunks(box.space);
     }
   });
   if (none) {
     return;
   }
-  double result = fold_partials(scratch, chunks, 2);
+  double result = fold_partials(scratch, all_chunks, 2);
   if (weighted_mean(args)) {
     // fault: weight-copies
     const double total_weight = args.weight_copies > 0
-                                    ? fold_partials(scratch + 1, chunks, 2) / args.weight_copies
+                                    ? fold_partials(scratch + 1, all_chunks, 2) / args.weight_copies
                                     : args.denominator;
     result /= total_weight;
     args.mean_terms[0] = total_weight;

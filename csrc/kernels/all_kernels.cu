@@ -1,5 +1,5 @@
-// All kernels as one translation unit, for wheels of several architectures (setup.py): the machine
-// code of one file packs 6 % better than that of many. (nvcc 13.0, 2026-11)
+// All kernels as one translation unit, which setup.py compiles for several architectures: the
+// machine code of sm_80 packs to 6 % fewer bytes than that of a file for each. (nvcc 13.0, 2026-11)
 #include "kernels/class_index/few_classes.cu"
 #include "kernels/class_index/float_rows.cu"
 #include "kernels/class_index/float_tiles.cu"

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "kernels/class_index/float_tiles_plan.h"
+#include "kernels/class_index/tiles_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/policy.h"
 #include "tests/check.h"
@@ -163,7 +164,7 @@ void test_edges() {
   expect(edges(DType::kBFloat16, "h200"),
          {1000, 1001, 1008, 4096, 4104, 6144, 32768, 32776, 294912, 294913});
   expect(edges(DType::kFloat32, "a100"), {128, 129, 500, 501, 8192, 8193});
-  expect(edges(DType::kFloat32, "l40s"), {64, 65, 128, 129, 500, 501, 8192, 8193});
+  expect(edges(DType::kFloat32, "l40s"), {96, 97, 500, 501, 8192, 8193});
   expect(edges(DType::kBFloat16, "t4"), {1000, 1001, 8192, 8193});
 }
 
@@ -188,33 +189,74 @@ void test_plane_cuts() {
   test::subject() = "";
 }
 
-// The lanes that share a short row of fp32 have all of its units, and none has twice its part of them.
+CrossEntropyForwardArgs short_rows(DType dtype, int64_t classes, int64_t stride) {
+  CrossEntropyForwardArgs args;
+  args.rows.ndim = 1;
+  args.rows.sizes[0] = args.rows.numel = 1000;
+  args.input.dtype = dtype;
+  args.input.data = memory;
+  args.input.strides[0] = stride;
+  args.input_class_stride = 1;
+  args.num_classes = classes;
+  return args;
+}
+
+// The lanes that share a short row of fp32 have all of its units, and none has much more than its
+// part of them. Two blocks fit a multiprocessor.
 void test_float_tile_lanes() {
   using namespace float_tiles;
   for (const NamedDevice& device : kNamedDevices) {
     for (int classes = 1; classes <= kMaxClasses; ++classes) {
       test::subject() = device.name + (" " + std::to_string(classes));
-      const int lane_classes = max_lane_classes(device.limits.shared_bytes);
-      int log_team = 0;
-      while (lane_classes << log_team < classes) {
-        ++log_team;
-      }
-      const Units kind = units_of(classes);
-      const int units = classes / words_of(kind);
-      const int share = share_of(classes, kind, log_team);
-      const int team = 1 << log_team;
+      const CrossEntropyForwardArgs args = short_rows(DType::kFloat32, classes, classes);
+      const RowPlan plan = float_tiles::plan({args, device.limits, false});
+      const int units = classes / words_of(units_of(classes));
       int sum = 0;
       int most = 0;
-      for (int member = 0; member < team; ++member) {
-        const int own = units_of_lane(units, share, member, team);
+      for (int member = 0; member < plan.team; ++member) {
+        const int own = units_of_lane(units, plan.share, member, plan.team);
         sum += own;
         most = std::max(most, own);
       }
-      CHECK(sum == units && most * team < 2 * units + team);
-      CHECK((classes <= lane_classes) == (team == 1));
+      CHECK(sum == units && most * plan.team < 2 * units + plan.team);
+      CHECK(device.limits.resident_blocks(
+                kThreads, static_cast<int>(plan.shared_bytes) + kStaticSharedBytes) >= 2);
+      CHECK(plan.shared_bytes <= kMaxSharedBytes);
+      CHECK(!device.limits.hopper || plan.team == (classes <= 128 ? 1 : classes <= 256 ? 2 : 4));
     }
   }
   test::subject() = "";
+}
+
+// Tiles of half types launch without asking for more shared memory than 48 KB.
+void test_tile_bytes() {
+  constexpr int kStaticBytes = 640;  // 528 of the kernels (nvcc 13.0)
+  for (int64_t classes = 1; classes <= tiles::kMaxRowBytes / 2; ++classes) {
+    for (int64_t stride = classes; stride <= 2 * classes + 16; ++stride) {
+      test::subject() = std::to_string(classes) + " " + std::to_string(stride);
+      const CrossEntropyForwardArgs args = short_rows(DType::kBFloat16, classes, stride);
+      const RowPlan plan = tiles::plan({args, kNamedDevices[0].limits, false});
+      CHECK(plan.shared_bytes + kStaticBytes <= 48 << 10);
+    }
+  }
+  test::subject() = "";
+}
+
+// A gradient for each row's grad_output is computed again only by kernels that take one.
+void test_gradients_of_rows() {
+  Random random(11);
+  for (int i = 0; i < 20000; ++i) {
+    const CrossEntropyForwardArgs forward = problem(random);
+    CrossEntropyBackwardArgs args;
+    static_cast<CrossEntropyArgs&>(args) = forward;
+    args.reduction = Reduction::kNone;
+    args.grad_input = below(random, 2) == 0 ? forward.grad_input : forward.input;
+    args.grad_input_class_stride = args.input_class_stride;
+    for (const NamedDevice& device : kNamedDevices) {
+      const auto plan = plan_again(args, device.limits);
+      CHECK(!plan || kPolicy[static_cast<int>(plan->family)].again == Again::kForEachRow);
+    }
+  }
 }
 
 }  // namespace
@@ -226,5 +268,7 @@ int main() {
   lossops::cuda::test_edges();
   lossops::cuda::test_plane_cuts();
   lossops::cuda::test_float_tile_lanes();
+  lossops::cuda::test_tile_bytes();
+  lossops::cuda::test_gradients_of_rows();
   return lossops::test::exit_status();
 }

@@ -192,7 +192,7 @@ def linear_cross_entropy(
         return_token_accuracy,
         return_predicted_tokens,
     )
-    others = arguments.Others(
+    others = arguments.CallOptions(
         reduction,
         ignore_index,
         label_smoothing,
@@ -209,26 +209,27 @@ def linear_cross_entropy(
 
 
 def _of_plain_tensors(
-    given: Operands, all_keywords: Keywords, others: arguments.Others, *, is_wide: bool = False
+    given: Operands, all_keywords: Keywords, others: arguments.CallOptions, *, is_wide: bool = False
 ) -> Tensor | CrossEntropyOutput:
     """`linear_cross_entropy` of plain tensors. is_wide: the loss is float32, as under autocast."""
     input, linear_weight, linear_bias, target, weight = given
-    reduction, ignore_index, label_smoothing, options = others[:4]
-    accum_dtype, logits_dtype, max_workspace_bytes = others[4:]
+    reduction = others.reduction
     arguments.check_plain(given)
     keywords = arguments.keywords(all_keywords)
-    arguments.check_logits_dtype(logits_dtype)
-    accum_dtype, workspace, chunk_rows = arguments.sizes(options, accum_dtype, max_workspace_bytes)
+    arguments.check_logits_dtype(others.logits_dtype)
+    accum_dtype, workspace, chunk_rows = arguments.sizes(
+        others.options, others.accum_dtype, others.max_workspace_bytes
+    )
     operands, shape, ignored = arguments.shaped(
-        input, linear_weight, target, linear_bias, weight, ignore_index
+        input, linear_weight, target, linear_bias, weight, others.ignore_index
     )
     compute_dtype, accum_dtype, is_autocast = arguments.dtypes(operands, accum_dtype)
-    logits_dtype = arguments.logits_dtype(logits_dtype, compute_dtype)
+    logits_dtype = arguments.logits_dtype(others.logits_dtype, compute_dtype)
     # What cross entropy's operators take. operators.ROW_OPTIONS has their types.
     row: dict[str, Any] = {
         "ignore_index": ignored,
         "reduction": reduction,
-        "label_smoothing": label_smoothing,
+        "label_smoothing": others.label_smoothing,
         "float32_result": is_autocast or is_wide,
     }
     sizes = (compute_dtype, logits_dtype, accum_dtype, workspace, chunk_rows)

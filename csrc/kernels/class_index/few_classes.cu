@@ -422,7 +422,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
       const bool exists = r < rows_left;
       float row_scale = scale;
       if (kGradient && kAny && exists) {
-        row_scale = grad_output.of_row(first_row + step_row + r, scale);
+        row_scale = grad_output.scale_of_row(first_row + step_row + r, scale);
       }
       const auto finished = reduced.template finish<false>(x_at_index, row_scale, weight);
       float loss = finished.loss;

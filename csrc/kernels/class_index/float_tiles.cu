@@ -24,8 +24,6 @@ namespace {
 
 // Words of a row that a lane has in registers at a time.
 [[maybe_unused]] constexpr int kBatch = 16;
-// What a block has of shared memory beside its tiles, at most.
-constexpr int kStaticSharedBytes = 1024;
 // What stands at the class index while the others are added up: exp(kAbsent - max) is 0, and not a
 // NaN as that of an infinity, if max is no less than kLeastMax.
 [[maybe_unused]] constexpr float kAbsent = -1e38f;
@@ -33,17 +31,18 @@ constexpr int kStaticSharedBytes = 1024;
 
 // How a warp cuts and copies the rows.
 struct TileShape {
-  int tiles;           // of a warp
-  int tile_bytes;      // of shared memory
-  int log_team;        // 2^log_team lanes share a row
-  int share;           // units of each of them: units_of_lane()
-  int swizzle;         // lane % 8 >> swizzle: the bits that a lane flips in a unit's number
-  bool in_bulk;           // copies in bulk are to be had
-  bool input_in_vectors;  // whole tiles; else word by word
+  int tiles;              // of a warp
+  int tile_bytes;         // of shared memory
+  int log_team;           // 2^log_team lanes share a row
+  int share;              // units of a lane; units_of_lane() says what the last lanes have
+  int swizzle;            // lane % 8 >> swizzle: the bits that a lane flips in a unit's number
+  bool in_bulk;           // the device has bulk copies
+  bool input_in_vectors;  // tiles are copied by vectors of 16 bytes; otherwise word by word
   bool gradient_in_vectors;
   Divisor classes;
 };
 
+// Gives the shared memory its alignment.
 struct alignas(kTileAlignment) TileLine {
   char bytes[kTileAlignment];
 };
@@ -278,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
     const float weight = row_weight(args, index);
     const float scale =
-        kGradient && exists ? grad_output.of_row(first_row + own_row, unit.get()) : 0;
+        kGradient && exists ? grad_output.scale_of_row(first_row + own_row, unit.get()) : 0;
     const auto finished = reduced.template finish<false>(x_at_index, scale, weight);
     if (exists && member == 0) {
       const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
@@ -356,15 +355,13 @@ void launch_float_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan
   shape.log_team = __builtin_ctz(static_cast<unsigned>(plan.team));
   shape.share = plan.share;
   shape.swizzle = 3 - twos_in(num_classes / words_of(units));
-  const DeviceLimits device = current_device_limits();
-  shape.in_bulk = device.hopper;
+  shape.in_bulk = current_device_limits().hopper;
   shape.input_in_vectors = rows_follow_in_vectors(args, args.input, 1);
   shape.gradient_in_vectors =
       gradient && rows_follow_in_vectors(args, args.grad_input, args.grad_input_class_stride);
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));
   const auto launch = [&](auto kernel) {
-    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes,
-                       max_shared_bytes(max_lane_classes(device.shared_bytes)));
+    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);
     launch_kernel("cross_entropy_forward_float_tile_kernel", kernel,
                   {blocks, kThreads, plan.shared_bytes, 1,
                    waits_for_previous_kernel(denominator, grad_output)},

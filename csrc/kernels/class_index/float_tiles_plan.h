@@ -16,20 +16,16 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int min_blocks(bool gradient) { return gradient ? 6 : 8; }
 // Longer rows are for float_rows.cu.
 constexpr int kMaxClasses = 500;
-// Classes of a lane, at most; more lanes share longer rows. Where a multiprocessor has less shared
-// memory than kManySharedBytes, half as many: a block of 32 KB leaves room for others.
+// Classes of a lane, at most; more lanes share longer rows.
 constexpr int kMaxLaneClasses = 128;
-constexpr int kManySharedBytes = 160 << 10;
-inline int max_lane_classes(int device_shared_bytes) {
-  return device_shared_bytes >= kManySharedBytes ? kMaxLaneClasses : kMaxLaneClasses / 2;
-}
+constexpr int kMaxLogTeam = 4;
+// What a block has of shared memory beside its tiles, at most.
+constexpr int kStaticSharedBytes = 1024;
 // Of a tile in shared memory. Measured on an H200: of tiles at boundaries of 16 bytes alone, a bulk
 // copy asks the L2 cache for twice as much.
 constexpr int kTileAlignment = 128;
-// Dynamic shared memory of a block, at most.
-inline int max_shared_bytes(int lane_classes) {
-  return kWarps * kWarpSize * lane_classes * static_cast<int>(sizeof(float));
-}
+constexpr int kMaxSharedBytes =
+    kWarps * kWarpSize * kMaxLaneClasses * static_cast<int>(sizeof(float));
 // How rows are accessed in shared memory: by words, or by vectors of 16 bytes where they are whole
 // ones. Lanes whose rows are an odd number of these meet in no bank; of an even number of vectors,
 // some lanes take those of a batch in another order.
@@ -67,36 +63,51 @@ inline int share_of(int num_classes, Units kind, int log_team) {
   const int log_places = kind == Units::kWords ? 5 : 3;
   // A multiple of 8, or an odd multiple of the step.
   const int step = twos == 3 ? 4 : 1 << std::max(twos, log_places - log_team);
-  const int share =
-      twos == 3 ? (even + 4) / 8 * 8 : even / (2 * step) * (2 * step) + step;
-  // The last of eight lanes would have up to 4 times as much as the others.
-  const bool is_small = log_team == 3 && units - 7 * share > share + 2 * step;
-  return is_small ? share + 2 * step : share;
+  const int share = twos == 3 ? (even + 4) / 8 * 8 : even / (2 * step) * (2 * step) + step;
+  // With this share, the last of eight lanes and more could have several times as many units.
+  const int last = units - ((1 << log_team) - 1) * share;
+  const bool is_too_small = log_team >= 3 && last > share + 2 * step;
+  return is_too_small ? share + 2 * step : share;
 }
 
-// What lane `member` of a team has of a row's units, in turn: its share while there are so many, and
-// the last lane all that are left.
+// How many of a row's units lane `member` of a team has. They start at unit `member * share`. A
+// lane has `share` units, or what is left of the row. The last lane has all that is left.
 LOSSOPS_HOST_DEVICE int units_of_lane(int units, int share, int member, int team) {
   const int left = units - member * share;
   const int most = member + 1 < team && left > share ? share : left;
   return most > 0 ? most : 0;
 }
 
-inline RowPlan plan(const RowProblem& problem) {
-  RowPlan plan;
-  // The order of the sums depends on the number of classes and the device alone.
-  const auto num_classes = static_cast<int>(problem.classes);
-  const int lane_classes = max_lane_classes(problem.device.shared_bytes);
-  plan.threads = kThreads;
+// Bytes of shared memory for a tile, in which 2^log_team lanes share a row.
+inline int tile_bytes(int64_t row_bytes, int log_team) {
+  const int64_t bytes = (kWarpSize >> log_team) * row_bytes;
+  return static_cast<int>(ceil_div(bytes, int64_t{kTileAlignment}) * kTileAlignment);
+}
+
+// Lanes that share a row, as a power of two: as few as leave room for two blocks a multiprocessor.
+// It decides the order of the sums, so it depends on the number of classes and the device alone.
+inline int log_team_of(const RowProblem& problem) {
   int log_team = 0;
-  while (lane_classes << log_team < num_classes) {
+  const auto fits = [&] {
+    const int block_bytes = kWarps * tile_bytes(problem.bytes, log_team) + kStaticSharedBytes;
+    return problem.classes <= kMaxLaneClasses << log_team &&
+           problem.device.resident_blocks(kThreads, block_bytes) >= 2;
+  };
+  while (log_team < kMaxLogTeam && !fits()) {
     ++log_team;
   }
+  return log_team;
+}
+
+inline RowPlan plan(const RowProblem& problem) {
+  RowPlan plan;
+  const auto num_classes = static_cast<int>(problem.classes);
+  const int log_team = log_team_of(problem);
+  plan.threads = kThreads;
   plan.team = 1 << log_team;
   plan.share = share_of(num_classes, units_of(num_classes), log_team);
   const int tile_rows = kWarpSize >> log_team;
-  plan.warp_bytes = static_cast<int>(ceil_div(tile_rows * problem.bytes, int64_t{kTileAlignment}) *
-                                     kTileAlignment);
+  plan.warp_bytes = tile_bytes(problem.bytes, log_team);
   plan.shared_bytes = kWarps * plan.warp_bytes;
   // One tile a warp, unless there are very many. Measured on an H200, steps: with 2 those of 100
   // classes take 3 % longer, those of 32 classes 4 % less.

@@ -32,16 +32,16 @@ struct TileShape {
   int padding;             // granules between rows in shared memory, against bank conflicts
   int bytes;               // of a warp's buffer
   int pitch;               // elements from a row to the next in shared memory
-  int stride;              // the same in memory, if they are a run
-  bool in_bulk;            // copies in bulk are to be had
-  bool gaps;               // no run: in shared memory each row starts at a word
-  bool gradient_in_run;    // the gradients lie as the run
-  bool gradient_in_quads;  // else: one after the other, from a boundary of four
+  int stride;              // the same in global memory, if rows are copied as a run
+  bool in_bulk;            // the device has bulk copies
+  bool by_words;           // rows are copied word by word, each to the start of a word
+  bool gradient_in_run;    // gradients are contiguous rows, placed in vectors as the logits are
+  bool gradient_in_quads;  // otherwise: gradients are contiguous and 8-byte aligned
   // Of gradients in the run: 2^20 over a row's granules, rounded up; divides a granule's number.
   uint32_t rows_of_2_20;
   Divisor classes;
   Divisor pairs;     // of a row's classes; the last may be half of one
-  Divisor granules;  // that hold a row's classes, with what else is in them
+  Divisor granules;  // of 16 bytes that hold a row; the first and the last may hold more
 
   __device__ __forceinline__ int padded(int granule) const {
     return padding == 0 ? granule
@@ -65,8 +65,8 @@ struct ConstantGradient {
   }
 };
 
-// Copies rows with gaps to shared memory, a row each `pitch` elements, which are whole words. Two
-// elements at a time, by the words that they lie in.
+// Copies rows to shared memory word by word, a row each `pitch` elements, which are whole words.
+// Two elements at a time, by the words that they lie in.
 template <typename scalar_t>
 __device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, const Divisor& pairs,
                                           scalar_t* elements, int pitch, int64_t first_row,
@@ -87,8 +87,9 @@ __device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, c
                     });
 }
 
-// Copies gradients back from rows in shared memory, four at a time if they follow one another in
-// memory. A tile has a multiple of four rows, unless it is the last.
+// Writes a tile's gradients from shared to global memory: four elements at a time with
+// gradient_in_quads, otherwise one. A tile has a multiple of four rows, unless it is the last, so
+// its gradients begin at a multiple of four elements.
 template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
                                            const TileShape& shape, const scalar_t* elements,
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   constexpr int kSize = kVectorSize<scalar_t>;
   constexpr int kPerWord = kWordElements<scalar_t>;
   constexpr bool kOdd = kRows == Rows::kWithinWords;
-  const bool gaps = !kOdd && shape.gaps;
+  const bool by_words = !kOdd && shape.by_words;
   const bool in_bulk = kMayCopyInBulk && shape.in_bulk;
   constexpr int kUnroll = kElementsAtATime / kPerWord;
   constexpr int kGradientUnroll = kUnroll / 2;
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   const int num_classes = static_cast<int>(args.num_classes);
   const int pitch = shape.pitch;
   const auto offset_of = [&](const Operand& operand, int64_t row) {
-    return gaps ? row_offset(args.rows, operand, row) : row * operand.strides[0];
+    return by_words ? row_offset(args.rows, operand, row) : row * operand.strides[0];
   };
   auto* const buffer = reinterpret_cast<char*>(dynamic) + warp * shape.bytes;
   auto* const elements = reinterpret_cast<scalar_t*>(buffer);
@@ -197,16 +198,16 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   const int first_of_tile = lane / kTeam;
   int64_t next_target = args.ignore_index;
   float next_scale = 0;
-  float scale = 0;  // of rows that have one
+  float scale = 0;  // the common factor of gradients; not used if each row has a grad_output
   const auto load_scale = [&](int r) {
     if (kGradient && r < rows) {
-      next_scale = grad_output.of_row(first_row + r, scale);
+      next_scale = grad_output.scale_of_row(first_row + r, scale);
     }
   };
   const auto start = [&] {
     rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
     next_target = load_target(first_of_tile);
-    if (gaps) {
+    if (by_words) {
       load_rows(args, shape.pairs, elements, pitch, first_row, rows);
       return;
     }
@@ -238,7 +239,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
       return;
     }
-    // Row by row, with what else is in its granules, but for the edges of the tile.
+    // Each row in whole granules, which may also hold elements beside the row. The partial granules
+    // at the tile's two ends come from x_at_edge.
     const auto end = static_cast<int>(shape.granules.value);
     const int last_end = (phase + num_classes) / kSize;  // of the last row
     if (!in_bulk) {
@@ -278,10 +280,11 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     load_scale(first_of_tile);
     if (!in_bulk) {
       wait_for_own_copies();
-    } else if (!gaps) {
+    } else if (!by_words) {
       arrived.wait(parity);
       parity ^= 1;
     }
+    // An edge behind the first granule belongs to the last row, which padding has moved.
     if (edge >= 0) {
       elements[edge < kSize ? edge : edge + (rows - 1) * (pitch - shape.stride)] = x_at_edge;
     }
@@ -410,7 +413,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           gradient.replace(values);
           own[c] = from_acc<scalar_t>(values[0]);
         };
-        // A row's elements that have words of their own, and the first and the last that do not.
+        // Elements before the row's first whole word: 1 if it begins in the middle of one, else 0.
         const int lead = kOdd ? (phase + r * pitch) % kPerWord : 0;
         uint32_t* const whole_words = row_words + lead;
         const auto replace_words = [&](int first_word, auto words_at_a_time, const auto& gradient) {
@@ -516,9 +519,9 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.pitch = plan.row_bytes / static_cast<int>(sizeof(half_t));
   shape.stride = static_cast<int>(logit_row_stride(args));
   shape.in_bulk = current_device_limits().hopper;
-  shape.gaps = plan.gaps;
+  shape.by_words = plan.by_words;
   const bool gradients_follow = rows_follow(args, args.grad_input, args.grad_input_class_stride);
-  shape.gradient_in_run = gradients_follow && !plan.gaps && shape.stride == num_classes &&
+  shape.gradient_in_run = gradients_follow && !plan.by_words && shape.stride == num_classes &&
                           (plan.padding == 0 || is_vector_aligned(args.input.data)) &&
                           lies_as_input(args, args.grad_input, args.grad_input_class_stride);
   shape.gradient_in_quads =
@@ -542,7 +545,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                   stream, args, shape, denominator, grad_output, partials, finalize);
   };
   const auto visit_rows = [&](auto&& body) {
-    if (!plan.gaps &&
+    if (!plan.by_words &&
         (shape.stride % kPerWord != 0 || reinterpret_cast<uintptr_t>(args.input.data) % 4 != 0)) {
       body(std::integral_constant<Rows, Rows::kWithinWords>{});
     } else {

@@ -30,8 +30,8 @@ constexpr int kTeams[] = {1, 2, 8};
 // More words than these for a lane make tiles too large.
 constexpr int kMaxLaneWords = 56;
 
-// Rows of a run in shared memory, of which more accesses of a warp would meet in one bank, are
-// copied one by one instead.
+// Accesses of a warp that may meet in one bank of shared memory. If more would meet, the rows of a
+// run are copied word by word, which puts them at other distances.
 constexpr int kMaxConflict = 4;
 
 // How many accesses of a warp meet in one bank, when its teams read their rows' first words.
@@ -45,35 +45,35 @@ inline int bank_conflict(int pitch_words, int team) {
   return worst;
 }
 
-// From a row of the logits to the next, in elements. A single row has none.
+// Elements from the start of a row of logits to the next. For a single row: the number of classes.
 inline int64_t logit_row_stride(const CrossEntropyArgs& args) {
   return args.rows.ndim == 1 ? args.input.strides[0] : args.num_classes;
 }
 
-// Whether rows lie so close together that they are copied with what lies between them, as one run.
-// Of each sector of memory, some bytes are read in any case.
-inline bool is_run(const RowProblem& problem) {
+// Whether rows are copied as one run, together with the gaps between them. A gap may have one
+// sector or half a row: memory reads whole sectors anyway.
+inline bool copied_as_run(const RowProblem& problem) {
   const int64_t gap = (logit_row_stride(problem.args) - problem.classes) * problem.element_bytes;
   return problem.args.rows.ndim <= 1 && gap >= 0 &&
          gap <= std::max(int64_t{kSectorBytes}, problem.bytes / 2);
 }
 
-// How rows lie in shared memory: sets `gaps`, `padding` and `row_bytes`.
+// How rows lie in shared memory: sets `by_words`, `padding` and `row_bytes`.
 inline void place_rows(const RowProblem& problem, RowPlan& plan) {
   const int words = (static_cast<int>(problem.bytes) + 3) / 4;
-  plan.gaps = !is_run(problem);
-  if (!plan.gaps) {
-    // As in memory, or a granule further apart.
+  plan.by_words = !copied_as_run(problem);
+  if (!plan.by_words) {
+    // Rows have the same distance as in global memory, or 16 bytes more.
     plan.row_bytes = static_cast<int>(logit_row_stride(problem.args) * problem.element_bytes);
     const int conflict = bank_conflict(plan.row_bytes / 4, plan.team);
     if (plan.row_bytes % kVectorBytes == 0) {  // all rows begin at the same place of a granule
       plan.padding = bank_conflict((plan.row_bytes + kVectorBytes) / 4, plan.team) < conflict;
       plan.row_bytes += plan.padding * kVectorBytes;
     } else {
-      plan.gaps = conflict > kMaxConflict && plan.row_bytes % 4 == 0;
+      plan.by_words = conflict > kMaxConflict && plan.row_bytes % 4 == 0;
     }
   }
-  if (plan.gaps) {
+  if (plan.by_words) {
     plan.row_bytes = 4 * (words | 1);  // an odd number of words: few lanes meet in a bank
   }
 }

@@ -20,7 +20,8 @@
 
 namespace lossops::cuda {
 
-// Kernels that can do without bulk copies take them where DeviceLimits::hopper says so.
+// Whether this machine code has bulk copies. Kernels that also have another way to copy use them
+// only if DeviceLimits::hopper is set too.
 [[maybe_unused]] constexpr bool kMayCopyInBulk = LOSSOPS_HOPPER_CODE != 0;
 
 // Its PTX version is that of the code this device runs, which may be older than the device.

@@ -62,7 +62,8 @@ __device__ __forceinline__ void wait_for_groups_but() {
 #endif
 }
 
-// A run of whole vectors of 16 bytes by the lanes of a warp. Each lane has its own copies.
+// Starts copying `bytes` bytes, whole vectors of 16, to shared memory. All lanes of a warp call it;
+// each waits for its own copies.
 __device__ __forceinline__ void start_warp_copy(void* shared, const void* global, int bytes) {
   auto* const to = static_cast<uint4*>(shared);
   const auto* const from = static_cast<const uint4*>(global);

@@ -19,7 +19,7 @@ LOSSOPS_HOST_DEVICE bool is_vector_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
 }
 
-// What memory is read and written by.
+// Bytes of a sector: the smallest unit that GPU memory reads or writes.
 constexpr int kSectorBytes = 32;
 // Bulk copies take half the requests of the L2 cache where shared memory lies as global memory does
 // within such lines.

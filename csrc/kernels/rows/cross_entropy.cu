@@ -57,20 +57,11 @@ struct WeightGradientSink {
 
 // The launch of each family, in the order of Family.
 constexpr LaunchRows* kLaunches[] = {
-    launch_side_by_side_rows,
-    launch_plane_rows,
-    launch_few_classes,
-    launch_float_tiles,
-    launch_tiles,
-    launch_half_rows,
-    launch_float_rows,
-    launch_register_rows,
-    launch_probability_rows,
-    launch_long_rows,
-    launch_split_rows,
-    launch_staged_rows,
-    launch_team_rows_forward,
-    launch_strided_forward,
+    launch_side_by_side_rows, launch_plane_rows,      launch_few_classes,
+    launch_float_tiles,       launch_tiles,           launch_half_rows,
+    launch_float_rows,        launch_register_rows,   launch_probability_rows,
+    launch_long_rows,         launch_split_rows,      launch_staged_rows,
+    launch_team_rows_forward, launch_strided_forward,
 };
 static_assert(std::size(kLaunches) == kFamilies);
 
@@ -81,8 +72,9 @@ void launch_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                                            stream);
 }
 
-// plan: of plan_again().
-void launch_again(const CrossEntropyBackwardArgs& args, const RowPlan& plan, cudaStream_t stream) {
+// Computes the gradient by the forward kernel that plan_again() chose.
+void launch_forward_again(const CrossEntropyBackwardArgs& args, const RowPlan& plan,
+                          cudaStream_t stream) {
   CrossEntropyForwardArgs forward = forward_of(args);
   Denominator denominator;
   if (args.reduction == Reduction::kMean) {
@@ -180,7 +172,7 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
     return;
   }
   if (const auto plan = plan_again(args, current_device_limits())) {
-    return launch_again(args, *plan, stream);
+    return launch_forward_again(args, *plan, stream);
   }
   switch (choose_backward(args)) {
     case BackwardFamily::kFlatGradients:

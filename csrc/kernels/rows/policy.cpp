@@ -50,14 +50,14 @@ const PolicyRow kPolicy[kFamilies] = {
        return side_by_side::lies_side_by_side(p.args, p.args.grad_input,
                                               p.args.grad_input_class_stride);
      },
-     true, never},
+     Again::kForAll, never},
     {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
      "strided classes (images, transposed logits), class indices",
      "a block copies all classes of 8 to 128 groups of rows to shared memory; more than 88 are "
      "dealt out to 4 to 64 threads a group; the gradient reads what does not fit once more",
      "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .52 / .57",
      [](P p) { return p.plain && p.indices && plane_rows::lies_in_planes(p.args); },
-     plane_rows::plan, always, true, never},
+     plane_rows::plan, always, Again::kForAll, never},
     {Family::kFewClasses, "few_classes", "class_index/few_classes.cu",
      "fp32, 2 to 15 classes, class indices; Hopper",
      "a thread has a row in registers, a warp copies the next 64 rows to shared memory "
@@ -68,25 +68,25 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) {
        return p.hopper_fp32 && p.indices && p.classes >= 2 && p.classes <= few_classes::kMaxClasses;
      },
-     few_classes::plan, always, true, never},
+     few_classes::plan, always, Again::kForEachRow, never},
     {Family::kFloatTiles, "float_tiles", "class_index/float_tiles.cu",
-     "fp32, to 500 classes, class indices; with Hopper 1 class and from 16 on",
+     "fp32, up to 500 classes, class indices; with Hopper not 2 to 15 classes",
      "a warp copies a tile of rows, with Hopper in bulk, writes their gradients over them and "
-     "copies these back; 1 to 8 lanes a row, each in a part of it, by vectors where rows are "
+     "copies the gradients back; 1 to 16 lanes a row, each in a part of it, by vectors where rows "
+     "are "
      "whole ones",
      "by the other tiles: 4194304x16 164 / 271 us, 524288x256 171 / 328 us; this 106 / 214, 134 "
      "/ 291 us. Without Hopper 1048576x100 by a thread a row .25 / .27, 524288x256 by team rows "
      ".53 / .55; this .91 / .88, .92 / .89",
      [](P p) { return p.contiguous_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
-     float_tiles::plan, always, true, never},
-    {Family::kTiles, "tiles", "class_index/tiles.cu",
-     "fp16 and bf16, to 2000 bytes, class indices",
+     float_tiles::plan, always, Again::kForEachRow, never},
+    {Family::kTiles, "tiles", "class_index/tiles.cu", "fp16 and bf16, to 2000 bytes, class indices",
      "a warp copies a tile of rows, with Hopper in bulk; 1, 2 or 8 lanes a row, in turn",
      "bf16 262144x64 by a thread a row .08 / .11; rows of 4000 bytes are read 1.2 times as fast "
      "by a warp each. Without Hopper 2097152x100 by a thread a row .33 / .30, 131072x1000 by "
      "team rows .30 / .36; this .83 / .86, .67 / .75",
      [](P p) { return p.contiguous_half && p.indices && p.bytes <= tiles::kMaxRowBytes; },
-     tiles::plan, always, true, never},
+     tiles::plan, always, Again::kForEachRow, never},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
      "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
      "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its "
@@ -97,7 +97,7 @@ const PolicyRow kPolicy[kFamilies] = {
        return p.hopper_half && p.indices && p.whole_vectors && p.bytes >= kMinStagedBytes &&
               p.classes <= half_rows::kMaxClasses;
      },
-     half_rows::plan, contiguous_gradient, false, always},
+     half_rows::plan, contiguous_gradient, Again::kNever, always},
     {Family::kFloatRows, "float_rows", "class_index/float_rows.cu",
      "fp32, class indices, from 501 classes: whole vectors to 8192; others to 4096, beyond 1024 "
      "only those that leave less than 7/32 of their warps' room empty; Hopper",
@@ -109,13 +109,13 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) {
        return p.hopper_fp32 && p.indices && p.bytes >= kMinStagedBytes && float_rows::fills_team(p);
      },
-     float_rows::plan, contiguous_gradient, false, always},
+     float_rows::plan, contiguous_gradient, Again::kNever, always},
     {Family::kRegisterRows, "register_rows", "rows/register_rows.cuh",
      "class indices, 2 to 32 KB a row of fp32, 2 to 16 KB of half types; without Hopper",
      "a row in the registers of a block",
      "on an H200, forward of fp32 takes 6 to 12 % less than staged, which is Hopper's",
      [](P p) { return !p.hopper && register_rows::fits(p); }, register_rows::plan,
-     contiguous_gradient, false, always},
+     contiguous_gradient, Again::kNever, always},
     {Family::kProbabilityRows, "probability_rows", "rows/probability_rows.cu",
      "fp16 and bf16 with probabilities of their dtype, aligned whole vectors, 2 to 64 KB a row, "
      "no weights; without a gradient to 8 KB; Hopper",
@@ -125,7 +125,7 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) {
        return probability_rows::fits(p) && (p.gradient || p.bytes < probability_rows::kLongBytes);
      },
-     probability_rows::plan, contiguous_gradient, false, never},
+     probability_rows::plan, contiguous_gradient, Again::kNever, never},
     {Family::kLongRows, "long_rows", "rows/long_rows.cu",
      "fp16 and bf16 without a gradient, class indices in pieces of 6 to 8 KB, from 12 KB a row, "
      "with smoothing in aligned whole vectors; probabilities as in the line above from 8 KB; "
@@ -133,34 +133,34 @@ const PolicyRow kPolicy[kFamilies] = {
      "a piece of the row in the registers of a warp, its next one on its way; the pieces and "
      "the order of sums of staged rows",
      "bf16 forward: 16384x32768 staged .90, this .96; 8192x131072 .88, 1.00; 32768x8192 .65, .87",
-     long_rows::fits, long_rows::plan, never, false, never},
+     long_rows::fits, long_rows::plan, never, Again::kNever, never},
     {Family::kSplitRows, "split_rows", "rows/split_rows.cu",
      "fp16 and bf16 with a gradient, aligned whole vectors, class indices without smoothing, 8 "
      "pieces and more; Hopper",
      "a quarter of a piece in registers and the rest in shared memory, so that blocks hold rows "
      "of 128 KB and clusters are half as large; the pieces and the order of sums of staged rows",
      "bf16 step: 8192x131072 staged .83, this .90; 4096x262144 .79, .87; 8192x128256 .78, .87",
-     split_rows::fits, split_rows::plan, always, false, always},
+     split_rows::fits, split_rows::plan, always, Again::kNever, always},
     {Family::kStagedRows, "staged_rows", "rows/staged_rows.cu",
      "from 2 to 576 KB; class indices, with smoothing or weights, and probabilities of the "
      "logits' dtype to 288 KB without weights; Hopper",
      "a piece of a row a warp, a block or a cluster of blocks a row",
      "each logit is read once, for the gradient too; by team rows fp32 65536x21843 .67 / .41",
-     staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); }, false,
-     [](P p) { return p.indices; }},
+     staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); },
+     Again::kNever, [](P p) { return p.indices; }},
     {Family::kTeamRows, "team_rows", "rows/team_rows.cuh",
      "class indices from 4097 bytes a row, fp64 from 129 classes; smoothing and probabilities from "
      "33 classes",
      "a team of threads a row: part of a warp, or a block",
-     "100 classes with the gradient: a thread a row reaches .6 of this speed",
-     team_rows::fits, team_rows::plan,
-     [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; }, false,
-     always},
+     "100 classes with the gradient: a thread a row reaches .6 of this speed", team_rows::fits,
+     team_rows::plan,
+     [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; },
+     Again::kNever, always},
     {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
      "the rest, any layout and dtypes: strided classes, few classes",
      "a thread a row, so that a warp reads neighbouring rows",
      "10 classes: 6 times as fast as a team a row; 100 classes forward 5 times", always,
-     strided_rows::plan, never, false, never},
+     strided_rows::plan, never, Again::kNever, never},
 };
 
 // ------------------------------------------------------------------------ the decision
@@ -188,7 +188,7 @@ RowPlan plan_of(P p, const PolicyRow& row) {
   RowPlan plan = row.plan(p);
   plan.family = row.family;
   plan.writes_gradient = p.gradient;
-  plan.computes_again = p.gradient && row.computes_again;
+  plan.computes_again = p.gradient && row.again != Again::kNever;
   plan.denominator_blocks = denominator_blocks(p);
   plan.index_bytes = index_bytes(p, plan);
   return plan;
@@ -211,18 +211,22 @@ RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& devic
 
 std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
                                   const DeviceLimits& device) {
-  // fp32 rows with gaps are copied word by word, once more: steps of "none", 228035x128 padded by 3,
-  // .19 so, and .27 by flat_gradients_kernel. (H200, 2026-11)
-  const bool is_of_rows =
-      args.reduction == Reduction::kNone && args.rows.ndim <= 1 &&
-      !plane_rows::takes_gradients(args) &&
-      (is_half_type(args.input.dtype) || rows_follow_in_vectors(args, args.input, 1));
-  if (!args.kept && !is_of_rows) {
+  const bool has_grad_output_of_rows = args.reduction == Reduction::kNone && args.rows.ndim <= 1;
+  if (!args.kept && !has_grad_output_of_rows) {
     return std::nullopt;
   }
   const CrossEntropyForwardArgs forward = forward_of(args);
   const RowPlan plan = plan_rows(forward, device);
-  return plan.computes_again ? std::optional<RowPlan>(plan) : std::nullopt;
+  if (args.kept || !plan.computes_again) {
+    return plan.computes_again ? std::optional<RowPlan>(plan) : std::nullopt;
+  }
+  // Tiles would copy fp32 rows with gaps, or at misaligned addresses, word by word a second time.
+  // Step of "none", 228035x128 padded by 3: .19 of the floor by tiles in a run that may have been
+  // disturbed, .27 by flat_gradients_kernel. (H200, 2026-11)
+  const bool by_vectors = is_half_type(args.input.dtype) ||
+                          rows_follow_in_vectors(args, args.input, args.input_class_stride);
+  const bool for_each_row = kPolicy[static_cast<int>(plan.family)].again == Again::kForEachRow;
+  return for_each_row && by_vectors ? std::optional<RowPlan>(plan) : std::nullopt;
 }
 
 // A warp a part of a row would leave most of its lanes without work on shorter rows. A choice, not

@@ -10,6 +10,13 @@
 
 namespace lossops::cuda {
 
+// Whether a kernel of forward computes its gradient again in a backward pass.
+enum class Again : int8_t {
+  kNever,
+  kForAll,     // for one grad_output of all rows, where forward kept the gradient for another
+  kForEachRow  // also for a grad_output of each row
+};
+
 // A row of the table. The first row that takes a problem decides.
 struct PolicyRow {
   Family family;
@@ -24,7 +31,7 @@ struct PolicyRow {
   RowPlan (*plan)(const RowProblem&);
   // Whether the kernel can write args.grad_input beside the loss.
   bool (*writes_gradient)(const RowProblem&);
-  bool computes_again;  // RowPlan's
+  Again again;
   // Whether the gradient may take the place of the logits: no thread reads a logit, that of the
   // class index included, after another may have written there.
   bool (*writes_in_place)(const RowProblem&);
@@ -35,8 +42,9 @@ extern const PolicyRow kPolicy[kFamilies];
 
 RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& device);
 
-// A backward pass by a kernel of forward, which reads the logits again: for another grad_output than
-// that of a kept gradient, or of short rows for each row's. None: choose_backward() decides.
+// The plan of a backward pass that a kernel of forward computes from the logits. There are two
+// cases: a kept gradient, which is computed again only if grad_output is not 1; and short rows with
+// "none", which have a grad_output for each row. nullopt: choose_backward() picks the kernel.
 std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args, const DeviceLimits& device);
 
 // What takes the rows of a backward pass of its own, which reads what forward left of them.

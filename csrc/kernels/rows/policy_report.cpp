@@ -101,7 +101,7 @@ Json json_of(const RowPlan& plan) {
   json.add_used("padding_of_row_in_tile", plan.padding, unused.padding);
   json.add_used("word_by_word", plan.words, unused.words);
   json.add_used("aligned", plan.aligned, unused.aligned);
-  json.add_used("rows_with_gaps", plan.gaps, unused.gaps);
+  json.add_used("copied_by_words", plan.by_words, unused.by_words);
   return json;
 }
 

@@ -51,7 +51,7 @@ struct RowPlan {
   int warp_bytes = 0;        // of a warp, where warps have a part of the shared memory each
   bool words = false;        // rows are not whole vectors
   bool aligned = false;      // vectors can access all rows
-  bool gaps = false;         // rows are copied to shared memory one by one
+  bool by_words = false;     // rows are copied to shared memory word by word
   int row_bytes = 0;         // from a row to the next in shared memory
   // Which rows a block, a warp or a cluster takes one after the other.
   RowShares shares;

@@ -73,34 +73,36 @@ struct Denominator {
 // The grad_output of a backward pass by a kernel of forward. There is none in forward.
 struct GradOutput {
   Operand operand;
-  // One for each row, of rows of one dimension. Else one element: forward has kept the gradient for
-  // a grad_output of 1, and for another one the kernel computes it again.
-  bool of_rows = false;
+  // Whether it has an element for each row ("none"; rows of one dimension). If not, it is one
+  // element, and forward has kept a gradient for a grad_output of 1.
+  bool is_per_row = false;
 
   __host__ __device__ bool exists() const { return operand.data != nullptr; }
 
   // Blocks to launch of a kernel that has `blocks` of them in forward, of so many threads: where
   // a gradient is kept, mostly there is nothing to do.
   int64_t limit_blocks(int64_t blocks, int threads) const {
-    return exists() && !of_rows ? std::min(blocks, most_blocks_of_kept(threads)) : blocks;
+    return exists() && !is_per_row ? std::min(blocks, most_blocks_of_kept(threads)) : blocks;
   }
 
-  // Whether it is 1, so that the kept gradient is the one that is wanted. Writes it to value.
+  // Waits for the kernel before this one. Whether the kept gradient is right, because grad_output
+  // is
+  // 1. Writes grad_output to value, unless there is one for each row: then it returns false.
   __device__ __forceinline__ bool is_one(float& value) const {
     if (!exists()) {
       return false;
     }
     wait_for_previous_kernel();
-    if (of_rows) {
+    if (is_per_row) {
       return false;
     }
     value = load_grad_output<float>(operand, 0);
     return value == 1;
   }
 
-  // What the gradient of a row is multiplied by; of_all: where that is one number.
-  __device__ __forceinline__ float of_row(int64_t row, float of_all) const {
-    return of_rows ? load_grad_output<float>(operand, row * operand.strides[0]) : of_all;
+  // The factor of a row's gradient: the row's grad_output, or common_scale.
+  __device__ __forceinline__ float scale_of_row(int64_t row, float common_scale) const {
+    return is_per_row ? load_grad_output<float>(operand, row * operand.strides[0]) : common_scale;
   }
 };
 

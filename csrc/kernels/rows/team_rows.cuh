@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <type_traits>
 
 #include "kernels/grid/device.cuh"
@@ -29,7 +30,7 @@ namespace lossops::cuda {
 template <bool kDense>
 constexpr int kRowUnroll = kDense ? 2 : 4;
 // What a kernel has of shared memory beside a row, at most.
-constexpr int kTeamStaticBytes = 4096;
+constexpr int kTeamStaticSharedBytes = 4096;
 // A row of more than this would be alone on its multiprocessor, of the largest there are.
 constexpr int64_t kMaxSharedRowBytes = 112 << 10;
 
@@ -58,7 +59,8 @@ struct TeamReader {
   Vector<scalar_t> loaded[kUnroll];
 
   // Starts loading at once: what else the row needs can be fetched meanwhile.
-  __device__ __forceinline__ TeamReader(const scalar_t* row_, int num_classes_, int lane_, int team_)
+  __device__ __forceinline__ TeamReader(const scalar_t* row_, int num_classes_, int lane_,
+                                        int team_)
       : row(row_),
         num_classes(num_classes_),
         width(access_width(row_)),
@@ -244,8 +246,8 @@ __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kTeamThreads,
     int64_t offsets[4];
     row_offsets(args.rows, operands, row, offsets);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-    TeamReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes), lane,
-                                                   team);
+    TeamReader<scalar_t, kRowUnroll<kDense>> reader(logits, static_cast<int>(args.num_classes),
+                                                    lane, team);
     const auto target = target_of<acc_t, kDense>(args, offsets[1]);
     acc_t x_at_index = 0;
     if (!kDense && lane == 0 && target.has_loss()) {
@@ -344,7 +346,7 @@ int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
     return 0;
   }
   // Asked for as much as any row has: another thread may be about to launch it with more.
-  const int64_t most = std::min<int64_t>(limit - kTeamStaticBytes, kMaxSharedRowBytes);
+  const int64_t most = std::min<int64_t>(limit - kTeamStaticSharedBytes, kMaxSharedRowBytes);
   if (bytes > most || cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(most)) != cudaSuccess) {
     cudaGetLastError();  // the launch that does without must not find it
@@ -363,11 +365,13 @@ void forward_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
     const int64_t cache = kGradient ? row_cache_bytes(args, kernel) : 0;
     launch_kernel("cross_entropy_forward_kernel", kernel, {plan.blocks, team, cache}, stream, args,
                   team, cache > 0, denominator, partials, finalize);
-  } else if constexpr (kDense || sizeof(scalar_t) == 8) {  // team_rows::fits()
+  } else if constexpr (kDense || sizeof(scalar_t) == 8) {  // team_rows::fits() admits no others
     launch_kernel("cross_entropy_forward_kernel",
                   cross_entropy_forward_kernel<scalar_t, kDense, false, kGradient>,
                   {plan.blocks, plan.threads}, stream, args, team, false, denominator, partials,
                   finalize);
+  } else {
+    throw std::logic_error("lossops: short rows of class indices are not for teams");
   }
 }
 

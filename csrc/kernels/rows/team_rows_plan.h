@@ -99,10 +99,11 @@ inline RowPlan plan(const RowProblem& problem) {
 
 namespace team_rows {
 
-// Shorter rows of fp32 and half types with class indices are for tiles and register_rows.
+// fp32 and half-type rows with class indices that a part of a warp would take always have another
+// kernel: tiles, register_rows, or one of Hopper's.
 inline bool fits(const RowProblem& problem) {
   return rows_are_contiguous(problem.args, few_classes_forward(problem.args)) &&
-         (problem.args.dense() || problem.args.acc_double || problem.bytes > kWarpRowBytes);
+         (problem.args.dense() || problem.args.acc_double || team_size(problem.args) > kWarpSize);
 }
 
 inline RowPlan plan(const RowProblem& problem) {

@@ -28,8 +28,8 @@ _MOST_BYTES = 1 << 62
 TorchOptions: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
 
 
-class Others(NamedTuple):
-    """The arguments of linear_cross_entropy that are neither tensors nor keywords of rows."""
+class CallOptions(NamedTuple):
+    """The arguments of linear_cross_entropy that are neither tensors nor `Keywords`."""
 
     reduction: str
     ignore_index: int | None

@@ -12,9 +12,10 @@ _LEAST_WORKSPACE = {"cuda": 256 << 20, "cpu": 64 << 20}
 # bf16, of the product alone: 8192x4096x128256 .927 with 256 MiB and .949 with 512, 8192x2304x256000
 # .888 and .918. (H200, 2026-11)
 _LEAST_WITHOUT_SUMS = {"cuda": 512 << 20, "cpu": 64 << 20}
-# There, up to twice that is taken for so many rows: a product that has fewer, and few features, has
-# fewer tiles than the device has multiprocessors. Step of bf16 8192x2304x256000 with a frozen
-# weight: .848 with 1024 rows, .924 with 2048. (H200, 2026-11)
+# Rows that a chunk should have without sums of the weight's gradient. The workspace may grow to
+# twice _LEAST_WITHOUT_SUMS for them: with fewer rows and few features, a product has fewer tiles
+# than the device has multiprocessors. Step of bf16 8192x2304x256000 with a frozen weight, as a
+# fraction of the products alone: .848 with 1024 rows, .924 with 2048. (H200, 2026-11)
 _ROWS_WITHOUT_SUMS = {"cuda": 2048}
 # Chunks have a multiple of so many rows where they can: whole tiles of matrix products. 1408 rows,
 # 5.5 tiles, are slower than 768: forward of bf16 4096x2048x151936 .850 and .862. (H200, 2026-11)

@@ -19,7 +19,7 @@ from .._ops.cross_entropy import CLASS_INDICES
 from .._ops.cross_entropy_by_rows import CrossEntropyOutput, Keywords
 from .._ops.description import HALF_DTYPES
 from . import arguments
-from .arguments import Others
+from .arguments import CallOptions
 from .passes import Operands
 from .token_passes import NAME as TOKENS_NAME
 from .token_passes import TokenOperands
@@ -37,21 +37,27 @@ class _Deal:
 
     def __init__(self, input: Any, linear_weight: Any) -> None:
         self.mesh, self.token_dims = input.device_mesh, input.dim() - 1
-        self.tokens = _token_placements(input, linear_weight)
-        self.whole = (Replicate(),) * self.mesh.ndim
-        self.is_dealt = self.tokens != self.whole
+        self.token_placements = _token_placements(input, linear_weight)
+        self.replicated = (Replicate(),) * self.mesh.ndim
+        self.is_dealt = self.token_placements != self.replicated
         # The placements of a sum over all tokens while each rank has the sum over its own.
-        self.parts = tuple(x if x == Replicate() else Partial() for x in self.tokens)
+        self.sum_placements = tuple(
+            x if x == Replicate() else Partial() for x in self.token_placements
+        )
 
     def local(self, name: str, tensor: Any) -> Any:
         """This rank's part of an argument. What is no DTensor stays as it is."""
         if not isinstance(tensor, DTensor):
             return tensor
         of_tokens = name in _OF_TOKENS
-        placed = tensor.redistribute(placements=self.tokens if of_tokens else self.whole)
+        placed = tensor.redistribute(
+            placements=self.token_placements if of_tokens else self.replicated
+        )
         # fault: sharded-gradient
-        found = placed.to_local(grad_placements=self.tokens if of_tokens else self.parts)
-        # After async_op=True, a tensor arrives at the first operation that is no view.
+        found = placed.to_local(
+            grad_placements=self.token_placements if of_tokens else self.sum_placements
+        )
+        # After redistribute(async_op=True), `found` may still be on its way. clone() waits for it.
         return found.clone() if hasattr(type(found), "__tensor_flatten__") else found
 
     def operands(self, given: _Given) -> _Given:
@@ -59,8 +65,8 @@ class _Deal:
 
     def total(self, part: Tensor) -> Any:
         """The sum over the ranks' tokens, whole on each rank."""
-        found = DTensor.from_local(part, self.mesh, self.parts, run_check=False)
-        return found.redistribute(placements=self.whole)
+        found = DTensor.from_local(part, self.mesh, self.sum_placements, run_check=False)
+        return found.redistribute(placements=self.replicated)
 
     def rows(self, part: Tensor, shape: torch.Size, like: Any) -> Any:
         """The values of all rows, placed as `like` in the dimensions that both have.
@@ -72,7 +78,7 @@ class _Deal:
         """
         stride = torch.empty(shape, device="meta").stride()
         found = DTensor.from_local(
-            part, self.mesh, self.tokens, run_check=False, shape=shape, stride=stride
+            part, self.mesh, self.token_placements, run_check=False, shape=shape, stride=stride
         )
         dims = len(shape) if like.shape == shape else self.token_dims
         return found.redistribute(
@@ -130,7 +136,7 @@ def _described(tensor: Any) -> Any:
 
 
 def cross_entropy(
-    call: Callable[..., Any], given: Operands, keywords: Keywords, others: Others
+    call: Callable[..., Any], given: Operands, keywords: Keywords, others: CallOptions
 ) -> Any:
     """`linear_cross_entropy` of DTensors. call: that of plain tensors.
 
@@ -185,7 +191,7 @@ def _of_part(
     deal: _Deal,
     operands: Operands,
     keywords: Keywords,
-    others: Others,
+    others: CallOptions,
     ignored: int,
 ) -> tuple[CrossEntropyOutput, torch.dtype]:
     """What this rank's tokens add to the scalars of a mean or a sum; the dtype of the loss."""
@@ -196,8 +202,9 @@ def _of_part(
     if not has_classes:
         for tensor in (target, weight):
             dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
-    # A loss of a half type is rounded once, after the sum over ranks. It may then have float32
-    # class weights, so those that do not fit take the way to their error.
+    # A loss of a half type is computed in float32 and rounded once, after the sum over ranks. A
+    # float32 loss would accept float32 class weights that a half-type loss refuses. Such weights
+    # keep the half-type call, so that it raises the usual error.
     fits = weight is None or not has_classes or weight.dtype in (compute, others.logits_dtype)
     is_wide = dtype in HALF_DTYPES and not is_autocast and fits
 
@@ -206,14 +213,15 @@ def _of_part(
     if is_mean or is_rated:
         kept, sums = _counted(operands, keywords, ignored, deal.token_dims)
         # fault: sharded-divisor
-        of_losses, of_z_losses, count = deal.total(sums).to_local().unbind()
+        loss_divisor, z_loss_divisor, count = deal.total(sums).to_local().unbind()
     if is_mean and num_items is None:
-        num_items = of_losses
+        num_items = loss_divisor
         if has_classes and weight is not None and keywords.lse_square_scale != 0:
-            # Class weights do not count for the z-loss, which has another divisor. They take the
-            # quotient of the two, rounded to no half type.
-            num_items = of_z_losses
-            quotient = of_z_losses / of_losses  # fault: sharded-z-loss
+            # The losses and the z-losses have different divisors, because class weights count only
+            # for the losses. The call has one divisor: that of the z-losses. So the class weights
+            # are multiplied by the quotient of the two, in float32 or wider.
+            num_items = z_loss_divisor
+            quotient = z_loss_divisor / loss_divisor  # fault: sharded-z-loss
             wide = torch.float32 if is_wide or is_autocast else weight.dtype
             weight = (weight.double() * quotient).to(torch.promote_types(weight.dtype, wide))
     wanted = keywords._replace(

@@ -103,7 +103,7 @@ def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (row_stats.new_empty((doubles,), dtype=torch.float64),)
 
 
-# The gradients of such rows, and of shorter ones, are not padded.
+# Bytes of a row. Gradients of rows up to this size are not padded.
 _SHORT_ROW_BYTES = 2000
 
 

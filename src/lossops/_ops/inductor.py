@@ -42,7 +42,8 @@ _PRODUCTS = (
     "MmBackward0",
 )
 _LOG_SOFTMAX = "LogSoftmaxBackward0"
-# Of a sum. Inductor writes out those of up to 8 terms (unroll_reductions_threshold).
+# Terms of the sum in _in_memory(). They must be more than 8: Inductor writes a shorter sum out as
+# additions (unroll_reductions_threshold).
 _TERMS = 32
 
 
@@ -266,11 +267,11 @@ class _Rows:
 
 
 def _in_memory(values: Tensor) -> Tensor:
-    """Values (..., 1), which Inductor then has in memory.
+    """Returns values (..., 1) in a form that Inductor stores in memory.
 
-    It would compute them anew for each logit, and of a gradient of more than 30 operations it keeps
-    some in a float32 tensor as large as the logits. A sum is not computed anew; one of few terms
-    would be no sum to it.
+    Otherwise Inductor computes them again for each logit. If a gradient has more than 30
+    operations, it also stores some in a float32 tensor as large as the logits. The form is a sum of
+    many terms, because Inductor does not compute a sum again.
     """
     is_first = torch.arange(_TERMS, device=values.device) == 0
     return torch.where(is_first, values, 0.0).sum(-1, keepdim=True)
