@@ -26,8 +26,8 @@ import lossops
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
-def program() -> Any:
-    """torch.distributed.tensor, which the test itself has no use for."""
+def dtensor_module() -> Any:
+    """Imports torch.distributed.tensor. Only the ranks need it, not pytest."""
     import torch.distributed.tensor as module
 
     return module
@@ -37,7 +37,7 @@ class Comparisons:
     """Calls of DTensors and of plain tensors, and which of them differ."""
 
     def __init__(self) -> None:
-        self.dt = program()
+        self.dt = dtensor_module()
         self.size = dist.get_world_size()
         self.meshes = {
             shape: dist.init_device_mesh("cpu", shape)
@@ -414,7 +414,7 @@ def dtypes(run: Comparisons) -> None:
                     **options,
                     **more,
                 )
-    # The sum over ranks is not one of rounded numbers.
+    # Ranks add up numbers that are not rounded yet.
     tensors = {
         "input": torch.ones(512, 1, dtype=bfloat16),
         "linear_weight": torch.zeros(3, 1, dtype=bfloat16),

@@ -23,7 +23,7 @@ MOST_ELEMENTS = 2**16
 
 
 class Pool:
-    """Puts all tensors of a dtype into one, equal tensors once: each in a file has a header."""
+    """Packs all tensors of a dtype into one and stores equal tensors once: each has a header."""
 
     def __init__(self) -> None:
         self.whole = {dtype: torch.zeros(MOST_ELEMENTS, dtype=dtype) for dtype in DTYPES}

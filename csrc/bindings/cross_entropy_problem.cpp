@@ -97,10 +97,10 @@ Tensor empty_gradient(const View& logits, Reduction reduction) {
   constexpr int64_t kVectorBytes = 16;
   constexpr int64_t kShortRowBytes = 2000;
   const int64_t classes = logits.sizes[1];
-  const int64_t bytes = element_size(to_dtype(kCrossEntropy, logits.dtype));
-  const int64_t vector = kVectorBytes / bytes;
+  const int64_t element_bytes = element_size(to_dtype(kCrossEntropy, logits.dtype));
+  const int64_t vector = kVectorBytes / element_bytes;
   const int64_t padding = logits.strides[0] > classes ? (logits.strides[0] - classes) % vector : 0;
-  if (padding == 0 || classes * bytes <= kShortRowBytes) {
+  if (padding == 0 || classes * element_bytes <= kShortRowBytes) {
     return empty_like(logits);
   }
   Dims strides;

@@ -111,9 +111,9 @@ def fake_gradient(operand: Tensor) -> Tensor:
     """A gradient in the layout of csrc/bindings/rows.h, empty_gradient(): padded as rows may be."""
     if operand.dim() == 2 and operand.is_floating_point() and operand.stride(1) == 1:
         classes = operand.size(1)
-        bytes = operand.element_size()
-        padding = (operand.stride(0) - classes) % (16 // bytes)
-        if operand.stride(0) > classes and padding > 0 and classes * bytes > _SHORT_ROW_BYTES:
+        element_bytes = operand.element_size()
+        padding = (operand.stride(0) - classes) % (16 // element_bytes)
+        if operand.stride(0) > classes and padding > 0 and classes * element_bytes > _SHORT_ROW_BYTES:
             strides = (classes + padding, 1)
             return torch.empty_strided(
                 operand.shape, strides, dtype=operand.dtype, device=operand.device

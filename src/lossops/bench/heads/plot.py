@@ -1,5 +1,5 @@
-"""The picture of a run of heads: fractions of the products by pass, and memory; of heads that
-differ in their tokens alone, lines over these."""
+"""Draws a run of heads: fractions of the products by pass, and memory. A run that varies only the
+number of tokens becomes lines over the tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADING = (
 
 def draw(about: dict[str, Any], found: Sequence[Measured], path: str) -> None:
     """Writes the picture; the path's ending chooses the format."""
-    if _differ_in_tokens(found):
+    if _varies_only_tokens(found):
         page.draw(path, about, [], [], [_lines(found)])
         return
     passes = [doing for doing in PASSES if any(doing in one.heads[PRODUCTS].ms for one in found)]
@@ -54,8 +54,8 @@ def draw(about: dict[str, Any], found: Sequence[Measured], path: str) -> None:
     page.draw(path, about, [], [], [page.bars(HEADING, columns, groups)])
 
 
-def _differ_in_tokens(found: Sequence[Measured]) -> bool:
-    """Whether there are three or more heads, with the same features and classes."""
+def _varies_only_tokens(found: Sequence[Measured]) -> bool:
+    """Whether the run has three or more numbers of tokens, with the same features and classes."""
     shapes = [Shape.parse(one.shape) for one in found]
     return len({shape.tokens for shape in shapes}) >= 3 and (
         len({dataclasses.replace(shape, tokens=1) for shape in shapes}) == 1
