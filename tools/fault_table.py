@@ -395,15 +395,15 @@ FAULTS = [
     Fault(
         "heads of DTensors: gradient of the weight not summed over the ranks",
         "sharded-gradient",
-        "else self.parts",
-        "else self.whole",
+        "else self.sum_placements",
+        "else self.replicated",
         "test_sharded_heads.py",
     ),
     Fault(
         "heads of DTensors: one divisor for weighted losses and their z-losses",
         "sharded-z-loss",
-        "of_z_losses / of_losses",
-        "of_z_losses / of_z_losses",
+        "z_loss_divisor / loss_divisor",
+        "z_loss_divisor / z_loss_divisor",
         "test_sharded_heads.py",
     ),
     Fault(
