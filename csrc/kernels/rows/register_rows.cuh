@@ -115,7 +115,7 @@ struct RegisterRow {
     return row + threadIdx.x * kSize + u * blockDim.x * kSize;
   }
 
-  // Of the logits in whole vectors.
+  // The least of the logits in whole vectors.
   __device__ __forceinline__ float least(int whole) const {
     float result = math::infinity<float>();
 #pragma unroll

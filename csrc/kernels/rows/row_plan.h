@@ -84,11 +84,11 @@ struct RowProblem {
   // Rows that fp32 arithmetic can read once.
   const bool plain = rows > 0 && classes > 0 && classes <= kMaxRowClasses && !args.acc_double &&
                      args.input.dtype != DType::kFloat64;
-  // The same of contiguous classes.
+  // Plain rows whose classes are contiguous: of any dtype, of fp32, of a half type.
   const bool contiguous = plain && args.input_class_stride == 1;
   const bool contiguous_fp32 = contiguous && args.input.dtype == DType::kFloat32;
   const bool contiguous_half = contiguous && is_half_type(args.input.dtype);
-  // The same on a device that has Hopper's kernels.
+  // These three on a device that has Hopper's kernels.
   const bool hopper = contiguous && device.hopper;
   const bool hopper_fp32 = contiguous_fp32 && device.hopper;
   const bool hopper_half = contiguous_half && device.hopper;

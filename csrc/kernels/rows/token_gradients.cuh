@@ -204,8 +204,8 @@ static __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// The same of short rows, for flat_gradients_kernel: by a thread each, with the gradient at the
-// class index, if a row has one.
+// TokenLogitGradient of a short row, for flat_gradients_kernel: by a thread, with the gradient at
+// the class index, if a row has one.
 template <typename scalar_t>
 struct FlatTokenGradient {
   static constexpr int kDoesNotCount = -2;
