@@ -310,12 +310,18 @@ __attribute__((noinline)) void load_block(const Operand& operand, const BlockOff
   std::fill(values + count, values + padded(count), padding);
 }
 
+// Whether the elements of a block lie in memory as acc_t, one behind the other.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE bool lies_as(const Operand& operand, const BlockOffsets& at, int count) {
+  return operand.dtype == dtype_of<acc_t>::value && at.stride == 1 && count <= at.first_length;
+}
+
 // Returns the elements of a block, padded. If they lie in memory as acc_t, one behind the other and
 // without need of padding, that memory is returned; else they are read into buffer.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE const acc_t* view_block(const Operand& operand, const BlockOffsets& at,
                                             int count, acc_t* buffer, acc_t padding = acc_t(1)) {
-  if (operand.dtype != dtype_of<acc_t>::value || at.stride != 1 || count > at.first_length) {
+  if (!lies_as<acc_t>(operand, at, count)) {
     load_block(operand, at, count, buffer, padding);
     return buffer;
   }
@@ -328,14 +334,12 @@ LOSSOPS_HOST_DEVICE const acc_t* view_block(const Operand& operand, const BlockO
   return buffer;
 }
 
-// Returns where to compute the results of a block. This is the operand's own memory if its dtype is
-// acc_t, its elements are contiguous, and count is a multiple of kVector. Otherwise it is buffer,
-// and the caller calls store_block().
+// Returns where to compute the results of a block: in the operand's own memory, if they lie there
+// as acc_t without need of padding. Otherwise in buffer, and the caller calls store_block().
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t* result_block(const Operand& operand, const BlockOffsets& at, int count,
                                         acc_t* buffer) {
-  const bool in_place = operand.dtype == dtype_of<acc_t>::value && at.stride == 1 &&
-                        count <= at.first_length && count % kVector == 0;
+  const bool in_place = lies_as<acc_t>(operand, at, count) && count % kVector == 0;
   return in_place ? static_cast<acc_t*>(operand.data) + at.base : buffer;
 }
 

@@ -24,6 +24,7 @@ constexpr int kStaticSharedBytes = 1024;
 // Of a tile in shared memory. Measured on an H200: of tiles at boundaries of 16 bytes alone, a bulk
 // copy asks the L2 cache for twice as much.
 constexpr int kTileAlignment = 128;
+// Dynamic shared memory of a block, at most.
 constexpr int kMaxSharedBytes =
     kWarps * kWarpSize * kMaxLaneClasses * static_cast<int>(sizeof(float));
 // How rows are accessed in shared memory: by words, or by vectors of 16 bytes where they are whole

@@ -73,8 +73,7 @@ const PolicyRow kPolicy[kFamilies] = {
      "fp32, up to 500 classes, class indices; with Hopper not 2 to 15 classes",
      "a warp copies a tile of rows, with Hopper in bulk, writes their gradients over them and "
      "copies the gradients back; 1 to 16 lanes a row, each in a part of it, by vectors where rows "
-     "are "
-     "whole ones",
+     "are whole ones",
      "by the other tiles: 4194304x16 164 / 271 us, 524288x256 171 / 328 us; this 106 / 214, 134 "
      "/ 291 us. Without Hopper 1048576x100 by a thread a row .25 / .27, 524288x256 by team rows "
      ".53 / .55; this .91 / .88, .92 / .89",
@@ -217,8 +216,11 @@ std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
   }
   const CrossEntropyForwardArgs forward = forward_of(args);
   const RowPlan plan = plan_rows(forward, device);
-  if (args.kept || !plan.computes_again) {
-    return plan.computes_again ? std::optional<RowPlan>(plan) : std::nullopt;
+  if (!plan.computes_again) {
+    return std::nullopt;
+  }
+  if (args.kept) {
+    return plan;
   }
   // Tiles would copy fp32 rows with gaps, or at misaligned addresses, word by word a second time.
   // Step of "none", 228035x128 padded by 3: .19 of the floor by tiles in a run that may have been
@@ -226,7 +228,7 @@ std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
   const bool by_vectors = is_half_type(args.input.dtype) ||
                           rows_follow_in_vectors(args, args.input, args.input_class_stride);
   const bool for_each_row = kPolicy[static_cast<int>(plan.family)].again == Again::kForEachRow;
-  return for_each_row && by_vectors ? std::optional<RowPlan>(plan) : std::nullopt;
+  return for_each_row && by_vectors ? std::make_optional(plan) : std::nullopt;
 }
 
 // A warp a part of a row would leave most of its lanes without work on shorter rows. A choice, not

@@ -85,9 +85,9 @@ struct GradOutput {
     return exists() && !is_per_row ? std::min(blocks, most_blocks_of_kept(threads)) : blocks;
   }
 
-  // Waits for the kernel before this one. Whether the kept gradient is right, because grad_output
-  // is
-  // 1. Writes grad_output to value, unless there is one for each row: then it returns false.
+  // Waits for the kernel before this one, and says whether the kept gradient is right because
+  // grad_output is 1. Writes grad_output to value. False if there is one for each row, and no
+  // value.
   __device__ __forceinline__ bool is_one(float& value) const {
     if (!exists()) {
       return false;
