@@ -179,9 +179,11 @@ void test_plane_cuts() {
         test::subject() = std::to_string(kilobytes) + " KB, " + std::to_string(classes);
         const plane_rows::Cut cut(classes, element_bytes, int64_t{kilobytes} << 10);
         CHECK(cut.threads() <= plane_rows::kMostThreads && cut.threads() % kWarpSize == 0);
-        CHECK(cut.bytes <= most && cut.logit_bytes() < cut.bytes);
-        CHECK(cut.range > 0 && cut.range <= std::max<int64_t>(classes, cut.shares));
-        CHECK(cut.range == classes || (cut.shares > 1 && cut.range % cut.shares == 0));
+        CHECK(cut.bytes > 0 && cut.bytes <= most);
+        CHECK(cut.range > 0 && cut.range <= classes);
+        CHECK(cut.range == classes
+                  ? cut.buffers == 1
+                  : cut.buffers == 2 && cut.shares > 1 && cut.range % cut.shares == 0);
         CHECK(cut.shares == 1 || classes > side_by_side::kMaxColumnClasses);
       }
     }

@@ -62,6 +62,13 @@ __device__ __forceinline__ void wait_for_groups_but() {
 #endif
 }
 
+// Brings what lies there from memory to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* global) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(global));
+#endif
+}
+
 // Starts copying `bytes` bytes, whole vectors of 16, to shared memory. All lanes of a warp call it;
 // each waits for its own copies.
 __device__ __forceinline__ void start_warp_copy(void* shared, const void* global, int bytes) {

@@ -6,7 +6,8 @@
 //   group     neighbouring rows of a plane, 8 bytes of each class: 2 of fp32, 4 of half types
 //   lane      the number of a group in a block, 0 to lanes - 1: not the lane of a warp
 //   share     the classes c of a group with c % shares == share; one thread has one lane and share
-//   range     the classes that are in shared memory at a time
+//   range     the classes that are copied at a time
+//   buffer    a place for a range in shared memory
 //   part      a partial sum of a row, which a warp or a share leaves in shared memory
 #pragma once
 
@@ -27,11 +28,14 @@ struct PlaneGrid {
   Divisor groups_of_plane;
   int64_t positions;  // of a plane
   int lanes;
-  int lane_bits;  // log2(lanes)
-  int share_bits;
+  int lane_bits;   // log2(lanes)
+  int share_bits;  // log2(shares)
   int range;
+  int buffers;
   int parts;
-  bool whole;  // all groups are whole and aligned, of logits and gradient
+  int merging_threads;  // that merge the parts of a row
+  bool whole;           // all groups are whole and aligned, of logits and gradient
+  bool in_pairs;        // so are pairs of neighbouring groups, of logits
 
   PlaneGrid(const CrossEntropyArgs& args, const Cut& cut, const Operand& gradient,
             int64_t gradient_class_stride)
@@ -42,10 +46,26 @@ struct PlaneGrid {
         lane_bits(log2_of(cut.lanes)),
         share_bits(log2_of(cut.shares)),
         range(cut.range),
+        buffers(cut.buffers),
         parts(cut.parts),
+        merging_threads(
+            merging_threads_of(cut, static_cast<int>(group_rows(element_size(args.input.dtype))))),
         whole(side_by_side::lies_in_columns(args, args.input, args.input_class_stride) &&
               (gradient.data == nullptr ||
-               side_by_side::lies_in_columns(args, gradient, gradient_class_stride))) {}
+               side_by_side::lies_in_columns(args, gradient, gradient_class_stride))),
+        in_pairs(whole && side_by_side::lies_in_columns(args, args.input, args.input_class_stride,
+                                                        2 * kGroupBytes)) {}
+
+  // Few parts for each, as far as a block has threads for its rows.
+  static int merging_threads_of(const Cut& cut, int rows_of_group) {
+    constexpr int kPartsOfThread = 4;
+    int threads = 1;
+    while (threads < kWarpSize && threads * kPartsOfThread < cut.parts &&
+           threads * rows_of_group < cut.shares) {
+      threads *= 2;
+    }
+    return threads;
+  }
 
   static int log2_of(int power) {
     int bits = 0;
@@ -109,7 +129,8 @@ struct RowNumbers {
   static constexpr int kReference = 0;
   static constexpr int kTotal = 1;
   static constexpr int kLogit = 2;
-  static constexpr int kIndex = kRowNumbers - 1;
+  // Class indices of the rows that the block has, and of those that it has next, in turn.
+  static constexpr int kIndex = kRowNumbers - 2;
 
   float* numbers;
   int rows;
@@ -120,8 +141,8 @@ struct RowNumbers {
   __device__ __forceinline__ float* of_part(int part, int number) const {
     return of(part == 0 ? number : kRowNumbers + 2 * (part - 1) + number);
   }
-  __device__ __forceinline__ int& index(int row) const {
-    return reinterpret_cast<int*>(of(kIndex))[row];
+  __device__ __forceinline__ int& index(int row, int turn) const {
+    return reinterpret_cast<int*>(of(kIndex + turn))[row];
   }
 
   // Numbers of neighbouring rows.
@@ -146,7 +167,7 @@ struct RowNumbers {
   template <bool kExact>
   __device__ __forceinline__ void put(int row, const IndexGradient<kExact>& gradient) const {
     constexpr int kCount = sizeof(LogitNumbers<kExact>) / sizeof(float);
-    static_assert(kCount + 2 <= kRowNumbers, "of_logit, at_index, index");
+    static_assert(kCount + 1 <= kIndex, "of_logit, at_index");
     float values[kCount];
     memcpy(values, &gradient.of_logit, sizeof(values));
 #pragma unroll

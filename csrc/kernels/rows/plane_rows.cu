@@ -3,9 +3,9 @@
 // rows that lie side by side.
 //
 // A block has lanes x shares threads (plane_grid.cuh defines lane, share, range and part).
-//   1. Each thread copies the classes of its lane and share to shared memory, and sums them.
+//   1. Each thread sums the classes of its lane and share, which it has copied to shared memory.
 //   2. One thread a row merges the partial sums, and computes the loss and the row's factors.
-//   3. Each thread writes the gradients of its classes.
+//   3. Each thread writes the gradients of its classes, and copies the next groups' to their place.
 // If the classes do not fit shared memory, they are taken in ranges, and step 3 reads all ranges
 // but the last from global memory again.
 #include <algorithm>
@@ -25,6 +25,7 @@
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/plane_share.cuh"
 #include "kernels/rows/row_gradient.cuh"
+#include "kernels/rows/row_reader.cuh"
 #include "launchers.h"
 
 namespace lossops::cuda {
@@ -39,60 +40,128 @@ struct PlaneBackward {
   __device__ __forceinline__ bool exists() const { return row_stats != nullptr; }
 };
 
-// Merges the parts of a row's sum.
+// Merges the parts of a row: the sum of all classes but its index, in all threads of a team.
 template <bool kExact>
-__device__ __forceinline__ IndexRow merge_parts(const RowNumbers& numbers, int row, int parts,
-                                                float x_at_index) {
+__device__ __forceinline__ OthersSum<kExact> merge_parts(const RowNumbers& numbers, int parts,
+                                                         int row, int member, int team) {
   const auto part = [&](int n) {
     return OthersSum<kExact>{numbers.of_part(n, RowNumbers::kReference)[row],
                              numbers.of_part(n, RowNumbers::kTotal)[row]};
   };
+  OthersSum<kExact> sum = part(member);
+#pragma unroll 1
+  for (int n = member + team; n < parts; n += team) {
+    sum.add(part(n));
+  }
+#pragma unroll 1
+  for (int offset = team / 2; offset > 0; offset /= 2) {
+    sum.add(sum.of_neighbour(offset));
+  }
+  return sum;
+}
+
+// The row that these others and its class index make.
+template <bool kExact>
+__device__ __forceinline__ IndexRow row_of(const OthersSum<kExact>& others, float x_at_index) {
   if constexpr (!kExact) {
-    ExactSum sum;
-    bool all_plain = true;
-#pragma unroll 1
-    for (int n = 0; n < parts; ++n) {
-      all_plain = all_plain && OthersSum<kExact>::is_plain(part(n).reference);
-      sum.add(part(n).total);
-    }
-    if (all_plain && IndexRow::may_be_plain(::fabsf(x_at_index), sum.total())) {
-      return IndexRow::plain(sum.total());
+    if (OthersSum<kExact>::is_plain(others.reference) &&
+        IndexRow::may_be_plain(::fabsf(x_at_index), others.total)) {
+      return IndexRow::plain(others.total);
     }
   }
-  float largest = -math::infinity<float>();
-#pragma unroll 1
-  for (int n = 0; n < parts; ++n) {
-    largest = math::max_number(part(n).near_largest().reference, largest);
-  }
-  ExactSum sum;
-#pragma unroll 1
-  for (int n = 0; n < parts; ++n) {
-    sum.add(part(n).near_largest().relative_to(largest));
-  }
-  return IndexRow::of(RowTerms<kExact>(largest), largest, sum.total(), x_at_index);
+  const OthersSum<kExact> shifted = others.near_largest();
+  const float largest = shifted.reference;
+  return IndexRow::of(RowTerms<kExact>(largest), largest, shifted.rounded(), x_at_index);
 }
 
-// The class indices of a block's rows, from group `first` on.
-template <int kRows>
-__device__ __forceinline__ void load_indices(const CrossEntropyArgs& args, const PlaneGrid& grid,
-                                             uint32_t first, const RowNumbers& numbers) {
-#pragma unroll 1
-  for (int row = static_cast<int>(threadIdx.x); row < numbers.rows;
-       row += static_cast<int>(blockDim.x)) {
-    const PlanePlace place = PlanePlace::of<kRows>(args.rows, grid, first + row / kRows);
-    const int i = row % kRows;
-    int index = kIgnoredRow;
-    if (i < place.rows) {
-      const int64_t offset = place.offset(args.target) + i * args.target.strides[0];
-      index = checked_index(args, load_class_index(args.target, offset));
-    }
-    numbers.index(row) = index;
-  }
-}
+// A row that is one of a thread's, in the groups of a block.
+struct PlaneRow {
+  PlanePlace place;  // of its group
+  int i;             // in its group
 
-// Losses, and gradients where args.grad_input exists.
+  template <int kRows>
+  static __device__ __forceinline__ PlaneRow of(const IterationSpace& space, const PlaneGrid& grid,
+                                                uint32_t first, int row) {
+    return {PlanePlace::of<kRows>(space, grid, first + row / kRows), row % kRows};
+  }
+  __device__ __forceinline__ bool is_there() const { return i < place.rows; }
+  __device__ __forceinline__ int64_t offset(const Operand& operand) const {
+    return place.offset(operand) + i * operand.strides[0];
+  }
+  __device__ __forceinline__ int64_t number(const PlaneGrid& grid) const {
+    return place.row(grid) + i;
+  }
+};
+
+// Step 2, for the rows of the groups from `first` on: records their losses, and leaves what their
+// gradients need in `numbers`. scale: of the gradients.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kMostThreads, 2)
+__device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
+                                            const PlaneBackward& backward, const PlaneGrid& grid,
+                                            const RowType<scalar_t>& type,
+                                            const RowNumbers& numbers, uint32_t first, int turn,
+                                            float scale, Partial& partial) {
+  constexpr int kRows = GroupShare<scalar_t>::kRows;
+  constexpr bool kExact = GroupShare<scalar_t>::kExact;
+  const int threads = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool sums = !backward.exists();
+  const int team = sums ? grid.merging_threads : 1;
+  const int member = thread & (team - 1);
+#pragma unroll 1
+  for (int row = thread / team; row < numbers.rows; row += threads / team) {
+    const auto of_row = PlaneRow::of<kRows>(args.rows, grid, first, row);
+    const int index = numbers.index(row, turn);
+    const bool is_there = of_row.is_there();
+    const int64_t number = of_row.number(grid);
+    const float weight = row_weight(args, index);
+    float own_scale = scale;
+    float x_at_index = 0;
+    IndexRow reduced;
+    if (sums) {
+      if (index >= 0) {
+        x_at_index = numbers.of(RowNumbers::kLogit)[row];
+      }
+      reduced = row_of(merge_parts<kExact>(numbers, grid.parts, row, member, team), x_at_index);
+      if (member > 0) {
+        continue;
+      }
+    } else if (is_there) {
+      if (index >= 0) {
+        const auto* const of_index = static_cast<const scalar_t*>(args.input.data) +
+                                     of_row.offset(args.input) + index * args.input_class_stride;
+        x_at_index = type.visit(
+            [&](auto like) { return to_acc<float>(bits_as<decltype(like)>(*of_index)); });
+      }
+      const RowStats<float> stats(const_cast<void*>(backward.row_stats), args.rows.numel);
+      reduced = IndexRow::of_kept(stats.max[number], stats.rest[number]);
+      own_scale =
+          load_grad_output<float>(backward.grad_output, of_row.offset(backward.grad_output));
+      if (args.reduction == Reduction::kMean) {
+        own_scale /= static_cast<float>(args.mean_terms[0]);
+      }
+    }
+    const auto finished = reduced.template finish<!kExact>(x_at_index, own_scale, weight);
+    if (is_there && sums) {
+      const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
+      record_row(
+          args, loss, weight, reduced, x_at_index, number,
+          [&](int64_t) { return of_row.offset(args.output); }, partial);
+    }
+    if (args.grad_input.data != nullptr) {
+      using Gradient = IndexGradient<kExact>;
+      numbers.put(row, index >= 0 ? Gradient::of(LogitGradient<float, kExact>(finished.softmax,
+                                                                              own_scale * weight),
+                                                 finished.gradient_at_index, index)
+                                  : Gradient::without_loss(gradient_without_loss(index)));
+    }
+  }
+}
+
+// Losses, and gradients where args.grad_input exists. A block takes groups one after the other.
+// While it needs logits, the next range is copied, or the next groups' are, to their place.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
     plane_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                       const __grid_constant__ PlaneBackward backward,
                       const __grid_constant__ PlaneGrid grid, const RowType<scalar_t> type,
@@ -110,140 +179,175 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     wait_for_previous_kernel();
   }
   let_next_kernel_start();
-  if (args.grad_input.data != nullptr && !backward.exists()) {
+  const int threads = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread & (grid.lanes - 1);
+  const int places = (grid.range + (1 << grid.share_bits) - 1) >> grid.share_bits;
+  const RowNumbers numbers{
+      reinterpret_cast<float*>(reinterpret_cast<uint2*>(shared) + grid.buffers * places * threads),
+      grid.lanes * kRows};
+  const int last_range =
+      (static_cast<int>(args.num_classes) - 1) / grid.range * grid.range;  // its first class
+  const bool writes = args.grad_input.data != nullptr;
+  const bool sums = !backward.exists();
+  const auto logits_of = [&](const PlanePlace& place) {
+    return static_cast<const scalar_t*>(args.input.data) + place.offset(args.input);
+  };
+  const auto place_of = [&](uint32_t group) {
+    return PlanePlace::of<kRows>(args.rows, grid, group);
+  };
+  const auto prefetch_index = [&](uint32_t of_first, int row) {
+    const auto of_row = PlaneRow::of<kRows>(args.rows, grid, of_first, row);
+    if (of_row.is_there()) {
+      prefetch(static_cast<const char*>(args.target.data) +
+               of_row.offset(args.target) * element_size(args.target.dtype));
+    }
+  };
+  const auto put_indices = [&](uint32_t of_first, int turn) {
+#pragma unroll 1
+    for (int row = thread; row < numbers.rows; row += threads) {
+      const auto of_row = PlaneRow::of<kRows>(args.rows, grid, of_first, row);
+      int index = kIgnoredRow;
+      if (of_row.is_there()) {
+        index = checked_index(args, load_class_index(args.target, of_row.offset(args.target)));
+      }
+      numbers.index(row, turn) = index;
+    }
+  };
+  Share share(grid, args, shared);
+  uint32_t first = blockIdx.x * grid.lanes;
+  // Starts to copy a range of the groups from `of_first` on.
+  const auto start = [&](uint32_t of_first, int range, int of_buffer) {
+    const PlanePlace place = place_of(of_first + lane);
+    share.start(logits_of(place), place.rows, range, of_buffer);
+  };
+  start(first, 0, 0);
+  end_group_of_copies();
+  put_indices(first, 0);
+  if (writes && sums) {
     UnitScale<float, true> unit(args, denominator, scale);
     unit.wait(args, denominator);
     scale = unit.get();
   }
-  const int threads = static_cast<int>(blockDim.x);
-  const int lane = static_cast<int>(threadIdx.x) & (grid.lanes - 1);
-  const int places = (grid.range + (1 << grid.share_bits) - 1) >> grid.share_bits;
-  const RowNumbers numbers{
-      reinterpret_cast<float*>(reinterpret_cast<uint2*>(shared) + places * threads),
-      grid.lanes * kRows};
-  const int last_range =
-      (static_cast<int>(args.num_classes) - 1) / grid.range * grid.range;  // its first class
   Partial partial;
+  int buffer = 0;  // of the next range
 #pragma unroll 1
-  for (uint32_t first = blockIdx.x * grid.lanes; first < grid.groups;
-       first += gridDim.x * grid.lanes) {
-    const PlanePlace place = PlanePlace::of<kRows>(args.rows, grid, first + lane);
-    const auto* const logits =
-        static_cast<const scalar_t*>(args.input.data) + place.offset(args.input);
-    Share share(grid, place, args, shared);
-    const auto start = [&](int first_class) {
-      share.start(logits, args.input_class_stride, args.input.strides[0], first_class);
+  for (int turn = 0; first < grid.groups; turn ^= 1) {
+    __syncthreads();
+    const uint32_t next_first = first + gridDim.x * grid.lanes;
+    if (thread < numbers.rows) {
+      prefetch_index(next_first, thread);
+    }
+    share.take(place_of(first + lane).rows, &numbers.index(lane * kRows, turn));
+    // Starts to copy what comes after a range, if there is room: the next range, or that of the
+    // next groups.
+    const auto start_next = [&](int range) {
+      if (grid.buffers > 1) {
+        if (range < last_range) {
+          start(first, range + grid.range, buffer ^ 1);
+        } else if (!writes || !sums) {
+          start(next_first, 0, buffer ^ 1);
+        }
+        end_group_of_copies();
+      }
     };
-    OthersSum<kExact> sums[kRows];
-    const int first_range = backward.exists() ? last_range : 0;
+    const auto wait_for_range = [&] {
+      grid.buffers > 1 ? share.wait_for_all_but_last() : share.wait_for_all();
+    };
+    const auto take_indices_out = [&](int range, int of_buffer) {
+      type.visit([&](auto like) {
+        share.take_indices_out(TypeTag<decltype(like)>{}, range, of_buffer,
+                               grid.buffers > 1 ? logits_of(place_of(first + lane)) : nullptr,
+                               numbers.of(RowNumbers::kLogit) + lane * kRows);
+      });
+    };
+    if (sums) {
 #pragma unroll 1
-    for (int range = first_range; range <= last_range; range += grid.range) {
-      start(range);
-      if (range == first_range) {
-        load_indices<kRows>(args, grid, first, numbers);
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          share.indices[i] = numbers.index(lane * kRows + i);
+      for (int range = 0; range <= last_range; range += grid.range) {
+        start_next(range);
+        wait_for_range();
+        take_indices_out(range, buffer);
+        type.visit([&](auto like) {
+          if constexpr (kExact) {
+            share.add_shifted(TypeTag<decltype(like)>{}, range, buffer);
+          } else {
+            share.add_plain(TypeTag<decltype(like)>{}, range, buffer);
+          }
+        });
+        buffer ^= grid.buffers - 1;
+      }
+      if constexpr (!kExact) {
+        const int shifted =
+            type.visit([&](auto like) { return share.shifted_rows(TypeTag<decltype(like)>{}); });
+        if (__any_sync(kAllLanes, shifted != 0)) {
+          share.sum_shifted(shifted, [&] {
+            // The other buffer has the next groups already, or the range before the last.
+            const int free = buffer ^ (grid.buffers - 1);
+#pragma unroll 1
+            for (int range = 0; range <= last_range; range += grid.range) {
+              if (grid.buffers > 1) {
+                start(first, range, free);
+                share.wait_for_all();
+                take_indices_out(range, free);
+              }
+              type.visit(
+                  [&](auto like) { share.add_shifted(TypeTag<decltype(like)>{}, range, free); });
+            }
+          });
         }
       }
-      if (!backward.exists()) {
-        wait_for_own_copies();
-        type.visit([&](auto like) {
-          share.add_range(TypeTag<decltype(like)>{}, range,
-                          numbers.of(RowNumbers::kLogit) + lane * kRows, sums);
-        });
+      if (!writes && grid.buffers == 1) {
+        start(next_first, 0, 0);
       }
-    }
-    if (!backward.exists()) {
       float references[kRows];
       float totals[kRows];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        for (int offset = kWarpSize / 2; offset >= grid.lanes; offset /= 2) {
-          sums[i].add(sums[i].of_neighbour(offset));
-        }
-        references[i] = sums[i].reference;
-        totals[i] = sums[i].rounded();
-      }
-      const int in_warp = static_cast<int>(threadIdx.x) % kWarpSize;
-      if (in_warp < grid.lanes) {
-        const int part =
-            grid.lanes < kWarpSize ? static_cast<int>(threadIdx.x) / kWarpSize : share.share;
+      share.get_sums(references, totals);
+      if (thread % kWarpSize < grid.lanes) {
+        const int part = grid.lanes < kWarpSize ? thread / kWarpSize : share.share;
         RowNumbers::store(numbers.of_part(part, RowNumbers::kReference) + lane * kRows, references);
         RowNumbers::store(numbers.of_part(part, RowNumbers::kTotal) + lane * kRows, totals);
       }
       __syncthreads();
     }
-#pragma unroll 1
-    for (int row = static_cast<int>(threadIdx.x); row < numbers.rows; row += threads) {
-      const PlanePlace of_row = PlanePlace::of<kRows>(args.rows, grid, first + row / kRows);
-      const int i = row % kRows;
-      const int index = numbers.index(row);
-      const bool is_there = i < of_row.rows;
-      const int64_t number = of_row.row(grid) + i;
-      const float weight = row_weight(args, index);
-      float own_scale = scale;
-      float x_at_index = 0;
-      IndexRow reduced;
-      if (!backward.exists()) {
-        if (index >= 0) {
-          x_at_index = numbers.of(RowNumbers::kLogit)[row];
-        }
-        reduced = merge_parts<kExact>(numbers, row, grid.parts, x_at_index);
-      } else if (is_there) {
-        if (index >= 0) {
-          const auto* const of_index = static_cast<const scalar_t*>(args.input.data) +
-                                       of_row.offset(args.input) + i * args.input.strides[0] +
-                                       index * args.input_class_stride;
-          x_at_index = type.visit(
-              [&](auto like) { return to_acc<float>(bits_as<decltype(like)>(*of_index)); });
-        }
-        const RowStats<float> stats(const_cast<void*>(backward.row_stats), args.rows.numel);
-        reduced = IndexRow::of_kept(stats.max[number], stats.rest[number]);
-        own_scale =
-            load_grad_output<float>(backward.grad_output, of_row.offset(backward.grad_output) +
-                                                              i * backward.grad_output.strides[0]);
-        if (args.reduction == Reduction::kMean) {
-          own_scale /= static_cast<float>(args.mean_terms[0]);
-        }
-      }
-      const auto finished = reduced.template finish<!kExact>(x_at_index, own_scale, weight);
-      if (is_there && !backward.exists()) {
-        const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
-        record_row(
-            args, loss, weight, reduced, x_at_index, number,
-            [&](int64_t) { return of_row.offset(args.output) + i * args.output.strides[0]; },
-            partial);
-      }
-      if (args.grad_input.data != nullptr) {
-        using Gradient = IndexGradient<kExact>;
-        numbers.put(row, index >= 0 ? Gradient::of(LogitGradient<float, kExact>(finished.softmax,
-                                                                                own_scale * weight),
-                                                   finished.gradient_at_index, index)
-                                    : Gradient::without_loss(gradient_without_loss(index)));
-      }
-    }
-    if (args.grad_input.data != nullptr) {
+    finish_rows(args, backward, grid, type, numbers, first, turn, scale, partial);
+    if (writes) {
       __syncthreads();
       IndexGradient<kExact> gradients[kRows];
       numbers.get(lane * kRows, share.indices, gradients);
-      auto* const to = static_cast<scalar_t*>(args.grad_input.data) + place.offset(args.grad_input);
-      // The last range is in shared memory.
+      auto* const to = static_cast<scalar_t*>(args.grad_input.data) +
+                       place_of(first + lane).offset(args.grad_input);
+      // After the sums of several ranges the last two are in shared memory: from the last one on.
+      const bool descends = sums && grid.buffers > 1;
+      buffer ^= descends ? 1 : 0;
 #pragma unroll 1
-      for (int range = last_range; range >= 0; range -= grid.range) {
-        if (range < last_range) {
-          start(range);
+      for (int done = 0; done <= last_range; done += grid.range) {
+        const int range = descends ? last_range - done : done;
+        if (!descends) {
+          start_next(range);
         }
-        wait_for_own_copies();
+        wait_for_range();
         type.visit([&](auto like) {
-          share.write_range(TypeTag<decltype(like)>{}, range, gradients, to,
+          share.write_range(TypeTag<decltype(like)>{}, range, buffer, gradients, to,
                             args.grad_input_class_stride, args.grad_input.strides[0]);
         });
+        if (descends) {
+          if (range >= 2 * grid.range) {
+            start(first, range - 2 * grid.range, buffer);
+          } else if (range > 0) {
+            start(next_first, 0, buffer);
+          }
+          end_group_of_copies();
+        }
+        buffer ^= grid.buffers - 1;
+      }
+      if (grid.buffers == 1) {
+        start(next_first, 0, 0);
       }
     }
+    first = next_first;
+    put_indices(first, turn ^ 1);
   }
-  if (args.reduction != Reduction::kNone && !grad_output.exists() && !backward.exists()) {
+  if (args.reduction != Reduction::kNone && !grad_output.exists() && sums) {
     reduce_to_grid(partial, partials, finalize);
   }
 }
@@ -275,10 +379,10 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                        const Denominator& denominator, const GradOutput& grad_output,
                        Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   using namespace plane_rows;
-  const LaunchShape shape = {grad_output.limit_blocks(plan.blocks, plan.threads), plan.threads,
-                             plan.shared_bytes, 1,
-                             waits_for_previous_kernel(denominator, grad_output)};
-  launch(args, {}, shape, cut_of(args), denominator, grad_output, partials, finalize, stream);
+  const Cut cut = cut_of(args);
+  const LaunchShape shape = {grad_output.limit_blocks(plan.blocks, plan.threads), cut.threads(),
+                             cut.bytes, 1, waits_for_previous_kernel(denominator, grad_output)};
+  launch(args, {}, shape, cut, denominator, grad_output, partials, finalize, stream);
 }
 
 void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
@@ -289,7 +393,8 @@ void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t s
   forward.grad_input = args.grad_input;
   forward.grad_input_class_stride = args.grad_input_class_stride;
   const Cut cut = cut_of(args);
-  const LaunchShape shape = {blocks_of(args, cut, kMaxGrid), cut.threads(), cut.bytes, 1, true};
+  const LaunchShape shape = {blocks_of(args, cut, current_device_limits()), cut.threads(),
+                             cut.bytes, 1, true};
   launch(forward, {args.row_stats, args.grad_output}, shape, cut, {}, {}, nullptr, {}, stream);
 }
 

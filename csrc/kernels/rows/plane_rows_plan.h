@@ -16,19 +16,19 @@ using side_by_side::groups_of_plane;
 using side_by_side::kGroupBytes;
 using side_by_side::positions_of;
 
-constexpr int kMostThreads = 512;
+constexpr int kMostThreads = 256;
+constexpr int kResidentThreads = 512;  // of a multiprocessor, at the least
 constexpr int kMostLanes = 128;
 // 64 bytes of a class at once: two sectors of memory.
 constexpr int kLeastLanes = 8;
-// Classes of a share, unless a block has too few threads for so many shares. Measured on an H200,
-// 8x150x512x512 of bf16: .52 / .57, with 24 classes .46 / .52, with 128 .44 / .47.
+// Classes of a share, unless a block has too few threads for so many shares.
 constexpr int kShareClasses = 40;
-// Logits of a block, while it has more than kLeastLanes: four fit a multiprocessor. A choice.
+// Logits of a block, while it has more than kLeastLanes.
 constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
 constexpr int kStaticBytes = 2048;
-// Numbers of a row in shared memory: a class index, and those of its gradient.
-constexpr int kRowNumbers = 8;
+// Numbers of a row in shared memory: two class indices, and those of its gradient.
+constexpr int kRowNumbers = 9;
 
 // What a block may have of dynamic shared memory. device_bytes: of a multiprocessor; 0: not known.
 constexpr int64_t most_shared_bytes(int64_t device_bytes) {
@@ -42,45 +42,47 @@ constexpr int64_t most_shared_bytes(int64_t device_bytes) {
 struct Cut {
   int lanes = kMostLanes;  // a power of two, and so is shares
   int shares = 1;
-  int range = 0;      // classes in shared memory at a time: all, if they fit or have one share
   int parts = 1;      // sums of a row that warps leave
+  int range = 0;      // classes that are copied at a time
+  int buffers = 1;    // for ranges: one if all classes are one range
   int64_t bytes = 0;  // of shared memory
 
   Cut() = default;
   Cut(int64_t classes, int64_t element_bytes, int64_t device_shared_bytes) {
     // The order of sums of side_by_side_rows has one share.
-    const int most_shares =
-        classes <= side_by_side::kMaxColumnClasses ? 1 : kMostThreads / kLeastLanes;
-    while (shares < most_shares && classes > int64_t{shares} * kShareClasses) {
+    const bool may_share = classes > side_by_side::kMaxColumnClasses;
+    const int64_t most = most_shared_bytes(device_shared_bytes);
+    const int64_t lane_bytes = kGroupBytes * classes;
+    const int64_t lane_numbers = group_rows(element_bytes) * kRowNumbers * int64_t{sizeof(float)};
+    while (lanes > kLeastLanes &&
+           (lanes * lane_bytes > kBlockBytes || lanes * (lane_bytes + lane_numbers) > most)) {
+      lanes /= 2;
+    }
+    while (may_share && classes > int64_t{shares} * kShareClasses &&
+           2 * shares * lanes <= kMostThreads) {
       shares *= 2;
     }
-    int64_t numbers = 0;
-    int64_t most = 0;  // of logits
-    for (;; lanes /= 2) {
-      parts = lanes < kWarpSize ? std::max(lanes * shares / kWarpSize, 1) : shares;
-      const int64_t rows = lanes * group_rows(element_bytes);
-      numbers = rows * (kRowNumbers + 2 * (parts - 1)) * int64_t{sizeof(float)};
-      most = most_shared_bytes(device_shared_bytes) - numbers;
-      if (lanes == kLeastLanes || (lanes * shares <= kMostThreads &&
-                                   lanes * kGroupBytes * classes <= std::min(kBlockBytes, most))) {
-        break;
-      }
+    if (lanes * shares < kWarpSize) {
+      shares = kWarpSize / lanes;
     }
-    const auto classes_in = [&](int64_t of_bytes) {
-      return std::max<int64_t>(of_bytes / (lanes * kGroupBytes) / shares * shares, shares);
+    parts = std::max(std::min(lanes, kWarpSize) * shares / kWarpSize, 1);
+    const int64_t numbers = lanes * (lane_numbers + 2 * (parts - 1) * group_rows(element_bytes) *
+                                                        int64_t{sizeof(float)});
+    const int64_t room = most - numbers;
+    const auto bytes_of = [&](int64_t of_range) {
+      return ceil_div(of_range, shares) * threads() * kGroupBytes;
     };
-    int64_t of_range = classes;
-    if (classes > classes_in(most)) {
-      const int64_t ranges = ceil_div(classes, classes_in(most / 2));
-      of_range = ceil_div(ceil_div(classes, ranges), shares) * shares;
+    range = static_cast<int>(classes);
+    if (shares > 1 && bytes_of(classes) > room) {
+      // For two blocks a multiprocessor.
+      buffers = 2;
+      const int64_t of_share = room / (2 * buffers) / (threads() * kGroupBytes);
+      range = static_cast<int>(std::max<int64_t>(of_share, 1) * shares);
     }
-    range = static_cast<int>(of_range);
-    bytes = logit_bytes() + numbers;
+    bytes = buffers * bytes_of(range) + numbers;
   }
 
   int threads() const { return lanes * shares; }
-  // Each thread has as many places as the first.
-  int64_t logit_bytes() const { return ceil_div(range, shares) * threads() * int64_t{kGroupBytes}; }
 };
 
 // Decided by the classes, not by the rows: a row's bits shall not depend on the rows beside it.
@@ -97,8 +99,14 @@ inline bool takes_gradients(const CrossEntropyBackwardArgs& args) {
          args.grad_input.data != nullptr && args.grad_input.data != args.input.data;
 }
 
-inline int64_t blocks_of(const CrossEntropyArgs& args, const Cut& cut, int64_t most) {
-  return std::clamp<int64_t>(ceil_div(groups_of(args), cut.lanes), 1, most);
+// As many as the device runs at a time: each takes rows one after the other, and copies the next
+// while it computes.
+inline int64_t blocks_of(const CrossEntropyArgs& args, const Cut& cut, const DeviceLimits& device) {
+  const int64_t resident =
+      std::min<int64_t>(kResidentThreads / cut.threads(),
+                        device.resident_blocks(cut.threads(), static_cast<int>(cut.bytes)));
+  return std::clamp<int64_t>(ceil_div(groups_of(args), cut.lanes), 1,
+                             std::max<int64_t>(device.multiprocessors * resident, 1));
 }
 
 inline RowPlan plan(const RowProblem& problem) {
@@ -106,7 +114,7 @@ inline RowPlan plan(const RowProblem& problem) {
   RowPlan plan;
   plan.threads = cut.threads();
   plan.team = cut.shares;
-  plan.blocks = blocks_of(problem.args, cut, kMaxLoopBlocks);
+  plan.blocks = blocks_of(problem.args, cut, problem.device);
   plan.shared_bytes = cut.bytes;
   return plan;
 }

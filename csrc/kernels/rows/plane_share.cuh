@@ -1,308 +1,222 @@
-// What a thread of plane_rows.cu has: some classes of a group of rows, in shared memory. It copies
-// them, sums them, and writes their gradients.
+// What a thread of plane_rows.cu has: some classes of a group of rows, in shared memory. It sums
+// them, and writes their gradients.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
-#include "kernels/grid/device.cuh"
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/rows/index_gradient.cuh"
+#include "kernels/rows/others_sum.cuh"
+#include "kernels/rows/plane_copies.cuh"
 #include "kernels/rows/plane_grid.cuh"
 #include "kernels/rows/row_groups.cuh"
 #include "kernels/rows/row_reader.cuh"
 
 namespace lossops::cuda::plane_rows {
 
-// Classes that a thread copies at a time.
-constexpr int kCopied = 4;
-
-// total = sum of exp(x_c - reference) over classes c of a row, without its class index. reference
-// is the largest of these logits. The sum of a plain row (plain_rows.cuh) is not shifted: reference
-// is then -0.0f, which marks it. A largest logit is never -0.0f (add_range adds +0.0f).
-template <bool kExact>
-struct OthersSum {
-  struct Nothing {};
-  static constexpr float kPlain = -0.0f;
-
-  float reference = -math::infinity<float>();
-  float total = 0;
-  // What rounding took from the total.
-  std::conditional_t<kExact, float, Nothing> lost = {};
-
-  static __device__ __forceinline__ bool is_plain(float reference) {
-    return __float_as_uint(reference) == 0x80000000u;
-  }
-
-  // What sums relative to `from` are to be multiplied by, to be relative to a larger `to`. Not
-  // inlined: it is rare.
-  static __device__ __attribute__((noinline)) float ratio(float from, float to) {
-    if (from == -math::infinity<float>()) {
-      return 0;
-    }
-    if constexpr (kExact) {
-      return math::exp(from - to);
-    } else {
-      const RowTerms<false> before(from);
-      const RowTerms<false> after(to);
-      return before.scale == after.scale ? math::exp2(after.offset - before.offset) : 0.0f;
-    }
-  }
-  // The same relative to a number that is as large as the largest logit, or a little larger: beside
-  // a sum of other reference, 0 may be so far above all logits that 1 would hide them.
-  __device__ __forceinline__ OthersSum near_largest() const {
-    return kExact || !is_plain(reference) ? *this : relative_to_log(total);
-  }
-  // The total relative to `larger`. *this is what near_largest() returns.
-  __device__ __forceinline__ float relative_to(float larger) const {
-    return reference < larger ? total * ratio(reference, larger) : total;
-  }
-  __device__ __forceinline__ OthersSum moved_to(float larger) const {
-    // What the total of the smaller one has lost is less than a rounding of the sum.
-    return {larger, relative_to(larger), reference < larger ? decltype(lost)() : lost};
-  }
-  __device__ __forceinline__ float rounded() const {
-    if constexpr (kExact) {
-      return total + lost;
-    } else {
-      return total;
-    }
-  }
-
-  // What the lane has whose number is this one's, but for the bits of `offset`.
-  __device__ __forceinline__ OthersSum of_neighbour(int offset) const {
-    OthersSum found{__shfl_xor_sync(kAllLanes, reference, offset),
-                    __shfl_xor_sync(kAllLanes, total, offset)};
-    if constexpr (kExact) {
-      found.lost = __shfl_xor_sync(kAllLanes, lost, offset);
-    }
-    return found;
-  }
-
-  __device__ __forceinline__ void add(const OthersSum& other) {
-    if (__float_as_uint(reference) == __float_as_uint(other.reference)) {
-      add_total(other);
-      return;
-    }
-    *this = merged(near_largest(), other.near_largest());
-  }
-
- private:
-  // The same bits, whichever is added to the other.
-  __device__ __forceinline__ void add_total(const OthersSum& other) {
-    if constexpr (kExact) {
-      lost += other.lost;
-      lost += math::lost_by_adding(total, other.total);
-    } else {
-      total += other.total;
-    }
-  }
-  // Not inlined, as ratio().
-  static __device__ __attribute__((noinline)) OthersSum merged(const OthersSum& a,
-                                                               const OthersSum& b) {
-    const float larger = math::max_number(a.reference, b.reference);
-    OthersSum sum = a.moved_to(larger);
-    sum.add_total(b.moved_to(larger));
-    return sum;
-  }
-  static __device__ __attribute__((noinline)) OthersSum relative_to_log(float total) {
-    if (total == 0.0f) {
-      return {};
-    }
-    const float largest = math::log(total);
-    return {largest, RowTerms<false>(largest).unit};
-  }
-};
-
-// The largest of the lanes of a warp that share a group.
-__device__ __forceinline__ float largest_of_shares(float value, int lanes) {
-  for (int offset = kWarpSize / 2; offset >= lanes; offset /= 2) {
-    value = math::max_number(value, __shfl_xor_sync(kAllLanes, value, offset));
-  }
-  return value;
-}
-
-// A thread's part of a block's logits: the classes of its share, of the rows of its lane.
+// A thread's part of a block's logits: the classes of its share, of the rows of its lane. It sums
+// all of them but the class indices: the last class takes their place.
 template <typename scalar_t>
 class GroupShare {
  public:
   static constexpr int kRows = kGroupRows<scalar_t>;
   static constexpr bool kExact = kExactExponentials<scalar_t>;
-  // Of any half type.
-  using Words = VectorOf<uint32_t, kGroupBytes / 4>;
+  using Words = GroupWords;
 
-  int share;
-  int rows;  // that exist
+  const int share;
   int indices[kRows];
 
-  __device__ __forceinline__ GroupShare(const PlaneGrid& grid, const PlanePlace& place,
-                                        const CrossEntropyArgs& args, void* stage)
+  __device__ __forceinline__ GroupShare(const PlaneGrid& grid, const CrossEntropyArgs& args,
+                                        void* stage)
       : share(static_cast<int>(threadIdx.x) >> grid.lane_bits),
-        rows(place.rows),
+        args_(args),
         grid_(grid),
-        own_(static_cast<Words*>(stage) + threadIdx.x),
+        stage_(static_cast<Words*>(stage) + threadIdx.x),
         pitch_(static_cast<int>(blockDim.x)),
-        num_classes_(static_cast<int>(args.num_classes)) {}
+        places_of_range_((grid.range + (1 << grid.share_bits) - 1) >> grid.share_bits),
+        own_classes_((static_cast<int>(args.num_classes) - share + (1 << grid.share_bits) - 1) >>
+                     grid.share_bits) {}
 
-  // The classes of the range from `first` on that are this thread's.
-  __device__ __forceinline__ int count(int first) const {
-    const int left = num_classes_ - first;
-    const int of_range = left < grid_.range ? left : grid_.range;
-    return rows == 0 ? 0 : (of_range - share + (1 << grid_.share_bits) - 1) >> grid_.share_bits;
+  // Starts to copy the classes of a range. from: class 0 of the rows, of which `rows` exist. All
+  // lanes of a warp.
+  __device__ __forceinline__ void start(const scalar_t* from, int rows, int first,
+                                        int buffer) const {
+    ClassCopies<scalar_t>::start(
+        grid_, {own_of(buffer), from + (first + share) * args_.input_class_stride,
+                args_.input_class_stride << grid_.share_bits, rows == 0 ? 0 : count_of(first), rows,
+                args_.input.strides[0]});
+  }
+  // Waits for all that start() began, or for all but the last. All lanes of a warp.
+  __device__ __forceinline__ void wait_for_all() const {
+    wait_for_own_copies();
+    meet_neighbour();
+  }
+  __device__ __forceinline__ void wait_for_all_but_last() const {
+    wait_for_groups_but<1>();
+    meet_neighbour();
   }
 
-  // Starts to copy them. from: class 0 of the rows.
-  __device__ __forceinline__ void start(const scalar_t* from, int64_t class_stride,
-                                        int64_t row_stride, int first) const {
-    copy_classes(own_, pitch_, from + (first + share) * class_stride,
-                 class_stride << grid_.share_bits, count(first), grid_.whole, rows, row_stride);
+  // Goes over to other rows: `rows` that exist, of these class indices.
+  __device__ __forceinline__ void take(int rows, const int* class_indices) {
+    rows_ = rows;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      sums_[i] = {};
+      references_[i] = kExact ? -math::infinity<float>() : OthersSum<kExact>::kPlain;
+      reach_[i] = 0;
+      indices[i] = class_indices[i];
+    }
+    reaches_ = {};
   }
 
-  // The place of a row's class index among this thread's classes, or -1.
-  __device__ __forceinline__ int place_of_index(int i, int first) const {
-    const int c = indices[i] - first;
-    const bool is_own = indices[i] >= first && c < grid_.range &&
-                        (c & ((1 << grid_.share_bits) - 1)) == share && i < rows;
-    return is_own ? c >> grid_.share_bits : -1;
-  }
-
-  // Adds the classes of a range to the rows' sums, all but the class index, of which `logits` gets
-  // the logit. The last class takes its place.
+  // Puts the last class to the place of a class index, where it is in the range. from: class 0 of
+  // the rows. logits: gets the logit of the class index, of each row.
   template <typename element_t>
-  __device__ __forceinline__ void add_range(TypeTag<element_t>, int first, float* logits,
-                                            OthersSum<kExact> (&sums)[kRows]) const {
-    using Group = RowGroup<element_t>;
-    auto* const own = reinterpret_cast<Group*>(own_);
-    const int others = count(first) - 1;
-    bool has_index[kRows];
-    float reach[kRows];
-    float last[kRows] = {};
+  __device__ __forceinline__ void take_indices_out(TypeTag<element_t>, int first, int buffer,
+                                                   const scalar_t* from, float* logits) {
+    auto* const elements = reinterpret_cast<scalar_t*>(own_of(buffer));
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int place = place_of_index(i, first);
-      // sum_group leaves out this thread's last class, which takes the place of the class index.
-      // If the class index is another share's, the last class is added as one more term. With one
-      // share the class index is always here.
-      has_index[i] = place >= 0 || grid_.share_bits == 0 || others < 0;
-      reach[i] = 0;
-      if (others >= 0) {
-        auto* const elements = reinterpret_cast<element_t*>(own_) + i;
-        element_t& last_logit = elements[others * pitch_ * kRows];
-        last[i] = to_acc<float>(last_logit);
-        if (place >= 0) {
-          element_t& logit = elements[place * pitch_ * kRows];
-          const float x = to_acc<float>(logit);
-          logits[i] = x;
-          logit = last_logit;
-          reach[i] = ::fabsf(x);
-        } else if (grid_.share_bits > 0) {
-          reach[i] = ::fabsf(last[i]);
-        }
+      if (place >= 0) {
+        scalar_t& logit = elements[place * pitch_ * kRows + i];
+        const float x = to_acc<float>(bits_as<element_t>(logit));
+        logits[i] = x;
+        reach_[i] = ::fabsf(x);
+        const int last = own_classes_ - 1;
+        logit =
+            grid_.buffers > 1
+                ? from[((int64_t{last} << grid_.share_bits) + share) * args_.input_class_stride +
+                       i * args_.input.strides[0]]
+                : elements[last * pitch_ * kRows + i];
       }
     }
-    const auto add = [&](auto& totals, auto&& term, auto&& see) {
-      sum_group<kExact, element_t>(own, pitch_, others, totals, term, see, [&](auto& added) {
+  }
+
+  // Adds a range to the sums of plain rows.
+  template <typename element_t>
+  __device__ __forceinline__ void add_plain(TypeTag<element_t>, int first, int buffer) {
+    auto* const reaches = reinterpret_cast<RowGroup<element_t>*>(&reaches_);
+    const Part<element_t> part(*this, first, buffer);
+    sum_group<kExact, element_t>(
+        part.own, pitch_, part.count, sums_, [](int, float x) { return plain_exp(x); },
+        [&](const auto& x) { reaches->reach_to(x); },
+        [&](auto& added) {
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          added[i] += has_index[i] ? 0.0f : term(i, last[i]);
-        }
-      });
-    };
-    float totals[kRows];
-    float ones[kRows] = {};
-    float references[kRows];
-    int shifted = (1 << kRows) - 1;  // rows whose sums are relative to their largest, a bit each
-    if constexpr (!kExact) {
-      Group reaches = {};
-      add(
-          totals, [](int, float x) { return plain_exp(x); },
-          [&](const Group& x) { reaches.reach_to(x); });
-      shifted = 0;
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const float reach_of_row = math::max_number(::fabsf(reaches.get(i)), reach[i]);
-        // No other class may be this thread's, if others are.
-        const bool is_plain = reach_of_row <= kMaxPlainLogit &&
-                              (totals[i] > 0.0f || (grid_.share_bits > 0 && totals[i] == 0.0f));
-        shifted |= is_plain ? 0 : 1 << i;
-        references[i] = OthersSum<kExact>::kPlain;
-      }
-      for (int offset = kWarpSize / 2; offset >= grid_.lanes; offset /= 2) {
-        shifted |= __shfl_xor_sync(kAllLanes, shifted, offset);
-      }
-    }
-    // The lanes that share a group branch alike, but not all of a warp's.
-    if (kExact || __any_sync(kAllLanes, shifted != 0)) {
-      Group largest;
-#pragma unroll
-      for (uint32_t& word : largest.words) {
-        word = lowest_word<element_t>();
-      }
-#pragma unroll 4
-      for (int k = 0; k < others; ++k) {
-        largest.raise_to(own[k * pitch_]);
-      }
-      RowTerms<kExact> terms[kRows];
-      float maxima[kRows];
-      // Terms that are exactly 1 are counted apart: beside a 1 every sum of smaller ones would be
-      // rounded as it is. One share has the order of side_by_side_rows, and no count.
-      float counted[kRows];  // the logits of such terms; NaN: none
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        float max = largest.get(i);
-        max = math::max_number(has_index[i] ? max : math::max_number(last[i], max),
-                               -math::infinity<float>());
-        maxima[i] = largest_of_shares(max, grid_.lanes) + 0.0f;  // never -0
-        terms[i] = RowTerms<kExact>(maxima[i]);
-        counted[i] = grid_.share_bits > 0 && ::fabsf(maxima[i]) < math::infinity<float>()
-                         ? maxima[i]
-                         : math::quiet_nan<float>();
-      }
-      float of_shifted[kRows];
-      add(
-          of_shifted,
-          [&](int i, float x) {
-            if constexpr (kExact) {
-              const bool is_one = x == counted[i];
-              ones[i] += is_one ? 1.0f : 0.0f;
-              return is_one ? 0.0f : terms[i](x);
-            } else {
-              return terms[i](x);
+          for (int i = 0; i < kRows; ++i) {
+            if (part.has_last && !has_index(i)) {
+              const float x = part.last(i);
+              added[i] += plain_exp(x);
+              reach_[i] = ::fabsf(x);
             }
-          },
-          [](const Group&) {});
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (kExact || (shifted >> i & 1) != 0) {
-          totals[i] = of_shifted[i];
-          references[i] = maxima[i];
-        }
-      }
-    }
+          }
+        });
+  }
+  // Which rows are not plain, a bit each: the same in all lanes of a warp that share a group.
+  template <typename element_t>
+  __device__ __forceinline__ int shifted_rows(TypeTag<element_t>) const {
+    const auto& reaches = reinterpret_cast<const RowGroup<element_t>&>(reaches_);
+    int shifted = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      OthersSum<kExact> of_range{references[i], totals[i]};
+      const float total = sums_[i].total();
+      const float reach = math::max_number(::fabsf(reaches.get(i)), reach_[i]);
+      // No other class may be this thread's, if others are.
+      const bool is_plain =
+          reach <= kMaxPlainLogit && (total > 0.0f || (grid_.share_bits > 0 && total == 0.0f));
+      shifted |= is_plain ? 0 : 1 << i;
+    }
+    for (int offset = kWarpSize / 2; offset >= grid_.lanes; offset /= 2) {
+      shifted |= __shfl_xor_sync(kAllLanes, shifted, offset);
+    }
+    return shifted;
+  }
+  // Calls body(), which adds all classes once more, to sums that are not plain; those of rows that
+  // are plain stay.
+  template <typename Body>
+  __device__ __forceinline__ void sum_shifted(int shifted, const Body& body) {
+    float plain[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      plain[i] = sums_[i].total();
+      sums_[i] = {};
+      references_[i] = -math::infinity<float>();
+    }
+    body();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if ((shifted >> i & 1) == 0) {
+        sums_[i] = {plain[i]};
+        references_[i] = OthersSum<kExact>::kPlain;
+      }
+    }
+  }
+
+  // Adds a range to the sums relative to the largest logit so far. All lanes of a warp.
+  template <typename element_t>
+  __device__ __forceinline__ void add_shifted(TypeTag<element_t>, int first, int buffer) {
+    const Part<element_t> part(*this, first, buffer);
+    RowGroup<element_t> largest;
+#pragma unroll
+    for (uint32_t& word : largest.words) {
+      word = lowest_word<element_t>();
+    }
+#pragma unroll 4
+    for (int k = 0; k < part.count; ++k) {
+      largest.raise_to(part.own[k * pitch_]);
+    }
+    RowTerms<kExact> terms[kRows];
+    float last[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      float max = largest.get(i);
+      if (part.has_last && !has_index(i)) {
+        last[i] = part.last(i);
+        max = math::max_number(last[i], max);
+      }
+      max = math::max_number(max, -math::infinity<float>());
+      raise(i, largest_of_shares(max, grid_.lanes) + 0.0f);  // never -0
+      terms[i] = RowTerms<kExact>(references_[i]);
+    }
+    sum_group<kExact, element_t>(
+        part.own, pitch_, part.count, sums_, [&](int i, float x) { return terms[i](x); },
+        [](const auto&) {},
+        [&](auto& added) {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            if (part.has_last && !has_index(i)) {
+              added[i] += terms[i](last[i]);
+            }
+          }
+        });
+  }
+
+  // The sums of a warp's lanes that share a group, of each row. All lanes of a warp.
+  __device__ __forceinline__ void get_sums(float (&references)[kRows], float (&totals)[kRows]) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      OthersSum<kExact> sum{references_[i], sums_[i].sum};
       if constexpr (kExact) {
-        of_range.add({references[i], ones[i]});
+        sum.lost = sums_[i].lost;
       }
-      if (first == 0) {
-        sums[i] = of_range;
-      } else {
-        sums[i].add(of_range);
+      for (int offset = kWarpSize / 2; offset >= grid_.lanes; offset /= 2) {
+        sum.add(sum.of_neighbour(offset));
       }
+      references[i] = sum.reference;
+      totals[i] = sum.rounded();
     }
   }
 
   // Writes the gradients of a range, whose logits are in shared memory. to: class 0 of the rows.
   template <typename element_t>
-  __device__ __forceinline__ void write_range(TypeTag<element_t>, int first,
+  __device__ __forceinline__ void write_range(TypeTag<element_t>, int first, int buffer,
                                               const IndexGradient<kExact> (&gradients)[kRows],
                                               scalar_t* to, int64_t class_stride,
                                               int64_t row_stride) const {
     using Group = RowGroup<element_t>;
-    const auto* const own = reinterpret_cast<const Group*>(own_);
-    const int own_classes = count(first);
+    const auto* const own = reinterpret_cast<const Group*>(own_of(buffer));
+    const int own_classes = rows_ == 0 ? 0 : count_of(first);
     bool usual = true;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -380,60 +294,56 @@ class GroupShare {
  private:
   static constexpr int kPerWord = kWordElements<scalar_t>;
 
-  static __device__ __forceinline__ void put_element(Words& words, int i, scalar_t element) {
-    if constexpr (kPerWord == 1) {
-      words.values[i] = bits_as<uint32_t>(element);
-    } else {
-      words.values[i / 2] |= uint32_t{bits_as<uint16_t>(element)} << (16 * (i % 2));
+  // What is summed of a range: `count` classes, and the last one of all where it is in the range.
+  template <typename element_t>
+  struct Part {
+    const RowGroup<element_t>* own;
+    int pitch;
+    int count;
+    bool has_last;
+
+    __device__ __forceinline__ Part(const GroupShare& share, int first, int buffer)
+        : own(reinterpret_cast<const RowGroup<element_t>*>(share.own_of(buffer))),
+          pitch(share.pitch_) {
+      const int places = share.rows_ == 0 ? 0 : share.count_of(first);
+      has_last = places > 0 && (first >> share.grid_.share_bits) + places == share.own_classes_;
+      count = places - (has_last ? 1 : 0);
+    }
+    __device__ __forceinline__ float last(int i) const { return own[count * pitch].get(i); }
+  };
+
+  __device__ __forceinline__ Words* own_of(int buffer) const {
+    return stage_ + buffer * places_of_range_ * pitch_;
+  }
+  // The classes of a range that are this thread's.
+  __device__ __forceinline__ int count_of(int first) const {
+    const int left = own_classes_ - (first >> grid_.share_bits);
+    return left < places_of_range_ ? left : places_of_range_;
+  }
+  __device__ __forceinline__ bool has_index(int i) const {
+    return grid_.share_bits == 0 || is_own_index(i);
+  }
+  __device__ __forceinline__ bool is_own_index(int i) const {
+    return indices[i] >= 0 && (indices[i] & ((1 << grid_.share_bits) - 1)) == share;
+  }
+  // The place of a row's class index among this thread's classes of a range, or -1.
+  __device__ __forceinline__ int place_of_index(int i, int first) const {
+    const int place = (indices[i] - first) >> grid_.share_bits;
+    return is_own_index(i) && place >= 0 && place < places_of_range_ ? place : -1;
+  }
+  __device__ __forceinline__ void raise(int i, float largest) {
+    if (largest > references_[i]) {
+      const float ratio = OthersSum<kExact>::ratio(references_[i], largest);
+      sums_[i].sum *= ratio;
+      if constexpr (kExact) {
+        sums_[i].lost *= ratio;
+      }
+      references_[i] = largest;
     }
   }
-  static __device__ __forceinline__ void copy_classes(Words* to, int pitch, const scalar_t* from,
-                                                      int64_t step, int count, bool whole, int rows,
-                                                      int64_t row_stride) {
-    if (whole) {
-      int k = 0;
-#pragma unroll 1
-      for (; k + kCopied <= count; k += kCopied) {
-#pragma unroll
-        for (int u = 0; u < kCopied; ++u) {
-          start_own_copy(to + u * pitch, from);
-          from += step;
-        }
-        to += kCopied * pitch;
-      }
-#pragma unroll 1
-      for (; k < count; ++k) {
-        start_own_copy(to, from);
-        from += step;
-        to += pitch;
-      }
-      return;
-    }
-    int64_t offsets[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      offsets[i] = i < rows ? i * row_stride : 0;
-    }
-#pragma unroll 1
-    for (int k = 0; k < count; k += kCopied) {
-      Words gathered[kCopied] = {};
-#pragma unroll
-      for (int u = 0; u < kCopied; ++u) {
-        if (k + u < count) {
-#pragma unroll
-          for (int i = 0; i < kRows; ++i) {
-            put_element(gathered[u], i, from[u * step + offsets[i]]);
-          }
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kCopied; ++u) {
-        if (k + u < count) {
-          to[u * pitch] = gathered[u];
-        }
-      }
-      from += kCopied * step;
-      to += kCopied * pitch;
+  __device__ __forceinline__ void meet_neighbour() const {
+    if (grid_.in_pairs) {
+      __syncwarp();
     }
   }
 
@@ -442,7 +352,7 @@ class GroupShare {
                                           int64_t row_stride) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (i < rows) {
+      if (i < rows_) {
         if constexpr (kPerWord == 1) {
           to[i * row_stride] = __uint_as_float(results.words[i]);
         } else {
@@ -453,10 +363,18 @@ class GroupShare {
     }
   }
 
+  const CrossEntropyArgs& args_;
   const PlaneGrid& grid_;
-  Words* const own_;  // class k of the share: own_[k * pitch_]
+  Words* const stage_;  // class k of the share, in the first buffer: stage_[k * pitch_]
   const int pitch_;
-  const int num_classes_;
+  const int places_of_range_;
+  const int own_classes_;
+
+  int rows_ = 0;  // that exist
+  GroupSum<kExact> sums_[kRows];
+  float references_[kRows];  // what they are relative to
+  Words reaches_;            // the largest magnitudes of logits: of plain rows
+  float reach_[kRows];       // of logits that are not in sums or ranges
 };
 
 }  // namespace lossops::cuda::plane_rows

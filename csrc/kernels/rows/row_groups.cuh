@@ -61,16 +61,19 @@ struct alignas(kCount * sizeof(T)) VectorOf {
   T values[kCount];
 };
 
-// totals[i] = sum of term(i, x) over `count` classes, where x is the logit of row i. Class c of the
+// What a thread has summed of a row's terms.
+template <bool kExact>
+using GroupSum = std::conditional_t<kExact, ExactSum, PlainSum>;
+
+// Adds term(i, x) over `count` classes to sums[i], where x is the logit of row i. Class c of the
 // group is own[c * pitch]. see(group) is called once for each class, for instance to find the
 // largest magnitude. add_last(sums) may add further terms to the remainder of the classes.
 template <bool kExact, typename scalar_t, typename Term, typename See, typename Last>
 __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pitch, int count,
-                                          float (&totals)[RowGroup<scalar_t>::kRows], Term&& term,
-                                          See&& see, Last&& add_last) {
+                                          GroupSum<kExact> (&sums)[RowGroup<scalar_t>::kRows],
+                                          Term&& term, See&& see, Last&& add_last) {
   using Group = RowGroup<scalar_t>;
   constexpr int kRows = Group::kRows;
-  std::conditional_t<kExact, ExactSum, PlainSum> sums[kRows];
   float last[kRows] = {};
   const auto add_classes = [&](int c, auto& of_rows) {
     Group x[kColumnUnroll];
@@ -117,7 +120,6 @@ __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pit
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     sums[i].add(last[i]);
-    totals[i] = sums[i].total();
   }
 }
 

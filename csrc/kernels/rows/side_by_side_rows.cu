@@ -192,6 +192,18 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     const auto* from = static_cast<const scalar_t*>(args.input.data) + offsets[0];
     Group* to = own;
     int c = 0;
+    if (!shape.aligned && kExact) {
+#pragma unroll 4
+      for (; c < num_classes; ++c) {
+#pragma unroll
+        for (int i = 0; i < Group::kWords; ++i) {
+          start_own_copy(to->words + i, from + i);
+        }
+        from += args.input_class_stride;
+        to += kWarpSize;
+      }
+      return;
+    }
     if (!shape.aligned) {
 #pragma unroll 1
       for (; c < num_classes; c += kOddUnroll) {
@@ -265,7 +277,12 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
       logit = scalars[count * kPitch + i];
     }
     const auto sum_terms = [&](auto& totals, auto&& term, auto&& see) {
-      sum_group<kExact, scalar_t>(own, kWarpSize, count, totals, term, see, [](auto&) {});
+      GroupSum<kExact> sums[kRows];
+      sum_group<kExact, scalar_t>(own, kWarpSize, count, sums, term, see, [](auto&) {});
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        totals[i] = sums[i].total();
+      }
     };
     // Gradients in the place of the logits. replace(x): of one class.
     const auto write = [&](auto&& replace) {

@@ -44,11 +44,11 @@ inline bool has_counted_planes(const CrossEntropyArgs& args) {
   return args.rows.ndim <= 2 && groups_of(args) <= kMaxDividend;
 }
 
-// Whether rows of logits, or of their gradient, lie side by side, in whole groups of a thread.
+// Whether rows of logits, or of their gradient, lie side by side, in whole groups of a thread: of
+// `bytes` bytes a class.
 inline bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand,
-                            int64_t class_stride) {
-  const int64_t group = group_rows(element_size(operand.dtype));
-  const int64_t bytes = group * element_size(operand.dtype);
+                            int64_t class_stride, int64_t bytes = kGroupBytes) {
+  const int64_t group = bytes / element_size(operand.dtype);
   bool aligned = reinterpret_cast<uintptr_t>(operand.data) % static_cast<uint64_t>(bytes) == 0 &&
                  args.rows.ndim >= 1 && args.rows.sizes[0] % group == 0 &&
                  operand.strides[0] == 1 && class_stride % group == 0;

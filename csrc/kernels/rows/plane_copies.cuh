@@ -1,0 +1,129 @@
+// How a thread of plane_rows.cu copies classes of its rows to shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/grid/device.cuh"
+#include "kernels/primitives/async_copy.cuh"
+#include "kernels/primitives/dispatch.cuh"
+#include "kernels/rows/plane_grid.cuh"
+#include "kernels/rows/row_groups.cuh"
+#include "kernels/rows/row_reader.cuh"
+
+namespace lossops::cuda::plane_rows {
+
+// Of any half type: the logits of one class, of a group of rows.
+using GroupWords = VectorOf<uint32_t, kGroupBytes / 4>;
+
+// Classes that a thread copies: `count` of them, of a group with so many rows.
+template <typename scalar_t>
+struct ClassCopies {
+  GroupWords* to;  // class k: to[k * blockDim.x]
+  const scalar_t* from;
+  int64_t step;  // from a class to the next
+  int count;
+  int rows;  // that exist
+  int64_t row_stride;
+
+  // Starts them. Not inlined: many places call it, each once for many classes. All lanes of a warp.
+  static __device__ __attribute__((noinline)) void start(const PlaneGrid& grid, ClassCopies what) {
+    const int pitch = static_cast<int>(blockDim.x);
+    if (grid.in_pairs) {
+      // Vectors of 16 bytes, two groups each: half of the lanes copy one class and the others the
+      // next, for all lanes. So neighbouring lanes copy neighbouring vectors.
+      __syncwarp();  // all lanes have read what is overwritten
+      const int width = grid.lanes < kWarpSize ? grid.lanes : kWarpSize;
+      const int own = static_cast<int>(threadIdx.x) & (width - 1);
+      const int odd = own >= width / 2 ? 1 : 0;
+      const int pair = 2 * own - odd * width;  // its first group, among those of the lanes
+      const auto address = reinterpret_cast<uint64_t>(what.from);
+      const auto* const from = reinterpret_cast<const scalar_t*>(
+          __shfl_sync(kAllLanes, static_cast<unsigned long long>(address), pair, width));
+      const int count = __shfl_sync(kAllLanes, what.count, pair, width);
+      copy_units(reinterpret_cast<uint4*>(what.to + pair - own + odd * pitch), pitch,
+                 from + odd * what.step, 2 * what.step, (count + 1 - odd) / 2);
+    } else if (grid.whole) {
+      copy_units(what.to, pitch, what.from, what.step, what.count);
+    } else {
+      copy_elements(what, pitch);
+    }
+  }
+
+ private:
+  static constexpr int kRows = kGroupRows<scalar_t>;
+  static constexpr int kPerWord = kWordElements<scalar_t>;
+  static constexpr int kAtOnce = 4;  // classes
+
+  static __device__ __forceinline__ void put_element(GroupWords& words, int i, scalar_t element) {
+    if constexpr (kPerWord == 1) {
+      words.values[i] = bits_as<uint32_t>(element);
+    } else {
+      words.values[i / 2] |= uint32_t{bits_as<uint16_t>(element)} << (16 * (i % 2));
+    }
+  }
+  // pitch: units from a class to the next.
+  template <typename Unit>
+  static __device__ __forceinline__ void copy_units(Unit* to, int pitch, const scalar_t* from,
+                                                    int64_t step, int count) {
+    int k = 0;
+#pragma unroll 1
+    for (; k + kAtOnce <= count; k += kAtOnce) {
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        start_own_copy(to + u * pitch, from);
+        from += step;
+      }
+      to += kAtOnce * pitch;
+    }
+#pragma unroll 1
+    for (; k < count; ++k) {
+      start_own_copy(to, from);
+      from += step;
+      to += pitch;
+    }
+  }
+  static __device__ __forceinline__ void copy_elements(const ClassCopies& what, int pitch) {
+    const scalar_t* from = what.from;
+    GroupWords* to = what.to;
+    if constexpr (kPerWord == 1) {
+#pragma unroll 1
+      for (int k = 0; k < what.count; ++k) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          start_own_copy(to->values + i, from + (i < what.rows ? i * what.row_stride : 0));
+        }
+        from += what.step;
+        to += pitch;
+      }
+      return;
+    }
+    int64_t offsets[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      offsets[i] = i < what.rows ? i * what.row_stride : 0;
+    }
+#pragma unroll 1
+    for (int k = 0; k < what.count; k += kAtOnce) {
+      GroupWords gathered[kAtOnce] = {};
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (k + u < what.count) {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            put_element(gathered[u], i, from[u * what.step + offsets[i]]);
+          }
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (k + u < what.count) {
+          to[u * pitch] = gathered[u];
+        }
+      }
+      from += kAtOnce * what.step;
+      to += kAtOnce * pitch;
+    }
+  }
+};
+
+}  // namespace lossops::cuda::plane_rows
