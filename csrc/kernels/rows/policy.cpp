@@ -53,8 +53,9 @@ const PolicyRow kPolicy[kFamilies] = {
      Again::kForAll, never},
     {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
      "strided classes (images, transposed logits), class indices",
-     "a block copies all classes of 8 to 128 groups of rows to shared memory; more than 88 are "
-     "dealt out to 4 to 64 threads a group; the gradient reads what does not fit once more",
+     "a block copies all classes of 8 to 128 groups of rows to shared memory, and the next ones to "
+     "the place of those that it needs no more; more than 88 are dealt out to 4 to 32 threads a "
+     "group; the gradient reads what does not fit once more",
      "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .52 / .57",
      [](P p) { return p.plain && p.indices && plane_rows::lies_in_planes(p.args); },
      plane_rows::plan, always, Again::kForAll, never},
