@@ -154,14 +154,15 @@ class OperandWalker {
   int64_t run_offsets_[kBlock];
 };
 
-// Walks an iteration space block by block and says where each block lies in N operands.
+// Walks an iteration space block by block and says where each block lies in N operands. Absent
+// operands stay at offset 0.
 template <int N>
 class BlockWalker {
  public:
   BlockWalker(const IterationSpace& space, const Operand* const (&operands)[N], int64_t begin) {
     for (int n = 0; n < N; ++n) {
-      walkers_[n].start(space, *operands[n], begin);
       if (operands[n]->data != nullptr) {
+        walkers_[n].start(space, *operands[n], begin);
         present_[num_present_++] = &walkers_[n];
       }
     }
@@ -169,8 +170,8 @@ class BlockWalker {
 
   // The next block starts at this linear index.
   __attribute__((noinline)) void seek(int64_t index) {
-    for (OperandWalker& walker : walkers_) {
-      walker.seek(index);
+    for (int k = 0; k < num_present_; ++k) {
+      present_[k]->seek(index);
     }
   }
 
@@ -389,9 +390,12 @@ class RepeatedRun {
  public:
   __attribute__((noinline)) void start(const IterationSpace& space, const Operand& operand,
                                        int64_t begin, int64_t end) {
+    if (operand.data == nullptr || space.ndim < 2) {
+      return;
+    }
     OperandWalker walker;
     walker.start(space, operand, begin);
-    length_ = operand.data != nullptr ? walker.repeated_run(end - begin) : 0;
+    length_ = walker.repeated_run(end - begin);
     if (length_ > 0) {
       phase_ = static_cast<int>(walker.coordinate());
       walker.seek(begin - phase_);

@@ -28,6 +28,7 @@ constexpr __mmask16 kAllOf16 = 0xffff;
 
 LOSSOPS_HALVES_AVX512 void halves_to_floats_avx512(const half_t* from, int count, float* to) {
   int i = 0;
+#pragma GCC unroll 4  // 6 % of a forward pass of MSE
   for (; i + 16 <= count; i += 16) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
     _mm512_storeu_ps(to + i, _mm512_maskz_cvtph_ps(kAllOf16, halves));
@@ -39,6 +40,7 @@ LOSSOPS_HALVES_AVX512 void halves_to_floats_avx512(const half_t* from, int count
 
 LOSSOPS_HALVES_AVX512 void floats_to_halves_avx512(const float* from, int count, half_t* to) {
   int i = 0;
+#pragma GCC unroll 4  // 6 % of a forward pass of MSE
   for (; i + 16 <= count; i += 16) {
     const __m512 floats = _mm512_loadu_ps(from + i);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
