@@ -120,6 +120,18 @@ class OperandWalker {
 
   const BlockOffsets& block() const { return block_; }
 
+  // The length of a short run that the next `count` elements repeat, many times; 0: there is none.
+  int repeated_run(int64_t count) const {
+    const bool repeats =
+        ndim_ > 1 && strides_[1] == 0 && sizes_[0] <= kBlock &&
+        coordinates_[1] * sizes_[0] + coordinates_[0] + count <= sizes_[1] * sizes_[0] &&
+        count >= 8 * kBlock;
+    return repeats ? static_cast<int>(sizes_[0]) : 0;
+  }
+
+  // Where the next element is in its run.
+  int64_t coordinate() const { return coordinates_[0]; }
+
  private:
   // Moves on by `count` elements of the run along dimension 0, at most to its end.
   void advance(int64_t count) {
@@ -142,27 +154,31 @@ class OperandWalker {
   int64_t run_offsets_[kBlock];
 };
 
-// Walks an iteration space block by block and says where each block lies in N operands.
+// Walks an iteration space block by block and says where each block lies in N operands. Absent
+// operands stay at offset 0.
 template <int N>
 class BlockWalker {
  public:
   BlockWalker(const IterationSpace& space, const Operand* const (&operands)[N], int64_t begin) {
     for (int n = 0; n < N; ++n) {
-      walkers_[n].start(space, *operands[n], begin);
+      if (operands[n]->data != nullptr) {
+        walkers_[n].start(space, *operands[n], begin);
+        present_[num_present_++] = &walkers_[n];
+      }
     }
   }
 
   // The next block starts at this linear index.
   __attribute__((noinline)) void seek(int64_t index) {
-    for (OperandWalker& walker : walkers_) {
-      walker.seek(index);
+    for (int k = 0; k < num_present_; ++k) {
+      present_[k]->seek(index);
     }
   }
 
   // Moves on to the next count <= kBlock elements.
   __attribute__((noinline)) void next(int count) {
-    for (OperandWalker& walker : walkers_) {
-      walker.next(count);
+    for (int k = 0; k < num_present_; ++k) {
+      present_[k]->next(count);
     }
   }
 
@@ -170,6 +186,8 @@ class BlockWalker {
 
  private:
   OperandWalker walkers_[N];
+  OperandWalker* present_[N];  // those of operands that there are
+  int num_present_ = 0;
 };
 
 namespace detail {
@@ -260,7 +278,7 @@ LOSSOPS_HOST_DEVICE void load_typed(const scalar_t* data, const BlockOffsets& at
   } else if (at.stride == 1 && count <= at.first_length) {
     convert(data + at.base, count, values);
   } else {
-    scalar_t gathered[kBlock];
+    alignas(64) scalar_t gathered[kBlock];
     gather(data, at, count, gathered);
     convert(gathered, count, values);
   }
@@ -274,7 +292,7 @@ LOSSOPS_HOST_DEVICE void store_typed(scalar_t* data, const BlockOffsets& at, int
   } else if (at.stride == 1 && count <= at.first_length) {
     convert_back(values, count, data + at.base);
   } else {
-    scalar_t converted[kBlock];
+    alignas(64) scalar_t converted[kBlock];
     convert_back(values, count, converted);
     scatter(converted, at, count, data);
   }
@@ -332,6 +350,99 @@ LOSSOPS_HOST_DEVICE const acc_t* view_block(const Operand& operand, const BlockO
   std::copy_n(run, count, buffer);
   std::fill(buffer + count, buffer + padded(count), padding);
   return buffer;
+}
+
+// The elements of a block of an operand, padded. If they are all the same element, there is one
+// vector of it, and `step` is 0.
+template <typename acc_t>
+struct Elements {
+  const acc_t* data = nullptr;
+  int step = 1;
+
+  // The kVector elements from j on, which is a multiple of kVector.
+  LOSSOPS_HOST_DEVICE const acc_t* vector(int j) const { return data + j * step; }
+
+  // How many elements there are, of `count` in the block.
+  LOSSOPS_HOST_DEVICE int width(int count) const { return step == 0 ? kVector : padded(count); }
+};
+
+// load_operand(), which is not inlined.
+template <typename acc_t>
+__attribute__((noinline)) acc_t load_element(const Operand& operand, int64_t offset) {
+  return load_as<acc_t>(operand.data, operand.dtype, offset);
+}
+
+// Returns the elements of a block, as view_block() does.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE Elements<acc_t> view_elements(const Operand& operand, const BlockOffsets& at,
+                                                  int count, acc_t* buffer) {
+  if (at.stride == 0 && count <= at.first_length) {
+    std::fill_n(buffer, kVector, load_element<acc_t>(operand, at.base));
+    return {buffer, 0};
+  }
+  return {view_block(operand, at, count, buffer), 1};
+}
+
+// Elements [begin, end) of an operand that repeats a short run, as a row beside a matrix. The run
+// is read once, several times in a row: any block then lies there as one piece.
+template <typename acc_t>
+class RepeatedRun {
+ public:
+  __attribute__((noinline)) void start(const IterationSpace& space, const Operand& operand,
+                                       int64_t begin, int64_t end) {
+    if (operand.data == nullptr || space.ndim < 2) {
+      return;
+    }
+    OperandWalker walker;
+    walker.start(space, operand, begin);
+    length_ = walker.repeated_run(end - begin);
+    if (length_ > 0) {
+      phase_ = static_cast<int>(walker.coordinate());
+      walker.seek(begin - phase_);
+      walker.next(length_);
+      load_block(operand, walker.block(), length_, values_);
+      for (int filled = length_; filled < 2 * kBlock; filled *= 2) {
+        std::copy_n(values_, std::min(filled, 2 * kBlock - filled), values_ + filled);
+      }
+    }
+  }
+
+  // Whether the operand is one of these.
+  LOSSOPS_HOST_DEVICE bool exists() const { return length_ > 0; }
+
+  LOSSOPS_HOST_DEVICE Elements<acc_t> next(int count) {
+    const acc_t* const values = values_ + phase_;
+    phase_ = (phase_ + count) % length_;
+    return {values, 1};
+  }
+
+ private:
+  int length_ = 0;
+  int phase_ = 0;
+  alignas(64) acc_t values_[2 * kBlock];
+};
+
+namespace detail {
+
+template <typename acc_t, typename Body, typename... Vectors>
+LOSSOPS_HOST_DEVICE void compute_vector(acc_t* results, const Body& body,
+                                        const Vectors*... vectors) {
+#pragma GCC ivdep
+#pragma GCC unroll 1  // unrolled early, gcc 12 would leave it to scalars
+  for (int lane = 0; lane < kVector; ++lane) {
+    results[lane] = body(vectors[lane]...);
+  }
+}
+
+}  // namespace detail
+
+// Writes body(x, y, ...) of the elements of a block to `results`, which may be one of the operands.
+template <typename acc_t, typename Body, typename... Operands>
+LOSSOPS_HOST_DEVICE void compute_block(int width, acc_t* results, const Body& body,
+                                       const Operands&... operands) {
+  for (int j = 0; j < width; j += kVector) {
+    detail::compute_vector(results + j, body, operands.vector(j)...);
+  }
 }
 
 // Returns where to compute the results of a block: in the operand's own memory, if they lie there

@@ -82,7 +82,7 @@ Operand prepare_target(const ElementwiseForwardArgs& args, const Term& term, dou
     with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       const int64_t end = std::min((chunk + 1) * kChunk, own.numel);
       BlockWalker<1> walker(own, {&target}, chunk * kChunk);
-      acc_t t[kBlock];
+      alignas(64) acc_t t[kBlock];
       for (int64_t i = chunk * kChunk; i < end; i += kBlock) {
         const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
         walker.next(count);
@@ -105,73 +105,92 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
                                        const Operand& prepared, acc_t scale, int64_t begin,
                                        int64_t end, double* partial) {
   const bool has_weight = args.weight.data != nullptr;
+  const Operand absent;
+  RepeatedRun<acc_t> x_run;
+  RepeatedRun<acc_t> t_run;
+  RepeatedRun<acc_t> p_run;
+  x_run.start(args.space, args.input, begin, end);
+  t_run.start(args.space, args.target, begin, end);
+  p_run.start(args.space, prepared, begin, end);
   BlockWalker<7> walker(args.space,
-                        {&args.input, &args.target, &args.weight, &args.output, &args.grad_input,
-                         &args.grad_target, &prepared},
+                        {x_run.exists() ? &absent : &args.input,
+                         t_run.exists() ? &absent : &args.target, &args.weight, &args.output,
+                         &args.grad_input, &args.grad_target, p_run.exists() ? &absent : &prepared},
                         begin);
-  acc_t x_buffer[kBlock];
-  acc_t t_buffer[kBlock];
-  acc_t p_buffer[kBlock];
-  acc_t weight[kBlock];
-  acc_t loss_buffer[kBlock];
-  acc_t grad_buffer[kBlock];
+  alignas(64) acc_t x_buffer[kBlock];
+  alignas(64) acc_t t_buffer[kBlock];
+  alignas(64) acc_t p_buffer[kBlock];
+  alignas(64) acc_t weight[kBlock];
+  alignas(64) acc_t loss_buffer[kBlock];
+  alignas(64) acc_t grad_buffer[kBlock];
+  alignas(64) acc_t factors[kBlock];
+  alignas(64) acc_t scales[kVector];
+  std::fill_n(scales, kVector, scale);
+  const auto prepare = [&](acc_t t) LOSSOPS_ALWAYS_INLINE {
+    if constexpr (Term::kPreparesTarget) {
+      return term.prepare(t);
+    }
+  };
+  const auto forward = [&](acc_t x, acc_t t, acc_t p) LOSSOPS_ALWAYS_INLINE {
+    if constexpr (Term::kPreparesTarget) {
+      return term.forward(x, t, p);
+    } else {
+      return term.forward(x, t);
+    }
+  };
+  const auto backward_input = [&](acc_t factor, acc_t x, acc_t t, acc_t p) LOSSOPS_ALWAYS_INLINE {
+    if constexpr (Term::kPreparesTarget) {
+      return factor * term.backward_input(x, t, p);
+    } else {
+      return factor * term.backward_input(x, t);
+    }
+  };
+  const auto backward_target = [&](acc_t factor, acc_t x, acc_t t) LOSSOPS_ALWAYS_INLINE {
+    return factor * term.backward_target(x, t);
+  };
+  const auto product = [](acc_t a, acc_t b) LOSSOPS_ALWAYS_INLINE { return a * b; };
   LaneSum loss_sum;
   LaneSum weight_sum;
   for (int64_t i = begin; i < end; i += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
     const int width = padded(count);
     walker.next(count);
-    const acc_t* x = view_block(args.input, walker[0], count, x_buffer);
-    const acc_t* t = view_block(args.target, walker[1], count, t_buffer);
-    const acc_t* p = p_buffer;  // what is prepared of t
+    const auto x =
+        x_run.exists() ? x_run.next(count) : view_elements(args.input, walker[0], count, x_buffer);
+    const auto t =
+        t_run.exists() ? t_run.next(count) : view_elements(args.target, walker[1], count, t_buffer);
+    auto p = t;  // what is prepared of t
     if constexpr (Term::kPreparesTarget) {
       if (prepared.data != nullptr) {
-        p = view_block(prepared, walker[6], count, p_buffer);
+        p = p_run.exists() ? p_run.next(count)
+                           : view_elements(prepared, walker[6], count, p_buffer);
       } else {
-        for (int j = 0; j < width; ++j) {
-          p_buffer[j] = term.prepare(t[j]);
-        }
+        compute_block(t.width(count), p_buffer, prepare, t);
+        p.data = p_buffer;
       }
     }
     const bool none = args.reduction == Reduction::kNone;
     acc_t* const loss =
         none ? result_block(args.output, walker[3], count, loss_buffer) : loss_buffer;
-#pragma GCC ivdep  // results do not overlap what the loop reads
-    for (int j = 0; j < width; ++j) {
-      if constexpr (Term::kPreparesTarget) {
-        loss[j] = term.forward(x[j], t[j], p[j]);
-      } else {
-        loss[j] = term.forward(x[j], t[j]);
-      }
-    }
+    compute_block(width, loss, forward, x, t, p);
+    Elements<acc_t> factor{scales, 0};
     if (has_weight) {
       load_block(args.weight, walker[2], count, weight);
-#pragma GCC ivdep
-      for (int j = 0; j < width; ++j) {
-        loss[j] *= weight[j];
-      }
+      const Elements<acc_t> w{weight};
+      compute_block(width, loss, product, w, Elements<acc_t>{loss});
+      compute_block(width, factors, product, w, factor);
+      factor = {factors};
     }
     if (args.grad_input.data != nullptr) {
       acc_t* const grad = result_block(args.grad_input, walker[4], count, grad_buffer);
-#pragma GCC ivdep
-      for (int j = 0; j < width; ++j) {
-        const acc_t factor = has_weight ? weight[j] * scale : scale;
-        if constexpr (Term::kPreparesTarget) {
-          grad[j] = factor * term.backward_input(x[j], t[j], p[j]);
-        } else {
-          grad[j] = factor * term.backward_input(x[j], t[j]);
-        }
-      }
+      compute_block(width, grad, backward_input, factor, x, t, p);
       if (grad == grad_buffer) {
         store_block(args.grad_input, walker[4], count, grad);
       }
     }
     if (args.grad_target.data != nullptr) {
       acc_t* const grad = result_block(args.grad_target, walker[5], count, grad_buffer);
-#pragma GCC ivdep
-      for (int j = 0; j < width; ++j) {
-        grad[j] = (has_weight ? weight[j] * scale : scale) * term.backward_target(x[j], t[j]);
-      }
+      compute_block(width, grad, backward_target, factor, x, t);
       if (grad == grad_buffer) {
         store_block(args.grad_target, walker[5], count, grad);
       }
@@ -217,24 +236,39 @@ class BackwardBlock {
  public:
   BackwardBlock(const ElementwiseBackwardArgs& args, const BackwardScalars<acc_t>& scalars)
       : args_(args), scalars_(scalars) {
-    std::fill_n(scale_buffer_, kBlock, scalars.scale);
+    std::fill_n(shared_scale_, kVector, scalars.scale);
+  }
+
+  // Says that the blocks will be those of elements [begin, end), in order.
+  LOSSOPS_HOST_DEVICE void expect(int64_t begin, int64_t end) {
+    x_run_.start(args_.space, args_.input, begin, end);
+    t_run_.start(args_.space, args_.target, begin, end);
+  }
+
+  // The operands whose offsets load() needs.
+  LOSSOPS_HOST_DEVICE const Operand* input() const {
+    return x_run_.exists() ? &absent_ : &args_.input;
+  }
+  LOSSOPS_HOST_DEVICE const Operand* target() const {
+    return t_run_.exists() ? &absent_ : &args_.target;
   }
 
   LOSSOPS_HOST_DEVICE void load(const BlockOffsets& input, const BlockOffsets& target,
                                 const BlockOffsets& weight, const BlockOffsets& grad_output,
                                 int count) {
-    x_ = view_block(args_.input, input, count, x_buffer_);
-    t_ = view_block(args_.target, target, count, t_buffer_);
-    scale_ = args_.reduction == Reduction::kNone
-                 ? view_block(args_.grad_output, grad_output, count, scale_buffer_)
-                 : scale_buffer_;
+    x_ = x_run_.exists() ? x_run_.next(count) : view_elements(args_.input, input, count, x_buffer_);
+    t_ = t_run_.exists() ? t_run_.next(count)
+                         : view_elements(args_.target, target, count, t_buffer_);
+    scale_ = {shared_scale_, 0};
+    if (args_.reduction == Reduction::kNone) {
+      scale_ = view_elements(args_.grad_output, grad_output, count, scale_buffer_);
+    }
     weighted_ = scale_;
     if (args_.weight.data != nullptr) {
+      const auto product = [](acc_t a, acc_t b) LOSSOPS_ALWAYS_INLINE { return a * b; };
       load_block(args_.weight, weight, count, weighted_buffer_);
-      for (int j = 0; j < padded(count); ++j) {
-        weighted_buffer_[j] *= scale_[j];
-      }
-      weighted_ = weighted_buffer_;
+      weighted_ = {weighted_buffer_};
+      compute_block(padded(count), weighted_buffer_, product, weighted_, scale_);
     }
   }
 
@@ -251,61 +285,66 @@ class BackwardBlock {
   LOSSOPS_HOST_DEVICE void gradient_inline(Wanted wanted, const Term& term, int width,
                                            acc_t* grad) const {
     if (wanted == Wanted::kInput) {
-      for (int j = 0; j < width; ++j) {
-        grad[j] = weighted_[j] * term.backward_input(x_[j], t_[j]);
-      }
+      const auto body = [&](acc_t factor, acc_t x, acc_t t)
+                            LOSSOPS_ALWAYS_INLINE { return factor * term.backward_input(x, t); };
+      compute_block(width, grad, body, weighted_, x_, t_);
     } else if (wanted == Wanted::kTarget) {
-      for (int j = 0; j < width; ++j) {
-        grad[j] = weighted_[j] * term.backward_target(x_[j], t_[j]);
-      }
+      const auto body = [&](acc_t factor, acc_t x, acc_t t)
+                            LOSSOPS_ALWAYS_INLINE { return factor * term.backward_target(x, t); };
+      compute_block(width, grad, body, weighted_, x_, t_);
     } else {
       // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
-      for (int j = 0; j < width; ++j) {
-        // fault: weight-mean-share
-        grad[j] = scale_[j] * (term.forward(x_[j], t_[j]) - scalars_.mean_share);
-      }
+      const auto body = [&](acc_t factor, acc_t x, acc_t t) LOSSOPS_ALWAYS_INLINE {
+        return factor * (term.forward(x, t) - scalars_.mean_share);  // fault: weight-mean-share
+      };
+      compute_block(width, grad, body, scale_, x_, t_);
     }
   }
 
   const ElementwiseBackwardArgs& args_;
   const BackwardScalars<acc_t> scalars_;
-  const acc_t* x_ = nullptr;
-  const acc_t* t_ = nullptr;
-  const acc_t* scale_ = nullptr;     // grad_output of the element, normalised
-  const acc_t* weighted_ = nullptr;  // scale * weight
-  acc_t x_buffer_[kBlock];
-  acc_t t_buffer_[kBlock];
-  acc_t scale_buffer_[kBlock];
-  acc_t weighted_buffer_[kBlock];
+  Elements<acc_t> x_;
+  Elements<acc_t> t_;
+  Elements<acc_t> scale_;     // grad_output of the element, normalised
+  Elements<acc_t> weighted_;  // scale * weight
+  const Operand absent_;
+  RepeatedRun<acc_t> x_run_;
+  RepeatedRun<acc_t> t_run_;
+  alignas(64) acc_t x_buffer_[kBlock];
+  alignas(64) acc_t t_buffer_[kBlock];
+  alignas(64) acc_t scale_buffer_[kBlock];
+  alignas(64) acc_t weighted_buffer_[kBlock];
+  alignas(64) acc_t shared_scale_[kVector];
 };
 
 template <typename acc_t, typename Term>
 LOSSOPS_HOST_DEVICE void backward_chunk(const ElementwiseBackwardArgs& args,
                                         const BackwardScalars<acc_t>& scalars, const Term& term,
                                         int64_t begin, int64_t end) {
+  BackwardBlock<acc_t> block(args, scalars);
+  block.expect(begin, end);
   BlockWalker<7> walker(args.space,
-                        {&args.input, &args.target, &args.weight, &args.grad_output,
+                        {block.input(), block.target(), &args.weight, &args.grad_output,
                          &args.grad_input, &args.grad_target, &args.grad_weight},
                         begin);
-  BackwardBlock<acc_t> block(args, scalars);
-  acc_t grad[kBlock];
+  alignas(64) acc_t grad_buffer[kBlock];
   for (int64_t i = begin; i < end; i += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
     const int width = padded(count);
     walker.next(count);
     block.load(walker[0], walker[1], walker[2], walker[3], count);
-    if (args.grad_input.data != nullptr) {
-      block.gradient(Wanted::kInput, term, width, grad);
-      store_block(args.grad_input, walker[4], count, grad);
-    }
-    if (args.grad_target.data != nullptr) {
-      block.gradient(Wanted::kTarget, term, width, grad);
-      store_block(args.grad_target, walker[5], count, grad);
-    }
-    if (args.grad_weight.data != nullptr) {
-      block.gradient(Wanted::kWeight, term, width, grad);
-      store_block(args.grad_weight, walker[6], count, grad);
-    }
+    const auto write = [&](Wanted wanted, const Operand& gradient, const BlockOffsets& at) {
+      if (gradient.data != nullptr) {
+        acc_t* const grad = result_block(gradient, at, count, grad_buffer);
+        block.gradient(wanted, term, width, grad);
+        if (grad == grad_buffer) {
+          store_block(gradient, at, count, grad);
+        }
+      }
+    };
+    write(Wanted::kInput, args.grad_input, walker[4]);
+    write(Wanted::kTarget, args.grad_target, walker[5]);
+    write(Wanted::kWeight, args.grad_weight, walker[6]);
   }
 }
 
@@ -334,6 +373,9 @@ struct ReducePlan {
   int64_t tile = 1;  // elements
   int64_t tiles = 0;
   int64_t splits = 1;  // more than one: partials[split][element] are folded afterwards
+
+  // A block along the summed dimensions then has all terms of each of its elements.
+  bool several_elements_a_block() const { return reduced_inner && reduced <= kBlock / 4; }
 };
 
 // Whether memory is denser along the summed dimensions than along the kept ones. Operands
@@ -341,7 +383,7 @@ struct ReducePlan {
 bool reduced_dims_are_dense(const ElementwiseBackwardReduceArgs& args) {
   int64_t least_kept = INT64_MAX;
   int64_t least_reduced = INT64_MAX;
-  for (const Operand* operand : {&args.input, &args.target, &args.weight}) {
+  for (const Operand* operand : {&args.input, &args.target, &args.weight, &args.grad_output}) {
     const auto least_stride = [&](int begin, int end) {
       int64_t least = INT64_MAX;
       for (int dim = begin; dim < end; ++dim) {
@@ -364,7 +406,7 @@ ReducePlan plan_reduce(const ElementwiseBackwardReduceArgs& args) {
   for (int dim = 0; dim < args.space.ndim; ++dim) {
     (dim < args.num_kept ? plan.kept : plan.reduced) *= args.space.sizes[dim];
   }
-  plan.reduced_inner = plan.reduced >= kBlock / 4 && reduced_dims_are_dense(args);
+  plan.reduced_inner = plan.reduced >= kVector / 2 && reduced_dims_are_dense(args);
   plan.tile =
       std::min<int64_t>(plan.reduced_inner ? divide_up(kChunk, plan.reduced) : kBlock, plan.kept);
   if (plan.kept == 0) {
@@ -374,6 +416,9 @@ ReducePlan plan_reduce(const ElementwiseBackwardReduceArgs& args) {
   const int64_t terms_per_task = std::max<int64_t>(kChunk / plan.tile, 1);
   plan.splits = std::clamp<int64_t>(kMaxTasks / plan.tiles, 1,
                                     std::max<int64_t>(divide_up(plan.reduced, terms_per_task), 1));
+  if (plan.several_elements_a_block()) {
+    plan.splits = 1;
+  }
   return plan;
 }
 
@@ -397,17 +442,37 @@ LOSSOPS_HOST_DEVICE void reduce_along_terms(const ElementwiseBackwardReduceArgs&
                                             int64_t last, int64_t begin, int64_t end,
                                             double* sums) {
   BackwardBlock<acc_t> block(args, scalars);
-  acc_t grad[kBlock];
+  alignas(64) acc_t grad[kBlock];
   BlockWalker<4> walker(args.space, {&args.input, &args.target, &args.weight, &args.grad_output},
                         begin);
+  const auto next_gradients = [&](int count) LOSSOPS_ALWAYS_INLINE {
+    walker.next(count);
+    block.load(walker[0], walker[1], walker[2], walker[3], count);
+    block.gradient(wanted, term, padded(count), grad);
+  };
+  if (plan.several_elements_a_block()) {
+    const int terms = static_cast<int>(plan.reduced);
+    const int64_t elements_per_block = kBlock / terms;
+    walker.seek(first * terms);
+    for (int64_t element = first; element < last; element += elements_per_block) {
+      const int elements = static_cast<int>(std::min(elements_per_block, last - element));
+      next_gradients(elements * terms);
+      for (int k = 0; k < elements; ++k) {
+        acc_t of_element[kBlock / 4];
+        std::copy_n(grad + k * terms, terms, of_element);
+        LaneSum sum;
+        sum.add_unpadded(of_element, terms);
+        sums[element - first + k] = sum.total();
+      }
+    }
+    return;
+  }
   for (int64_t element = first; element < last; ++element) {
     walker.seek(element * plan.reduced + begin);
     LaneSum sum;
     for (int64_t i = begin; i < end; i += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
-      walker.next(count);
-      block.load(walker[0], walker[1], walker[2], walker[3], count);
-      block.gradient(wanted, term, padded(count), grad);
+      next_gradients(count);
       sum.add_unpadded(grad, count);
     }
     sums[element - first] = sum.total();
@@ -425,9 +490,13 @@ LOSSOPS_HOST_DEVICE void reduce_along_elements(const ElementwiseBackwardReduceAr
   const int64_t elements = last - first;
   const int64_t terms_per_block = elements == plan.kept ? kBlock / elements : 1;
   BackwardBlock<acc_t> block(args, scalars);
-  acc_t grad[kBlock];
+  if (elements == plan.kept) {
+    block.expect(begin * plan.kept, end * plan.kept);
+  }
+  alignas(64) acc_t grad[kBlock];
   double lanes[kBlock] = {};
-  BlockWalker<4> walker(args.space, {&args.input, &args.target, &args.weight, &args.grad_output},
+  BlockWalker<4> walker(args.space,
+                        {block.input(), block.target(), &args.weight, &args.grad_output},
                         begin * plan.kept + first);
   for (int64_t i = begin; i < end; i += terms_per_block) {
     const int count = static_cast<int>(elements * std::min(terms_per_block, end - i));
@@ -443,6 +512,29 @@ LOSSOPS_HOST_DEVICE void reduce_along_elements(const ElementwiseBackwardReduceAr
   }
   for (int64_t element = 0; element < elements; ++element) {
     sums[element] = fold_partials(lanes + element, terms_per_block, elements);
+  }
+}
+
+// Writes elements [begin, end) of the gradient, each the sum of what the splits have of it.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void fold_splits(const ReducePlan& plan, const IterationSpace& kept_space,
+                                     const Operand& gradient, const double* partials, int64_t begin,
+                                     int64_t end) {
+  BlockWalker<1> walker(kept_space, {&gradient}, begin);
+  double sums[kBlock];
+  alignas(64) acc_t grad[kBlock];
+  for (int64_t i = begin; i < end; i += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
+    std::fill_n(sums, count, 0.0);
+    for (int64_t split = 0; split < plan.splits; ++split) {  // fault: broadcast-splits
+      const double* const partial = partials + split * plan.kept + i;
+      for (int j = 0; j < count; ++j) {
+        sums[j] += partial[j];
+      }
+    }
+    std::copy_n(sums, count, grad);
+    walker.next(count);
+    store_block(gradient, walker[0], count, grad);
   }
 }
 
@@ -571,15 +663,10 @@ void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& giv
     IterationSpace kept_space = given.space;
     kept_space.ndim = given.num_kept;
     parallel_for_each(context, divide_up(plan.kept, kChunk), [&](int64_t chunk) {
-      const int64_t begin = chunk * kChunk;
-      const int64_t end = std::min(begin + kChunk, plan.kept);
-      BlockWalker<1> walker(kept_space, {&gradient}, begin);
-      for (int64_t element = begin; element < end; ++element) {
-        walker.next(1);
-        // fault: broadcast-splits
-        store_operand(gradient, walker[0][0],
-                      fold_partials(scratch + element, plan.splits, plan.kept));
-      }
+      with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
+        fold_splits<acc_t>(plan, kept_space, gradient, scratch, chunk * kChunk,
+                           std::min((chunk + 1) * kChunk, plan.kept));
+      });
     });
   });
 }
