@@ -81,7 +81,7 @@ def test_large_sizes(loss: Loss, variant: Variant, dtype: torch.dtype) -> None:
 @per_variant
 def test_layouts(loss: Loss, variant: Variant, dtype: torch.dtype, device: str) -> None:
     """Each layout of the input with each layout of the target."""
-    for shape in ((33, 19), (3, 9, 7), (2, 3, 5, 4)):
+    for shape in ((33, 19), (40, 67), (3, 9, 7), (2, 3, 5, 4)):
         sample = variant.sample(shape, device=device, dtype=dtype)
         x, t = sample.tensors["input"], sample.tensors["target"]
         known = {r: truth(loss, sample.with_options(reduction=r)) for r in loss.reductions}

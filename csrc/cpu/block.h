@@ -12,6 +12,7 @@
 
 #include "cpu/half.h"
 #include "cpu/simd.h"
+#include "cpu/transpose.h"
 #include "launchers.h"
 
 namespace lossops::cpu {
@@ -56,6 +57,32 @@ struct BlockOffsets {
     for (int j = run, k = 0; j < count; j += run, ++k) {
       run = std::min(length, count - j);
       body(j, run, base + run_offsets[k]);
+    }
+  }
+
+  // The same, but calls columns(j, runs, offset) for `runs` runs at once, a multiple of `side`,
+  // whose elements are neighbours of those of the next: columns of a matrix in memory.
+  template <typename Body, typename Columns>
+  LOSSOPS_HOST_DEVICE void for_each_run_or_columns(int count, int side, const Body& body,
+                                                   const Columns& columns) const {
+    const auto begin_of = [&](int k) { return base + (k == 0 ? 0 : run_offsets[k - 1]); };
+    for (int j = 0, k = 0; j < count;) {
+      const int own = std::min(k == 0 ? first_length : length, count - j);
+      const int whole_runs = own == length ? (count - j) / length : 0;
+      int runs = std::min(1, whole_runs);
+      while (runs < whole_runs && begin_of(k + runs) == begin_of(k) + runs) {
+        ++runs;
+      }
+      runs -= runs % side;
+      if (runs > 0) {
+        columns(j, runs, begin_of(k));
+        j += runs * length;
+        k += runs;
+      } else {
+        body(j, own, begin_of(k));
+        j += own;
+        ++k;
+      }
     }
   }
 };
@@ -211,20 +238,29 @@ LOSSOPS_HOST_DEVICE void for_each_group(int length, const Body& body) {
 template <typename scalar_t>
 LOSSOPS_HOST_DEVICE void gather(const scalar_t* data, const BlockOffsets& at, int count,
                                 scalar_t* values) {
+  if (at.stride != 0 && at.stride != 1) {
+    at.for_each_run_or_columns(
+        count, kSquare<scalar_t>,
+        [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
+          for (int i = 0; i < length; ++i) {
+            values[j + i] = data[offset + i * at.stride];
+          }
+        },
+        [&](int j, int runs, int64_t offset) LOSSOPS_ALWAYS_INLINE {
+          transpose(data + offset, at.stride, at.length, runs, values + j, at.length);
+        });
+    return;
+  }
   at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
     const scalar_t* run = data + offset;
     if (at.stride == 1) {
       for_each_group(length, [&](int i, auto n) LOSSOPS_ALWAYS_INLINE {
         std::memcpy(values + j + i, run + i, n * sizeof(scalar_t));
       });
-    } else if (at.stride == 0) {
+    } else {
       const scalar_t value = *run;
       for_each_group(length, [&](int i, auto n)
                                  LOSSOPS_ALWAYS_INLINE { std::fill_n(values + j + i, n, value); });
-    } else {
-      for (int i = 0; i < length; ++i) {
-        values[j + i] = run[i * at.stride];
-      }
     }
   });
 }
@@ -232,17 +268,24 @@ LOSSOPS_HOST_DEVICE void gather(const scalar_t* data, const BlockOffsets& at, in
 template <typename scalar_t>
 LOSSOPS_HOST_DEVICE void scatter(const scalar_t* values, const BlockOffsets& at, int count,
                                  scalar_t* data) {
+  if (at.stride != 1) {
+    at.for_each_run_or_columns(
+        count, kSquare<scalar_t>,
+        [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
+          for (int i = 0; i < length; ++i) {
+            data[offset + i * at.stride] = values[j + i];
+          }
+        },
+        [&](int j, int runs, int64_t offset) LOSSOPS_ALWAYS_INLINE {
+          transpose(values + j, at.length, runs, at.length, data + offset, at.stride);
+        });
+    return;
+  }
   at.for_each_run(count, [&](int j, int length, int64_t offset) LOSSOPS_ALWAYS_INLINE {
     scalar_t* run = data + offset;
-    if (at.stride == 1) {
-      for_each_group(length, [&](int i, auto n) LOSSOPS_ALWAYS_INLINE {
-        std::memcpy(run + i, values + j + i, n * sizeof(scalar_t));
-      });
-    } else {
-      for (int i = 0; i < length; ++i) {
-        run[i * at.stride] = values[j + i];
-      }
-    }
+    for_each_group(length, [&](int i, auto n) LOSSOPS_ALWAYS_INLINE {
+      std::memcpy(run + i, values + j + i, n * sizeof(scalar_t));
+    });
   });
 }
 

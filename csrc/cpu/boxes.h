@@ -12,8 +12,8 @@
 
 namespace lossops::cpu {
 
-// The side of a square tile, in elements. It is two cache lines of fp32, so each line is used whole
-// while it is in the cache.
+// The side of a tile, in elements, but where a dimension ends. It is two cache lines of fp32, so
+// each line is used whole while it is in the cache.
 constexpr int64_t kTile = 32;
 
 // Looks for an operand whose fastest dimension is not dimension 0. Returns that dimension, or 0 if
@@ -35,27 +35,24 @@ int other_fast_dim(const Args& args, std::initializer_list<Operand Args::*> oper
 }
 
 // Dimensions (0, ..., other, ...) become (0 and other within a tile, 0 and other from tile to tile,
-// ...). Both sizes must be multiples of kTile.
+// ...). sides: of a tile, which divide both sizes.
 template <typename Args>
-void walk_in_tiles(Args& args, std::initializer_list<Operand Args::*> operands, int other) {
+void walk_in_tiles(Args& args, std::initializer_list<Operand Args::*> operands, int other,
+                   const int64_t (&sides)[2]) {
   IterationSpace& space = args.space;
-  const auto reorder = [&](int64_t* values, int64_t inner_factor, int64_t outer_factor) {
-    const int64_t first = values[0];
-    const int64_t second = values[other];
+  const auto reorder = [&](int64_t* values, const int64_t (&of_tile)[2],
+                           const int64_t (&of_tiles)[2]) {
     std::copy(values + other + 1, values + space.ndim, values + other);
     std::copy_backward(values + 1, values + space.ndim - 1, values + space.ndim + 2);
-    const int64_t tiled[4] = {first * inner_factor, second * inner_factor, first * outer_factor,
-                              second * outer_factor};
-    std::copy_n(tiled, 4, values);
+    std::copy_n(of_tile, 2, values);
+    std::copy_n(of_tiles, 2, values + 2);
   };
   for (const auto member : operands) {
-    reorder((args.*member).strides, 1, kTile);
+    int64_t* const strides = (args.*member).strides;
+    const int64_t own[2] = {strides[0], strides[other]};
+    reorder(strides, own, {own[0] * sides[0], own[1] * sides[1]});
   }
-  for (const int dim : {0, other}) {
-    space.sizes[dim] /= kTile;
-  }
-  reorder(space.sizes, 1, 1);
-  space.sizes[0] = space.sizes[1] = kTile;
+  reorder(space.sizes, sides, {space.sizes[0] / sides[0], space.sizes[other] / sides[1]});
   space.ndim += 2;
 }
 
@@ -78,7 +75,7 @@ Args part_of(Args args, std::initializer_list<Operand Args::*> operands, int dim
 // Boxes that a space is cut into, one after the other.
 template <typename Args>
 struct Boxes {
-  Args boxes[3];
+  Args boxes[4];
   int count = 0;
 
   void add(const Args& box) { boxes[count++] = box; }
@@ -86,32 +83,35 @@ struct Boxes {
   const Args* end() const { return boxes + count; }
 };
 
-// Cuts an iteration space into at most three boxes. If operands disagree on the fastest dimension
-// (a matrix and the transpose of another), the whole tiles of both dimensions are one box, and the
-// rest of each dimension is one more. A space without a whole tile, or without room for two more
-// dimensions, stays one box.
+// Cuts an iteration space into at most four boxes. If operands disagree on the fastest dimension (a
+// matrix and the transpose of another), each is walked in tiles of both dimensions: whole ones, and
+// those at the end of one dimension or both. A space without room for two more dimensions stays one
+// box.
 template <typename Args>
 Boxes<Args> cut_into_boxes(const Args& args, std::initializer_list<Operand Args::*> operands) {
   Boxes<Args> boxes;
-  const IterationSpace& space = args.space;
   const int other = other_fast_dim(args, operands);
-  const auto whole_tiles = [&](int dim) { return space.sizes[dim] / kTile * kTile; };
-  if (other == 0 || whole_tiles(0) == 0 || whole_tiles(other) == 0 || space.ndim + 2 > kMaxDims) {
+  if (other == 0 || args.space.ndim + 2 > kMaxDims) {
     boxes.add(args);
     return boxes;
   }
-  const auto add_rest = [&](const Args& from, int dim) {
-    const int64_t whole = whole_tiles(dim);
-    if (whole < space.sizes[dim]) {
-      boxes.add(part_of(from, operands, dim, whole, space.sizes[dim] - whole));
+  // Calls body(part, side) for the whole tiles along a dimension, and for what is behind them.
+  const auto for_each_part = [&](const Args& from, int dim, const auto& body) {
+    const int64_t size = from.space.sizes[dim];
+    const int64_t whole = size / kTile * kTile;
+    if (whole > 0) {
+      body(part_of(from, operands, dim, 0, whole), kTile);
+    }
+    if (whole < size) {
+      body(part_of(from, operands, dim, whole, size - whole), size - whole);
     }
   };
-  const Args columns = part_of(args, operands, 0, 0, whole_tiles(0));
-  Args tiles = part_of(columns, operands, other, 0, whole_tiles(other));
-  walk_in_tiles(tiles, operands, other);
-  boxes.add(tiles);
-  add_rest(columns, other);
-  add_rest(args, 0);
+  for_each_part(args, 0, [&](const Args& columns, int64_t width) {
+    for_each_part(columns, other, [&](Args part, int64_t height) {
+      walk_in_tiles(part, operands, other, {width, height});
+      boxes.add(part);
+    });
+  });
   return boxes;
 }
 

@@ -11,7 +11,7 @@ namespace lossops::cuda::plane_rows {
 
 // total = sum of exp(x_c - reference) over classes c of a row, without its class index. reference
 // is the largest of these logits. The sum of a plain row (plain_rows.cuh) is not shifted: reference
-// is then -0.0f, which marks it. A largest logit is never -0.0f (add_range adds +0.0f).
+// is then -0.0f, which marks it. A largest logit is never -0.0f (add_shifted() adds +0.0f).
 template <bool kExact>
 struct OthersSum {
   struct Nothing {};

@@ -1,4 +1,4 @@
-// How a thread of plane_rows.cu copies classes of its rows to shared memory.
+// How classes get to the shared memory of plane_rows.cu.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@ namespace lossops::cuda::plane_rows {
 // Of any half type: the logits of one class, of a group of rows.
 using GroupWords = VectorOf<uint32_t, kGroupBytes / 4>;
 
-// Classes that a thread copies: `count` of them, of a group with so many rows.
+// Classes to copy for a thread: `count` of them, of a group with so many rows. Another lane of its
+// warp may copy them.
 template <typename scalar_t>
 struct ClassCopies {
   GroupWords* to;  // class k: to[k * blockDim.x]

@@ -3,11 +3,12 @@
 // rows that lie side by side.
 //
 // A block has lanes x shares threads (plane_grid.cuh defines lane, share, range and part).
-//   1. Each thread sums the classes of its lane and share, which it has copied to shared memory.
-//   2. One thread a row merges the partial sums, and computes the loss and the row's factors.
-//   3. Each thread writes the gradients of its classes, and copies the next groups' to their place.
-// If the classes do not fit shared memory, they are taken in ranges, and step 3 reads all ranges
-// but the last from global memory again.
+//   1. Each thread sums the classes of its lane and share, which lie in shared memory.
+//   2. A few threads a row merge the partial sums. One of them computes the loss and the row's
+//      factors.
+//   3. Each thread writes the gradients of its classes.
+// If the classes do not fit shared memory, they are taken in ranges. Then two ranges are in shared
+// memory at a time, and step 3 reads all others from global memory again.
 #include <algorithm>
 #include <cstdint>
 
@@ -119,7 +120,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
     float x_at_index = 0;
     IndexRow reduced;
     if (sums) {
-      if (index >= 0) {
+      if (index >= 0 && member == 0) {
         x_at_index = numbers.of(RowNumbers::kLogit)[row];
       }
       reduced = row_of(merge_parts<kExact>(numbers, grid.parts, row, member, team), x_at_index);
@@ -158,8 +159,9 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
   }
 }
 
-// Losses, and gradients where args.grad_input exists. A block takes groups one after the other.
-// While it needs logits, the next range is copied, or the next groups' are, to their place.
+// Losses, and gradients where args.grad_input exists. A block takes groups one after the other. If
+// all classes fit, those of the next groups are copied as soon as the block needs its own no more,
+// to the same place. Else, while it needs one range, the next one is copied to the other buffer.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
     plane_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -196,11 +198,14 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
   const auto place_of = [&](uint32_t group) {
     return PlanePlace::of<kRows>(args.rows, grid, group);
   };
-  const auto prefetch_index = [&](uint32_t of_first, int row) {
-    const auto of_row = PlaneRow::of<kRows>(args.rows, grid, of_first, row);
-    if (of_row.is_there()) {
-      prefetch(static_cast<const char*>(args.target.data) +
-               of_row.offset(args.target) * element_size(args.target.dtype));
+  const auto prefetch_indices = [&](uint32_t of_first) {
+#pragma unroll 1
+    for (int row = thread; row < numbers.rows; row += threads) {
+      const auto of_row = PlaneRow::of<kRows>(args.rows, grid, of_first, row);
+      if (of_row.is_there()) {
+        prefetch(static_cast<const char*>(args.target.data) +
+                 of_row.offset(args.target) * element_size(args.target.dtype));
+      }
     }
   };
   const auto put_indices = [&](uint32_t of_first, int turn) {
@@ -235,12 +240,11 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
   for (int turn = 0; first < grid.groups; turn ^= 1) {
     __syncthreads();
     const uint32_t next_first = first + gridDim.x * grid.lanes;
-    if (thread < numbers.rows) {
-      prefetch_index(next_first, thread);
-    }
+    prefetch_indices(next_first);
     share.take(place_of(first + lane).rows, &numbers.index(lane * kRows, turn));
-    // Starts to copy what comes after a range, if there is room: the next range, or that of the
-    // next groups.
+    // With two buffers: starts to copy what comes after a range, unless the gradient needs the
+    // other buffer. It ends a group of copies also where it starts none, as wait_for_range() counts
+    // groups.
     const auto start_next = [&](int range) {
       if (grid.buffers > 1) {
         if (range < last_range) {
@@ -252,7 +256,7 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
       }
     };
     const auto wait_for_range = [&] {
-      grid.buffers > 1 ? share.wait_for_all_but_last() : share.wait_for_all();
+      grid.buffers > 1 ? share.wait_for_all_but_last_group() : share.wait_for_all();
     };
     const auto take_indices_out = [&](int range, int of_buffer) {
       type.visit([&](auto like) {
@@ -316,7 +320,7 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
       numbers.get(lane * kRows, share.indices, gradients);
       auto* const to = static_cast<scalar_t*>(args.grad_input.data) +
                        place_of(first + lane).offset(args.grad_input);
-      // After the sums of several ranges the last two are in shared memory: from the last one on.
+      // After the sums the last two ranges are still in shared memory, so the last comes first.
       const bool descends = sums && grid.buffers > 1;
       buffer ^= descends ? 1 : 0;
 #pragma unroll 1

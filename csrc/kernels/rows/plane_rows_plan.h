@@ -52,10 +52,14 @@ struct Cut {
     // The order of sums of side_by_side_rows has one share.
     const bool may_share = classes > side_by_side::kMaxColumnClasses;
     const int64_t most = most_shared_bytes(device_shared_bytes);
-    const int64_t lane_bytes = kGroupBytes * classes;
-    const int64_t lane_numbers = group_rows(element_bytes) * kRowNumbers * int64_t{sizeof(float)};
+    // Of a lane, but for the parts of its rows: at most one of them for each kShareClasses classes.
+    const int64_t row_bytes = group_rows(element_bytes) * int64_t{sizeof(float)};
+    const int64_t most_parts = may_share ? 2 * ceil_div(classes, kShareClasses) : 0;
+    const int64_t lane_bytes =
+        kGroupBytes * (classes + (may_share ? kMostThreads / kLeastLanes : 0)) +
+        row_bytes * (kRowNumbers + 2 * most_parts);
     while (lanes > kLeastLanes &&
-           (lanes * lane_bytes > kBlockBytes || lanes * (lane_bytes + lane_numbers) > most)) {
+           (lanes * kGroupBytes * classes > kBlockBytes || lanes * lane_bytes > most)) {
       lanes /= 2;
     }
     while (may_share && classes > int64_t{shares} * kShareClasses &&
@@ -66,8 +70,7 @@ struct Cut {
       shares = kWarpSize / lanes;
     }
     parts = std::max(std::min(lanes, kWarpSize) * shares / kWarpSize, 1);
-    const int64_t numbers = lanes * (lane_numbers + 2 * (parts - 1) * group_rows(element_bytes) *
-                                                        int64_t{sizeof(float)});
+    const int64_t numbers = lanes * row_bytes * (kRowNumbers + 2 * (parts - 1));
     const int64_t room = most - numbers;
     const auto bytes_of = [&](int64_t of_range) {
       return ceil_div(of_range, shares) * threads() * kGroupBytes;

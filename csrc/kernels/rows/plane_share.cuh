@@ -47,12 +47,13 @@ class GroupShare {
                 args_.input_class_stride << grid_.share_bits, rows == 0 ? 0 : count_of(first), rows,
                 args_.input.strides[0]});
   }
-  // Waits for all that start() began, or for all but the last. All lanes of a warp.
+  // Waits for all that start() began, or for all but the group of copies that ended last, which may
+  // be empty. All lanes of a warp.
   __device__ __forceinline__ void wait_for_all() const {
     wait_for_own_copies();
     meet_neighbour();
   }
-  __device__ __forceinline__ void wait_for_all_but_last() const {
+  __device__ __forceinline__ void wait_for_all_but_last_group() const {
     wait_for_groups_but<1>();
     meet_neighbour();
   }
@@ -123,8 +124,8 @@ class GroupShare {
       const float total = sums_[i].total();
       const float reach = math::max_number(::fabsf(reaches.get(i)), reach_[i]);
       // No other class may be this thread's, if others are.
-      const bool is_plain =
-          reach <= kMaxPlainLogit && (total > 0.0f || (grid_.share_bits > 0 && total == 0.0f));
+      const bool is_plain = reach <= kMaxPlainLogit &&
+                            (total > 0.0f || (grid_.share_bits > 0 && total == 0.0f) || rows_ == 0);
       shifted |= is_plain ? 0 : 1 << i;
     }
     for (int offset = kWarpSize / 2; offset >= grid_.lanes; offset /= 2) {
@@ -334,10 +335,12 @@ class GroupShare {
   __device__ __forceinline__ void raise(int i, float largest) {
     if (largest > references_[i]) {
       const float ratio = OthersSum<kExact>::ratio(references_[i], largest);
-      sums_[i].sum *= ratio;
+      const float sum = __fmul_rn(sums_[i].sum, ratio);
       if constexpr (kExact) {
-        sums_[i].lost *= ratio;
+        // What rounding takes is kept: it may happen once for every range.
+        sums_[i].lost = sums_[i].lost * ratio + ::fmaf(sums_[i].sum, ratio, -sum);
       }
+      sums_[i].sum = sum;
       references_[i] = largest;
     }
   }
@@ -374,7 +377,7 @@ class GroupShare {
   GroupSum<kExact> sums_[kRows];
   float references_[kRows];  // what they are relative to
   Words reaches_;            // the largest magnitudes of logits: of plain rows
-  float reach_[kRows];       // of logits that are not in sums or ranges
+  float reach_[kRows];       // of logits that reaches_ does not have
 };
 
 }  // namespace lossops::cuda::plane_rows
