@@ -95,12 +95,17 @@ Boxes<Args> cut_into_boxes(const Args& args, std::initializer_list<Operand Args:
     boxes.add(args);
     return boxes;
   }
+  // Beside a short dimension tiles are longer along the other one.
+  const auto side_beside = [&](int64_t size) {
+    return size < kTile ? kTile * kTile / std::max<int64_t>(size, 1) / kTile * kTile : kTile;
+  };
   // Calls body(part, side) for the whole tiles along a dimension, and for what is behind them.
   const auto for_each_part = [&](const Args& from, int dim, const auto& body) {
     const int64_t size = from.space.sizes[dim];
-    const int64_t whole = size / kTile * kTile;
+    const int64_t side = side_beside(args.space.sizes[dim == 0 ? other : 0]);
+    const int64_t whole = size / side * side;
     if (whole > 0) {
-      body(part_of(from, operands, dim, 0, whole), kTile);
+      body(part_of(from, operands, dim, 0, whole), side);
     }
     if (whole < size) {
       body(part_of(from, operands, dim, whole, size - whole), size - whole);
