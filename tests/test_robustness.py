@@ -309,6 +309,8 @@ def work():
             lossops.cross_entropy(x, p, weight).backward()
             lossops.kl_div(x, p).backward()
             lossops.mse_loss(x[:, ::2], p[:, ::2]).backward()
+            lossops.kl_div(x, p.transpose(0, 1).contiguous().transpose(0, 1)).backward()
+            lossops.mse_loss(x, p[:1].expand(shape)).backward()
     print("done")
 
 threading.stack_size(104 * 1024)

@@ -426,26 +426,33 @@ LOSSOPS_HOST_DEVICE Elements<acc_t> view_elements(const Operand& operand, const 
   return {view_block(operand, at, count, buffer), 1};
 }
 
+// Room for the elements of a block, or for a RepeatedRun. fp64 has none of these: it is rare, and
+// threads may have small stacks.
+template <typename acc_t>
+constexpr int kRoom = sizeof(acc_t) == 4 ? 2 * kBlock : kBlock;
+
 // Elements [begin, end) of an operand that repeats a short run, as a row beside a matrix. The run
 // is read once, several times in a row: any block then lies there as one piece.
 template <typename acc_t>
 class RepeatedRun {
  public:
+  // room: for kRoom elements, if there is such a run.
   __attribute__((noinline)) void start(const IterationSpace& space, const Operand& operand,
-                                       int64_t begin, int64_t end) {
-    if (operand.data == nullptr || space.ndim < 2) {
+                                       int64_t begin, int64_t end, acc_t* room) {
+    if (kRoom<acc_t> < 2 * kBlock || operand.data == nullptr || space.ndim < 2) {
       return;
     }
     OperandWalker walker;
     walker.start(space, operand, begin);
     length_ = walker.repeated_run(end - begin);
     if (length_ > 0) {
+      values_ = room;
       phase_ = static_cast<int>(walker.coordinate());
       walker.seek(begin - phase_);
       walker.next(length_);
-      load_block(operand, walker.block(), length_, values_);
+      load_block(operand, walker.block(), length_, room);
       for (int filled = length_; filled < 2 * kBlock; filled *= 2) {
-        std::copy_n(values_, std::min(filled, 2 * kBlock - filled), values_ + filled);
+        std::copy_n(room, std::min(filled, 2 * kBlock - filled), room + filled);
       }
     }
   }
@@ -462,7 +469,7 @@ class RepeatedRun {
  private:
   int length_ = 0;
   int phase_ = 0;
-  alignas(64) acc_t values_[2 * kBlock];
+  const acc_t* values_ = nullptr;
 };
 
 namespace detail {

@@ -109,21 +109,19 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
   RepeatedRun<acc_t> x_run;
   RepeatedRun<acc_t> t_run;
   RepeatedRun<acc_t> p_run;
-  x_run.start(args.space, args.input, begin, end);
-  t_run.start(args.space, args.target, begin, end);
-  p_run.start(args.space, prepared, begin, end);
+  alignas(64) acc_t x_buffer[kRoom<acc_t>];
+  alignas(64) acc_t t_buffer[kRoom<acc_t>];
+  alignas(64) acc_t p_buffer[kRoom<acc_t>];
+  x_run.start(args.space, args.input, begin, end, x_buffer);
+  t_run.start(args.space, args.target, begin, end, t_buffer);
+  p_run.start(args.space, prepared, begin, end, p_buffer);
   BlockWalker<7> walker(args.space,
                         {x_run.exists() ? &absent : &args.input,
                          t_run.exists() ? &absent : &args.target, &args.weight, &args.output,
                          &args.grad_input, &args.grad_target, p_run.exists() ? &absent : &prepared},
                         begin);
-  alignas(64) acc_t x_buffer[kBlock];
-  alignas(64) acc_t t_buffer[kBlock];
-  alignas(64) acc_t p_buffer[kBlock];
   alignas(64) acc_t weight[kBlock];
-  alignas(64) acc_t loss_buffer[kBlock];
-  alignas(64) acc_t grad_buffer[kBlock];
-  alignas(64) acc_t factors[kBlock];
+  alignas(64) acc_t results[kBlock];  // one after the other
   alignas(64) acc_t scales[kVector];
   std::fill_n(scales, kVector, scale);
   const auto prepare = [&](acc_t t) LOSSOPS_ALWAYS_INLINE {
@@ -170,40 +168,37 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
       }
     }
     const bool none = args.reduction == Reduction::kNone;
-    acc_t* const loss =
-        none ? result_block(args.output, walker[3], count, loss_buffer) : loss_buffer;
+    acc_t* const loss = none ? result_block(args.output, walker[3], count, results) : results;
     compute_block(width, loss, forward, x, t, p);
     Elements<acc_t> factor{scales, 0};
     if (has_weight) {
       load_block(args.weight, walker[2], count, weight);
       const Elements<acc_t> w{weight};
       compute_block(width, loss, product, w, Elements<acc_t>{loss});
-      compute_block(width, factors, product, w, factor);
-      factor = {factors};
+      if (!none) {
+        weight_sum.add_unpadded(weight, count);
+      }
+      compute_block(width, weight, product, w, factor);
+      factor = {weight};
+    }
+    if (!none) {
+      loss_sum.add_unpadded(loss, count);
+    } else if (loss == results) {
+      store_block(args.output, walker[3], count, loss);
     }
     if (args.grad_input.data != nullptr) {
-      acc_t* const grad = result_block(args.grad_input, walker[4], count, grad_buffer);
+      acc_t* const grad = result_block(args.grad_input, walker[4], count, results);
       compute_block(width, grad, backward_input, factor, x, t, p);
-      if (grad == grad_buffer) {
+      if (grad == results) {
         store_block(args.grad_input, walker[4], count, grad);
       }
     }
     if (args.grad_target.data != nullptr) {
-      acc_t* const grad = result_block(args.grad_target, walker[5], count, grad_buffer);
+      acc_t* const grad = result_block(args.grad_target, walker[5], count, results);
       compute_block(width, grad, backward_target, factor, x, t);
-      if (grad == grad_buffer) {
+      if (grad == results) {
         store_block(args.grad_target, walker[5], count, grad);
       }
-    }
-    if (none) {
-      if (loss == loss_buffer) {
-        store_block(args.output, walker[3], count, loss);
-      }
-      continue;
-    }
-    loss_sum.add_unpadded(loss, count);
-    if (has_weight) {
-      weight_sum.add_unpadded(weight, count);
     }
   }
   if (args.reduction != Reduction::kNone) {
@@ -241,8 +236,8 @@ class BackwardBlock {
 
   // Says that the blocks will be those of elements [begin, end), in order.
   LOSSOPS_HOST_DEVICE void expect(int64_t begin, int64_t end) {
-    x_run_.start(args_.space, args_.input, begin, end);
-    t_run_.start(args_.space, args_.target, begin, end);
+    x_run_.start(args_.space, args_.input, begin, end, x_buffer_);
+    t_run_.start(args_.space, args_.target, begin, end, t_buffer_);
   }
 
   // The operands whose offsets load() needs.
@@ -310,8 +305,8 @@ class BackwardBlock {
   const Operand absent_;
   RepeatedRun<acc_t> x_run_;
   RepeatedRun<acc_t> t_run_;
-  alignas(64) acc_t x_buffer_[kBlock];
-  alignas(64) acc_t t_buffer_[kBlock];
+  alignas(64) acc_t x_buffer_[kRoom<acc_t>];
+  alignas(64) acc_t t_buffer_[kRoom<acc_t>];
   alignas(64) acc_t scale_buffer_[kBlock];
   alignas(64) acc_t weighted_buffer_[kBlock];
   alignas(64) acc_t shared_scale_[kVector];
