@@ -56,6 +56,11 @@ struct PlaneGrid {
         in_pairs(whole && side_by_side::lies_in_columns(args, args.input, args.input_class_stride,
                                                         2 * kGroupBytes)) {}
 
+  // The classes that a share has at most, of a range.
+  __device__ __forceinline__ int places_of_range() const {
+    return (range + (1 << share_bits) - 1) >> share_bits;
+  }
+
   // Few parts for each, as far as a block has threads for its rows.
   static int merging_threads_of(const Cut& cut, int rows_of_group) {
     constexpr int kPartsOfThread = 4;

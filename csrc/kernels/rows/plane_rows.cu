@@ -184,9 +184,9 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
   const int threads = static_cast<int>(blockDim.x);
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread & (grid.lanes - 1);
-  const int places = (grid.range + (1 << grid.share_bits) - 1) >> grid.share_bits;
   const RowNumbers numbers{
-      reinterpret_cast<float*>(reinterpret_cast<uint2*>(shared) + grid.buffers * places * threads),
+      reinterpret_cast<float*>(reinterpret_cast<uint2*>(shared) +
+                               grid.buffers * grid.places_of_range() * threads),
       grid.lanes * kRows};
   const int last_range =
       (static_cast<int>(args.num_classes) - 1) / grid.range * grid.range;  // its first class

@@ -52,7 +52,8 @@ struct Cut {
     // The order of sums of side_by_side_rows has one share.
     const bool may_share = classes > side_by_side::kMaxColumnClasses;
     const int64_t most = most_shared_bytes(device_shared_bytes);
-    // Of a lane, but for the parts of its rows: at most one of them for each kShareClasses classes.
+    // lane_bytes are what a lane has at most: its logits, and its rows' numbers and parts, of which
+    // there is about one for each kShareClasses classes.
     const int64_t row_bytes = group_rows(element_bytes) * int64_t{sizeof(float)};
     const int64_t most_parts = may_share ? 2 * ceil_div(classes, kShareClasses) : 0;
     const int64_t lane_bytes =

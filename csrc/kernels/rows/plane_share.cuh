@@ -34,7 +34,7 @@ class GroupShare {
         grid_(grid),
         stage_(static_cast<Words*>(stage) + threadIdx.x),
         pitch_(static_cast<int>(blockDim.x)),
-        places_of_range_((grid.range + (1 << grid.share_bits) - 1) >> grid.share_bits),
+        places_of_range_(grid.places_of_range()),
         own_classes_((static_cast<int>(args.num_classes) - share + (1 << grid.share_bits) - 1) >>
                      grid.share_bits) {}
 
