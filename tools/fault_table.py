@@ -810,8 +810,8 @@ FAULTS = [
     Fault(
         "cuda: offset of int32",
         "elementwise-offset",
-        "static_cast<int64_t>(static_cast<int32_t>(number)) * gap",
-        "static_cast<int32_t>(number) * gap",
+        "(strip.walked + side_walked_) * strides[1];",
+        "static_cast<int32_t>((strip.walked + side_walked_) * strides[1]);",
         "test_offsets.py",
     ),
     Fault(

@@ -4,11 +4,9 @@
 #include <cstdint>
 
 #include "kernels/elements/quad_values.cuh"
-#include "kernels/elements/tile_places.cuh"
+#include "kernels/elements/tiles.h"
 
 namespace lossops::cuda {
-
-using BoxPlaces = TilePlaces<BoxesTile>;
 
 // A box. It is computed in the order of its rows: a thread has quads of columns. Operands whose
 // neighbours lie along the columns are read and written in quads of rows. Shared memory turns them.
@@ -20,33 +18,43 @@ class BoxTile {
   static constexpr int kWidth = kQuad;
   static constexpr int kSteps = kBoxElements / kQuad / kTileThreads;
   static constexpr bool kIsHalf = false;
-  static constexpr bool kHasSubnormals = true;
+  static constexpr bool kHasWords = false;
   using Values = QuadValues<BoxTile>;
 
   // Rows lie one element further apart than they are long, so that quads of rows are in different
   // banks. The most rows are those of 4 units.
   struct Shared {
     float values[kBoxElements + kBoxElements / (4 * kQuad)];
+    char* matrices[kNumOperands];  // where the matrix of the tile begins, by slot
   };
 
-  __device__ __forceinline__ BoxTile(const ElementPlan& plan, const BoxPlaces& places,
-                                     Shared& shared)
-      : plan_(plan), places_(places), shared_(shared), straight_(plan, 0), turned_(plan, 1) {
-    const int first = places.tile().first[0];
+  // All threads of the block.
+  __device__ __forceinline__ BoxTile(const BoxPlan& plan, const BoxesTile& boxes, Shared& shared)
+      : plan_(plan), boxes_(boxes), shared_(shared), straight_(plan, 0), turned_(plan, 1) {
+    __syncthreads();
+    if (const auto slot = static_cast<int>(threadIdx.x); slot < plan.num_slots) {
+      const BoxOperand& operand = plan.operands[plan.slots[slot]];
+      const Extents& extents = plan.extents;
+      shared.matrices[slot] =
+          operand.data + extents.offset(operand.strides, boxes.matrix, 2, extents.ndim);
+    }
+    __syncthreads();
+    const int first = boxes.first[0];
     straight_.place_units(plan, 0, first);
     turned_.place_others(plan, 0, first);
   }
 
   // Goes to a box of the tile.
   __device__ __forceinline__ void move_to(int box) {
-    first_row_ = places_.tile().first_row(plan_, box);
+    first_row_ = boxes_.first_row(plan_, box);
     turned_.place_units(plan_, 1, first_row_);
     straight_.place_others(plan_, 1, first_row_);
   }
 
-  __device__ __forceinline__ const PlanOperand& operand(Which which) const {
+  __device__ __forceinline__ const BoxOperand& operand(Which which) const {
     return plan_.operands[which];
   }
+  __device__ __forceinline__ static constexpr bool has_subnormals() { return true; }
   __device__ __forceinline__ bool is_half() const { return is_half_type(operand(kInput).dtype); }
   __device__ __forceinline__ void store(Which which, const float (&values)[Values::kCount]) {
     Values::store(*this, which, values);
@@ -63,19 +71,20 @@ class BoxTile {
   __device__ __forceinline__ int stride(Which which) const {
     return static_cast<int>(operand(which).strides[operand(which).is_turned ? 1 : 0]);
   }
-  __device__ __forceinline__ static int spread() { return 1; }
   __device__ __forceinline__ UnitKind kind(Which which) const {
     const UnitKind kind = operand(which).kind;
-    return kind == UnitKind::kVector && column(which, 0) % kQuad != 0 ? UnitKind::kStrided : kind;
+    return kind == UnitKind::kVector && column(which) % kQuad != 0 ? UnitKind::kStrided : kind;
   }
-  __device__ __forceinline__ char* row(Which which, int step) const {
-    const int64_t* const strides = operand(which).strides;
-    return places_.address(places_.row(0), which) + (operand(which).is_turned
-                                                         ? turned_.others[step] * strides[0]
-                                                         : straight_.others[step] * strides[1]);
-  }
-  __device__ __forceinline__ int column(Which which, int /*step*/) const {
-    return operand(which).is_turned ? turned_.begin : straight_.begin;
+  __device__ __forceinline__ void locate(Which which, char* (&addresses)[kSteps]) const {
+    const BoxOperand& own = operand(which);
+    char* const first =
+        shared_.matrices[own.slot] + static_cast<int64_t>(column(which)) * stride(which);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      addresses[step] = first + (own.is_turned ? turned_.others[step] * own.strides[0]
+                                               : straight_.others[step] * own.strides[1]);
+      __builtin_assume(__isGlobal(addresses[step]));
+    }
   }
 
   // What was read of a turned operand: from quads of rows to quads of columns.
@@ -96,24 +105,29 @@ class BoxTile {
   }
 
  private:
+  // Of the first element of the thread's quads.
+  __device__ __forceinline__ int column(Which which) const {
+    return operand(which).is_turned ? turned_.begin : straight_.begin;
+  }
+
   // The quads of a thread along one side of the box. In each step it has another row, or column, of
   // the other side.
   struct Side {
-    __device__ __forceinline__ Side(const ElementPlan& plan, int side)
-        : shift(plan.box_shifts[side]), unit(static_cast<int>(threadIdx.x) & ((1 << shift) - 1)) {}
+    __device__ __forceinline__ Side(const BoxPlan& plan, int side)
+        : shift(plan.shifts[side]), unit(static_cast<int>(threadIdx.x) & ((1 << shift) - 1)) {}
 
     // In the box.
     __device__ __forceinline__ int other(int step) const {
       return (static_cast<int>(threadIdx.x) >> shift) + step * (kTileThreads >> shift);
     }
     // side: along which the quads lie. first: its first unit in the box.
-    __device__ __forceinline__ void place_units(const ElementPlan& plan, int side, int first) {
+    __device__ __forceinline__ void place_units(const BoxPlan& plan, int side, int first) {
       const int own = (first + unit) * kQuad;
       begin = place_in_matrix(plan, side, own);
       skipped = own - begin;
     }
     // Places the rows, or columns, that the steps have. side, first: as of place_units().
-    __device__ __forceinline__ void place_others(const ElementPlan& plan, int side, int first) {
+    __device__ __forceinline__ void place_others(const BoxPlan& plan, int side, int first) {
       lacks_others = false;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -153,8 +167,8 @@ class BoxTile {
     }
   }
 
-  const ElementPlan& plan_;
-  const BoxPlaces& places_;
+  const BoxPlan& plan_;
+  const BoxesTile& boxes_;
   Shared& shared_;
   Side straight_;  // quads of columns
   Side turned_;    // quads of rows

@@ -51,7 +51,9 @@ struct DenseTraits {
   using acc_t = acc_type_t<scalar_t>;
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   // Numbers may be subnormal, as float: those of float16 are not.
-  static constexpr bool kHasSubnormals = !std::is_same_v<scalar_t, half_t>;
+  __device__ __forceinline__ static constexpr bool has_subnormals() {
+    return !std::is_same_v<scalar_t, half_t>;
+  }
   __device__ __forceinline__ static bool is_half() { return kIsHalf; }
   __device__ __forceinline__ static bool has(int /*n*/) { return true; }
   __device__ __forceinline__ static bool has_all() { return true; }

@@ -29,12 +29,9 @@ constexpr int64_t kTilesOfBlock = 4;
 // But no fewer blocks than these where there are as many tiles: a step of MSE of fp32 8192x8192
 // takes 197 us with 4 tiles a block and 195 with 2.
 constexpr int64_t kFewBlocks = 8192;
-// Tiles of a block of a plan, also where nothing is reduced. A matrix has tiles of 2048 or 4096
-// elements, those of units and boxes 256 to 8192. How many a block takes is a choice, not a
-// measurement.
-constexpr int64_t kMatrixTilesOfBlock = 16;
-constexpr int64_t kPlanTilesOfBlock = 4;
-constexpr int64_t kFewPlannedBlocks = 4096;
+// Tiles of boxes of a block, also where nothing is reduced. A choice, not a measurement.
+constexpr int64_t kBoxTilesOfBlock = 4;
+constexpr int64_t kFewBoxBlocks = 4096;
 // 1 MiB of partials, which a cluster folds in microseconds.
 constexpr int64_t kMaxPartials = 65536;
 
@@ -208,27 +205,26 @@ template <typename Body>
 void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& body) {
   const bool is_double = what.computes_double(args);
   const bool packs = !is_double && !what.has_weights();
-  ElementPlanner planner(args.space, what.operands, packs);
+  const Layout layout(args.space, what.operands);
+  BoxPlanner boxes(layout, what.operands);
+  StripPlanner strips(layout, what.operands);
+  // The same for all kernels, so that tiles are.
+  const int64_t resident = int64_t{4} * std::max(current_device_limits().multiprocessors, 1);
   const auto visit = [&](auto taken, auto work, auto terms) {
     using Taken = decltype(taken);
-    body(taken, planner.plan(Taken::kWidth, Taken::kAtOnce), work, terms);
+    body(taken, strips.plan(Taken::kWidth, Taken::kSteps, resident), work, terms);
   };
-  const auto visit_matrix = [&](auto work, auto terms) {
-    MatrixPlan plan = planner.matrix();
-    const auto visit_tiles = [&](auto taken) {
-      plan.cut(decltype(taken)::kTileElements);
-      body(taken, plan, work, terms);
-    };
+  const auto visit_strips = [&](auto work, auto terms) {
     constexpr unsigned kWork = decltype(work)::kBits;
-    // Sums have kernels for half types alone, which take fewer instructions. Others do not, for
-    // little machine code.
-    constexpr bool kHalf = (kWork & kSumsLosses) != 0;
-    if (kHalf && plan.is_half) {
-      plan.has_quads ? visit_tiles(InQuads<kHalf, kWork>{})
-                     : visit_tiles(InSingles<kHalf, kWork>{});
+    // Forward has kernels for half types alone, which take fewer instructions. Backward does not,
+    // for little machine code.
+    constexpr bool kHalf = (kWork & kIsBackward) == 0;
+    if (kHalf && strips.is_half()) {
+      strips.has_quads() ? visit(InQuads<kHalf, kWork>{}, work, terms)
+                         : visit(InSingles<kHalf, kWork>{}, work, terms);
     } else {
-      plan.has_quads ? visit_tiles(InQuads<false, kWork>{})
-                     : visit_tiles(InSingles<false, kWork>{});
+      strips.has_quads() ? visit(InQuads<false, kWork>{}, work, terms)
+                         : visit(InSingles<false, kWork>{}, work, terms);
     }
   };
   constexpr unsigned kAll = kForwardWork | kBackwardWork;
@@ -239,37 +235,21 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     visit_any_term(args, what, [&](auto terms) {
       visit(InDoubles{}, WorkOf<kAll, decltype(terms)>{what.work}, terms);
     });
-  } else if (planner.has_boxes()) {
-    what.is_backward() ? visit(InBoxes<true>{}, backward, any)
-                       : visit(InBoxes<false>{}, forward, any);
-  } else if (planner.is_matrix()) {
-    if (what.is_backward()) {
-      visit_matrix(backward, any);
-      return;
-    }
+  } else if (!packs) {
+    visit(InWeightedSingles{}, AnyWork<kAll>{what.work}, AnyTerm<true>{args.loss, args.params});
+  } else if (boxes.has_boxes()) {
+    what.is_backward() ? body(InBoxes<true>{}, boxes.plan(), backward, any)
+                       : body(InBoxes<false>{}, boxes.plan(), forward, any);
+  } else if (what.is_backward()) {
+    visit_strips(backward, any);
+  } else {
     visit_forward_work<0>(what, [&](auto work) {
       if constexpr (work.has(kStoresLosses)) {
-        visit_matrix(work, any);
+        visit_strips(work, any);
       } else {  // asked for most: kernels of one loss need fewer registers
         visit_loss_type(
-            args.loss, [&](auto loss) { visit_matrix(work, TermOf<decltype(loss)>{args.params}); });
+            args.loss, [&](auto loss) { visit_strips(work, TermOf<decltype(loss)>{args.params}); });
       }
-    });
-  } else if (planner.has_quads()) {
-    if (what.is_backward()) {
-      visit(InQuadUnits<decltype(backward)::kBits>{}, backward, any);
-      return;
-    }
-    // One kernel for all sums: for little machine code.
-    if ((what.work & kStoresLosses) != 0) {
-      visit(InQuadUnits<kStoresLosses>{}, FixedWork<kStoresLosses>{}, any);
-    } else {
-      constexpr unsigned kSums = kSumsLosses | kWantsGradInput;
-      visit(InQuadUnits<kSums>{}, AnyWork<kSums>{what.work}, any);
-    }
-  } else {
-    visit_any_term(args, what, [&](auto terms) {
-      visit(InSingleUnits{}, WorkOf<kAll, decltype(terms)>{what.work}, terms);
     });
   }
 }
@@ -290,10 +270,10 @@ void visit_kernel(const ElementwiseArgs& args, const Launch& what, const Body& b
 template <typename Taken>
 int64_t blocks_of(Taken /*taken*/, const typename Taken::Plan& plan, const Launch& what) {
   const int64_t tiles = Taken::tiles(plan);
-  if constexpr (std::is_same_v<typename Taken::Plan, MatrixPlan>) {
-    return reduce_blocks(tiles, kMatrixTilesOfBlock, kFewPlannedBlocks);
-  } else if constexpr (std::is_same_v<typename Taken::Plan, ElementPlan>) {
-    return reduce_blocks(tiles, kPlanTilesOfBlock, kFewPlannedBlocks);
+  if constexpr (std::is_same_v<typename Taken::Plan, StripPlan>) {
+    return reduce_blocks(tiles, 1, 1);
+  } else if constexpr (std::is_same_v<typename Taken::Plan, BoxPlan>) {
+    return reduce_blocks(tiles, kBoxTilesOfBlock, kFewBoxBlocks);
   } else {
     return what.sums_losses() ? reduce_blocks(tiles, kTilesOfBlock, kFewBlocks) : tiles;
   }

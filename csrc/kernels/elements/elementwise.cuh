@@ -9,10 +9,8 @@
 #include "kernels/elements/box_tile.cuh"
 #include "kernels/elements/dense_tile.cuh"
 #include "kernels/elements/process.cuh"
-#include "kernels/elements/quad_tile.cuh"
-#include "kernels/elements/single_tile.cuh"
+#include "kernels/elements/strip_tile.cuh"
 #include "kernels/elements/sum_tile.cuh"
-#include "kernels/elements/unit_tile.cuh"
 #include "kernels/primitives/integers.h"
 
 namespace lossops::cuda {
@@ -58,122 +56,67 @@ struct Dense {
   }
 };
 
-// Elements of a matrix.
-template <typename WholeTile, int kBlocks_>
-struct InMatrix {
-  using Plan = MatrixPlan;
-  using acc_t = typename WholeTile::acc_t;
-  static constexpr int kBlocks = kBlocks_;
-  static constexpr int kTileElements = kTileThreads * WholeTile::kSteps * WholeTile::kWidth;
-
-  static int64_t tiles(const MatrixPlan& plan) { return plan.tiles(); }
-  static int64_t bytes(const MatrixPlan& /*plan*/) { return 0; }
-
-  template <typename Body>
-  static __device__ __forceinline__ void for_each_tile(const MatrixPlan& plan, const Body& body) {
-    __shared__ ChunkPlaces::Shared shared;
-    ChunkPlaces places(plan, shared, blockIdx.x);
-    const int64_t tiles = plan.tiles();
-    for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-      places.move_to(index, index + gridDim.x);
-      take(plan, places, index, body);
-    }
-  }
-
- private:
-  template <typename Body>
-  static __device__ __forceinline__ void take(const MatrixPlan& plan, const ChunkPlaces& places,
-                                              int64_t tile, const Body& body) {
-    const auto first =
-        static_cast<uint32_t>(tile - places.chunk() * plan.chunk_tiles) * kTileElements;
-    const uint32_t elements = places.elements();
-    if (first + kTileElements <= elements) {
-      WholeTile whole(plan, places, first + threadIdx.x * WholeTile::kWidth);
-      body(whole);
-      return;
-    }
-    const uint32_t last = first + kTileElements < elements ? first + kTileElements : elements;
-    for (uint32_t number = first + threadIdx.x; number < last; number += kTileThreads) {
-      SingleTile<acc_t, 1, WholeTile::kIsHalf> rest(plan, places, number);
-      body(rest);
-    }
-  }
-};
-
-// Tiles of forward are the same with a gradient and without one, for the same bits; but not where a
-// chunk is one row, and the rows of the gradient alone are not aligned.
-template <bool kIsHalf, unsigned kWork>
-using InQuads = InMatrix<QuadTile<kIsHalf ? 4 : 2, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
-template <bool kIsHalf, unsigned kWork>
-using InSingles = InMatrix<SingleTile<float, 8, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
-
-// What ways to take an ElementPlan share. Taken has take(plan, places, body): calls body with the
-// elements that a thread has of a tile.
-template <typename Taken, typename Places>
-struct Planned {
-  using Plan = ElementPlan;
-
-  static int64_t tiles(const ElementPlan& plan) { return plan.tiles; }
-  static int64_t bytes(const ElementPlan& plan) { return plan.table_bytes(); }
-
-  template <typename Body>
-  static __device__ __forceinline__ void for_each_tile(const ElementPlan& plan, const Body& body) {
-    __shared__ typename Places::Shared shared;
-    Places places(plan, shared);
-    // One tile is located, and the one before is taken; in the first turn there is none.
-    for (int64_t next = blockIdx.x; next < plan.tiles + gridDim.x; next += gridDim.x) {
-      if (next < plan.tiles) {
-        places.locate(next);
-      }
-      if (next >= gridDim.x) {
-        Taken::take(plan, places, body);
-      }
-      places.turn();
-    }
-  }
-};
-
 template <typename Tile, int kBlocks_>
-struct InUnits : Planned<InUnits<Tile, kBlocks_>, UnitPlaces> {
+struct InStrips {
+  using Plan = StripPlan;
   using acc_t = typename Tile::acc_t;
   static constexpr int kBlocks = kBlocks_;
   static constexpr int kWidth = Tile::kWidth;
-  static constexpr int kAtOnce = kTileThreads * Tile::kSteps;  // units
+  static constexpr int kSteps = Tile::kSteps;
+
+  static int64_t tiles(const StripPlan& plan) { return plan.tiles; }
+  static int64_t bytes(const StripPlan& plan) { return plan.table_bytes(); }
 
   template <typename Body>
-  static __device__ __forceinline__ void take(const ElementPlan& plan, const UnitPlaces& places,
-                                              const Body& body) {
-    const int units = places.tile().units;
+  static __device__ __forceinline__ void for_each_tile(const StripPlan& plan, const Body& body) {
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (thread / kWarpSize * kWarpSize >= plan.lanes()) {
+      return;
+    }
+    for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
+      const Strip strip = Strip::of(plan, tile);
+      const Walk<kWidth> walk(plan, strip, thread);
+      WalkBegins::set(plan, strip, walk);
 #pragma unroll 1
-    for (int first = 0; first < units; first += kAtOnce) {
-      Tile tile(plan, places, first + static_cast<int>(threadIdx.x));
-      body(tile);
+      for (int turn = 0;
+           turn < plan.tile_turns * plan.walk_turn && Walk<kWidth>::goes_on(plan, strip, turn);
+           turn += plan.walk_turn) {
+        Tile units(plan, walk, turn);
+        body(units);
+      }
     }
   }
 };
-template <unsigned kWork>
-using InQuadUnits = InUnits<QuadUnitTile<2>, (kWork & kIsBackward) != 0 ? 3 : 4>;
+// Tiles of forward are the same with a gradient and without one, for the same bits.
+template <bool kIsHalf, unsigned kWork>
+using InQuads = InStrips<QuadStripTile<kIsHalf ? 3 : 2, kIsHalf>,
+                         (kWork & kIsBackward) != 0 || (kIsHalf && kWork != kSumsLosses) ? 3 : 4>;
+template <bool kIsHalf, unsigned kWork>
+using InSingles = InStrips<SingleStripTile<float, 8, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
 // For little machine code.
-using InSingleUnits = InUnits<SingleUnitTile<float, 2>, 3>;
-using InDoubles = InUnits<SingleUnitTile<double, 1>, 2>;
+using InWeightedSingles = InStrips<SingleStripTile<float, 2, false>, 3>;
+using InDoubles = InStrips<SingleStripTile<double, 1, false>, 2>;
 
 template <bool kIsBackward>
-struct InBoxes : Planned<InBoxes<kIsBackward>, BoxPlaces> {
+struct InBoxes {
+  using Plan = BoxPlan;
   using acc_t = BoxTile::acc_t;
   static constexpr int kBlocks = kIsBackward ? 3 : 4;
-  static constexpr int kWidth = kQuad;
-  static constexpr int kAtOnce = 1;
+
+  static int64_t tiles(const BoxPlan& plan) { return plan.tiles; }
+  static int64_t bytes(const BoxPlan& /*plan*/) { return 0; }
 
   template <typename Body>
-  static __device__ __forceinline__ void take(const ElementPlan& plan, const BoxPlaces& places,
-                                              const Body& body) {
+  static __device__ __forceinline__ void for_each_tile(const BoxPlan& plan, const Body& body) {
     __shared__ BoxTile::Shared shared;
-    BoxTile tile(plan, places, shared);
-    const int boxes = places.tile().boxes;
+    for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
+      const BoxesTile boxes = BoxesTile::of(plan, number);
+      BoxTile tile(plan, boxes, shared);
 #pragma unroll 1
-    for (int box = 0; box < boxes; ++box) {
-      tile.move_to(box);
-      body(tile);
+      for (int box = 0; box < boxes.boxes; ++box) {
+        tile.move_to(box);
+        body(tile);
+      }
     }
   }
 };

@@ -42,12 +42,12 @@ struct Extents {
 #if defined(__CUDA_ARCH__)
 #pragma unroll 1
 #endif
-    for (int dim = first; dim < last; ++dim) {
+    for (int dim = first; dim + 1 < last; ++dim) {
       const int64_t rest = quotient(n, dim);
       offset += (n - rest * sizes[dim]) * strides[dim];
       n = rest;
     }
-    return offset;
+    return first < last ? offset + n * strides[last - 1] : 0;
   }
 };
 

@@ -61,15 +61,23 @@ __device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, con
   });
 }
 
-// The loss of an element, by the term's faster way if it has one and the loss is only added up.
-template <typename Tile, typename Work, typename Term, typename acc_t>
-__device__ __forceinline__ acc_t forward_of(Work work, const Term& term, acc_t x, acc_t t) {
-  if constexpr (HasForwardInSum<Term>::value && std::is_same_v<acc_t, float>) {
+// Calls body with a function of input and target: the loss of an element, by the term's faster way
+// if it has one and the loss is only added up.
+template <typename Tile, typename Work, typename Term, typename Body>
+__device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const Term& term,
+                                              const Body& body) {
+  if constexpr (HasForwardInSum<Term>::value && std::is_same_v<typename Tile::acc_t, float>) {
     if (!work.has(kStoresLosses)) {
-      return term.template forward_in_sum<Tile::kIsHalf, Tile::kHasSubnormals>(x, t);
+      const auto visit = [&](auto subnormals) {
+        body([&](float x, float t) {
+          return term.template forward_in_sum<Tile::kIsHalf, decltype(subnormals)::value>(x, t);
+        });
+      };
+      tile.has_subnormals() ? visit(std::true_type{}) : visit(std::false_type{});
+      return;
     }
   }
-  return term.forward(x, t);
+  body([&](auto x, auto t) { return term.forward(x, t); });
 }
 
 // A thread's part of the gradient of a broadcast operand. process() adds that gradient up, and then
@@ -151,11 +159,13 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     acc_t losses[kCount];
     acc_t weights[kCount];
     visit_term(terms, [&](const auto& term) {
+      visit_forward(tile, work, term, [&](const auto& forward) {
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) {
-        weights[n] = weighted ? at(operands.w, n) : acc_t(1);
-        losses[n] = forward_of<Tile>(work, term, at(operands.x, n), at(operands.t, n)) * weights[n];
-      }
+        for (int n = 0; n < kCount; ++n) {
+          weights[n] = weighted ? at(operands.w, n) : acc_t(1);
+          losses[n] = forward(at(operands.x, n), at(operands.t, n)) * weights[n];
+        }
+      });
     });
     if constexpr (Work::all().has(kStoresLosses)) {
       if (work.has(kStoresLosses)) {

@@ -5,8 +5,14 @@
 
 #include "kernels/elements/extents.h"
 #include "kernels/primitives/vectorized.cuh"
+#include "kernels/primitives/warp_reduce.cuh"
 
 namespace lossops::cuda {
+
+// Whether an address is that of the second half of a word.
+__device__ __forceinline__ bool is_odd(const char* data) {
+  return (reinterpret_cast<uintptr_t>(data) & 2) != 0;
+}
 
 // What was read of a quad. In the layout of an aligned vector, an element of 4 bytes has a cell of
 // its own; elements of 2 bytes lie in the first two cells, two in each.
@@ -38,20 +44,14 @@ struct QuadCells {
   }
   // Elements of 2 bytes, by the words they lie in: also where half of a word is another's.
   __device__ __forceinline__ void load_words(const char* data) {
-    const auto address = reinterpret_cast<uintptr_t>(data);
-    const auto* const words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+    const auto* const words =
+        reinterpret_cast<const uint32_t*>(reinterpret_cast<uintptr_t>(data) & ~uintptr_t{3});
+    __builtin_assume(__isGlobal(words));
     cells[0] = words[0];
     cells[1] = words[1];
-    if ((address & 2) != 0) {
+    cells[2] = 0;
+    if (is_odd(data)) {
       cells[2] = words[2];
-    }
-  }
-  // Elements of 2 bytes, one by one. The row ends after `left` of them; the others are `jump` bytes
-  // further on.
-  __device__ __forceinline__ void load_halves(const char* data, int left, int32_t jump) {
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      cells[i] = *reinterpret_cast<const uint16_t*>(data + 2 * i + (i < left ? 0 : jump));
     }
   }
 
@@ -77,14 +77,11 @@ struct QuadCells {
       cell = one;
     }
   }
-  // are_halves: load_halves() read them. is_odd: the first element is the second of its word.
-  __device__ __forceinline__ void settle_words(bool are_halves, bool is_odd) {
+  // is_odd: the first element is the second of its word.
+  __device__ __forceinline__ void settle_words(bool is_odd) {
     const uint32_t shift = is_odd ? 16 : 0;
-    const uint32_t low = are_halves ? __byte_perm(cells[0], cells[1], 0x5410)
-                                    : __funnelshift_r(cells[0], cells[1], shift);
-    cells[1] = are_halves ? __byte_perm(cells[2], cells[3], 0x5410)
-                          : __funnelshift_r(cells[1], cells[2], shift);
-    cells[0] = low;
+    cells[0] = __funnelshift_r(cells[0], cells[1], shift);
+    cells[1] = __funnelshift_r(cells[1], cells[2], shift);
   }
 
   // Of elements of 2 bytes.
@@ -122,11 +119,23 @@ struct QuadCells {
       *reinterpret_cast<uint2*>(data) = make_uint2(cells[0], cells[1]);
     }
   }
-  __device__ __forceinline__ void store_halves(char* data, int left, int32_t jump) const {
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      *reinterpret_cast<uint16_t*>(data + 2 * i + (i < left ? 0 : jump)) =
-          static_cast<uint16_t>(cells[i / 2] >> (i % 2 * 16));
+  // Elements of 2 bytes, by the words that they fill. All lanes of the warp. A word that two lanes
+  // fill is written by the first of them. joins_previous, joins_next: the lane before has, or the
+  // next one, what lies beside this quad.
+  __device__ __forceinline__ void store_words(char* data, bool joins_previous,
+                                              bool joins_next) const {
+    const bool odd = is_odd(data);
+    const uint32_t next = __shfl_down_sync(kAllLanes, cells[0], 1);
+    auto* const words = reinterpret_cast<uint32_t*>(odd ? data + 2 : data);
+    const uint32_t shift = odd ? 16 : 0;
+    words[0] = __funnelshift_r(cells[0], cells[1], shift);
+    if (!odd || joins_next) {
+      words[1] = __funnelshift_r(cells[1], next, shift);
+    } else {
+      *reinterpret_cast<uint16_t*>(data + 6) = static_cast<uint16_t>(cells[1] >> 16);
+    }
+    if (odd && !joins_previous) {
+      *reinterpret_cast<uint16_t*>(data) = static_cast<uint16_t>(cells[0]);
     }
   }
   template <int kBytes>

@@ -4,10 +4,10 @@
 // A Tile says how many there are (kSteps), and where they are:
 //
 // - operand(which): its PlanOperand; kind(which): how the thread takes its quads;
-// - row(which, step), column(which, step): the address of a quad's row, the column of its first
-//   element;
-// - stride(which): bytes from a column to the next; spread(): columns from an element of a quad to
-//   the next;
+// - locate(which, addresses): the addresses of their first elements;
+// - stride(which): bytes from an element of a quad to the next;
+// - kHasWords: half types may be read by words; then joins_next(step) and joins_previous(step) say
+//   whether the neighbouring lanes have what lies beside a quad;
 // - turn_read(which, quads), turn_results(which, values): called after values were read, and before
 //   they are written.
 #pragma once
@@ -69,56 +69,36 @@ class QuadValues {
 
  private:
   static __device__ __forceinline__ bool is_half(const Tile& tile, Which which) {
-    return is_half_type(tile.operand(which).dtype);
+    return Tile::kIsHalf || is_half_type(tile.operand(which).dtype);
   }
-
-  // The addresses of a thread's quads.
-  class Places {
-   public:
-    __device__ __forceinline__ Places(const Tile& tile, Which which) : tile_(tile), which_(which) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        rows_[step] = tile.row(which, step);
-      }
-    }
-    // Calls body(step, address). stride: bytes from a column to the next.
-    template <typename Body>
-    __device__ __forceinline__ void for_each(int stride, const Body& body) const {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        char* const address =
-            rows_[step] + static_cast<int64_t>(tile_.column(which_, step)) * stride;
-        __builtin_assume(__isGlobal(address));
-        body(step, address);
-      }
-    }
-
-   private:
-    const Tile& tile_;
-    const Which which_;
-    char* rows_[kSteps];
-  };
 
   template <int kBytes>
   __device__ __forceinline__ void load(const Tile& tile, Which which) {
-    const Places places(tile, which);
-    switch (tile.kind(which)) {
-      case UnitKind::kVector:
-        places.for_each(kBytes, [&](int step, const char* data) {
-          quads_[step].template load_vector<kBytes>(data);
-        });
-        break;
-      case UnitKind::kOne:
-        places.for_each(
-            0, [&](int step, const char* data) { quads_[step].template load_one<kBytes>(data); });
-        break;
-      case UnitKind::kStrided: {
-        const int stride = tile.stride(which);
-        const int distance = tile.spread() * stride;
-        places.for_each(stride, [&](int step, const char* data) {
-          quads_[step].template load_strided<kBytes>(data, distance);
-        });
+    char* addresses[kSteps];
+    tile.locate(which, addresses);
+    const auto for_each = [&](auto&& body) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        body(quads_[step], addresses[step]);
       }
+    };
+    const UnitKind kind = tile.kind(which);
+    if (kind == UnitKind::kVector) {
+      for_each([](QuadCells& quad, const char* data) { quad.template load_vector<kBytes>(data); });
+    } else if (kind == UnitKind::kOne) {
+      for_each([](QuadCells& quad, const char* data) { quad.template load_one<kBytes>(data); });
+    } else if (kHasWords<kBytes> && kind == UnitKind::kWords) {
+      odd_ = 0;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        odd_ |= is_odd(addresses[step]) ? 1u << step : 0;
+        quads_[step].load_words(addresses[step]);
+      }
+    } else {
+      const int stride = tile.stride(which);
+      for_each([stride](QuadCells& quad, const char* data) {
+        quad.template load_strided<kBytes>(data, stride);
+      });
     }
   }
 
@@ -129,10 +109,12 @@ class QuadValues {
       for (QuadCells& quad : quads_) {
         quad.template settle_one<kBytes>();
       }
-    } else if (kBytes == 2 && kind == UnitKind::kStrided) {
+    } else if (kBytes == 2 && kind != UnitKind::kVector) {
 #pragma unroll
-      for (QuadCells& quad : quads_) {
-        quad.settle_strided();
+      for (int step = 0; step < kSteps; ++step) {
+        kHasWords<kBytes>&& kind == UnitKind::kWords
+            ? quads_[step].settle_words((odd_ >> step & 1) != 0)
+            : quads_[step].settle_strided();
       }
     }
   }
@@ -149,21 +131,40 @@ class QuadValues {
   static __device__ __forceinline__ void store_as(const Tile& tile, Which which,
                                                   const float (&values)[kCount]) {
     constexpr int kBytes = sizeof(scalar_t);
-    const auto packed = [&](int step) { return QuadCells::pack<scalar_t>(values + step * kQuad); };
-    const Places places(tile, which);
+    char* addresses[kSteps];
+    tile.locate(which, addresses);
+    const auto for_each = [&](auto&& body) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        body(step, QuadCells::pack<scalar_t>(values + step * kQuad), addresses[step]);
+      }
+    };
     if (tile.kind(which) == UnitKind::kVector) {
-      places.for_each(
-          kBytes, [&](int step, char* data) { packed(step).template store_vector<kBytes>(data); });
-    } else {
-      const int stride = tile.stride(which);
-      const int distance = tile.spread() * stride;
-      places.for_each(stride, [&](int step, char* data) {
-        packed(step).template store_strided<kBytes>(data, distance);
+      for_each([](int /*step*/, const QuadCells& quad, char* data) {
+        quad.template store_vector<kBytes>(data);
       });
+      return;
     }
+    if constexpr (kHasWords<kBytes>) {
+      if (tile.kind(which) == UnitKind::kWords) {
+        for_each([&](int step, const QuadCells& quad, char* data) {
+          quad.store_words(data, tile.joins_previous(step), tile.joins_next(step));
+        });
+        return;
+      }
+    }
+    const int stride = tile.stride(which);
+    for_each([stride](int /*step*/, const QuadCells& quad, char* data) {
+      quad.template store_strided<kBytes>(data, stride);
+    });
   }
 
+  template <int kBytes>
+  static constexpr bool kHasWords = Tile::kHasWords && kBytes == 2;
+
   QuadCells quads_[kSteps];
+  // Of quads of words, a bit for each step: its first element is the second of its word.
+  uint32_t odd_;
 };
 
 }  // namespace lossops::cuda

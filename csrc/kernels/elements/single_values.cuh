@@ -34,7 +34,7 @@ class SingleValues {
   __device__ __forceinline__ acc_t at(int step, int /*i*/) const { return values_[step]; }
 
   // Starts to read. Half types stay bits until convert(), so that nothing waits for them here.
-  __device__ __forceinline__ void load(Tile& tile, Which which) {
+  __device__ __forceinline__ void load(const Tile& tile, Which which) {
     const DType dtype = tile.operand(which).dtype;
     if constexpr (kIsDouble) {
       tile.template for_each_element<8>(which, [&](int step, const char* from) {
@@ -51,7 +51,7 @@ class SingleValues {
     }
   }
 
-  __device__ __forceinline__ void convert(Tile& tile, Which which) {
+  __device__ __forceinline__ void convert(const Tile& tile, Which which) {
     if constexpr (!kIsDouble) {
       const DType dtype = tile.operand(which).dtype;
       if (dtype == DType::kBFloat16) {
@@ -63,7 +63,7 @@ class SingleValues {
   }
 
   // Rounds and writes.
-  __device__ __forceinline__ void store(Tile& tile, Which which) {
+  __device__ __forceinline__ void store(const Tile& tile, Which which) {
     const DType dtype = tile.operand(which).dtype;
     if constexpr (kIsDouble) {
       tile.template for_each_element<8>(

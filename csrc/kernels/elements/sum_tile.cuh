@@ -13,6 +13,12 @@
 
 namespace lossops::cuda {
 
+// The distance that `number` gaps make. number: of an element of a walk, or what is left of it, so
+// it has 31 bits.
+LOSSOPS_HOST_DEVICE int64_t times(uint32_t number, int32_t gap) {
+  return static_cast<int64_t>(static_cast<int32_t>(number)) * gap;
+}
+
 // Where element n of a walk lies follows from n by one multiplication a dimension:
 //
 //   n stride_0 + (n / size_0) gap_1 + (n / size_0 / size_1) gap_2 + ...
@@ -181,7 +187,6 @@ class SumTile {
   static constexpr int kWidth = 1;
   static constexpr int kSteps = kSteps_;
   static constexpr bool kIsHalf = false;
-  static constexpr bool kHasSubnormals = true;
   using Values = SingleValues<SumTile>;
   friend Values;
 
@@ -229,6 +234,7 @@ class SumTile {
     return first_ - lane_ < end_of_split();
   }
 
+  __device__ __forceinline__ static constexpr bool has_subnormals() { return true; }
   __device__ __forceinline__ bool is_half() const {
     return is_half_type(plan_.operands[kInput].dtype);
   }

@@ -4,92 +4,150 @@
 
 #include <cstdint>
 
-#include "kernels/elements/plan.h"
+#include "kernels/elements/box_plan.h"
+#include "kernels/elements/strip_plan.h"
 
 namespace lossops::cuda {
 
-// Where a tile lies: its rows have the numbers from first_row on, along dimensions from first_dim
-// on.
-struct TileRows {
-  int64_t first_row;
-  int32_t first_dim;
-  int32_t rows;
-  int64_t skipped;  // columns of the row before the tile
-};
+// A tile of strips.
+struct Strip {
+  // Its first column, and its first of dimension 1 and of the rest.
+  int64_t column;
+  int64_t walked;
+  int64_t rest;
+  int32_t last_column;  // where the last unit of a row begins, from the first column on
+  int32_t walked_left;  // of dimension 1, and of the rest, from the first on
+  int32_t rest_left;
 
-// A tile of consecutive units.
-struct UnitsTile {
-  int32_t first;  // the number of the first, counted from the start of its row
-  int32_t units;
-  int32_t last;  // the column where the last group of a row begins
+  // More than a tile has.
+  static constexpr int32_t kFar = 1 << 29;
 
-  static LOSSOPS_HOST_DEVICE UnitsTile of(const ElementPlan& plan, int64_t tile, TileRows& rows) {
-    const int64_t begin = plan.cuts_rows ? tile : tile * plan.tile_units;
-    rows.first_row = plan.extents.quotient(begin, 0);
-    rows.first_dim = 1;
-    const int64_t rest = begin - rows.first_row * plan.extents.sizes[0];
-    // Where rows are cut, columns count from where the tile begins, not from the start of the row.
-    const int64_t skipped = plan.cuts_rows ? rest * plan.tile_units : 0;
-    rows.skipped = skipped * plan.width;
-    const int64_t left = plan.cuts_rows ? plan.row_units - skipped : plan.units - begin;
-    const int64_t last = plan.columns - (skipped + plan.spread) * plan.width;
-    UnitsTile own;
-    own.first = plan.cuts_rows ? 0 : static_cast<int32_t>(rest);
-    own.units = static_cast<int32_t>(left < plan.tile_units ? left : plan.tile_units);
-    own.last = static_cast<int32_t>(last < kMaxDividend ? last : kMaxDividend);
-    const auto end = static_cast<uint32_t>(own.first + own.units - 1);
-    rows.rows = static_cast<int32_t>(plan.row_divisor.quotient(end)) + 1;
+  static LOSSOPS_HOST_DEVICE Strip of(const StripPlan& plan, int64_t tile) {
+    const Extents& tiles = plan.tile_extents;
+    const int64_t across = tiles.quotient(tile, 0);
+    const int64_t rest = tiles.quotient(across, 1);
+    Strip own;
+    own.column = (tile - across * tiles.sizes[0]) * plan.tile_columns;
+    own.walked = (across - rest * tiles.sizes[1]) * plan.tile_walked;
+    own.rest = rest * plan.side_rest;
+    own.last_column = bounded(plan.columns - plan.width - own.column);
+    own.walked_left = bounded(plan.extents.sizes[1] - own.walked);
+    own.rest_left = bounded(plan.rest - own.rest);
     return own;
+  }
+
+ private:
+  static LOSSOPS_HOST_DEVICE int32_t bounded(int64_t number) {
+    return static_cast<int32_t>(number < kFar ? number : kFar);
   }
 };
 
-// A unit of a tile.
-struct Unit {
-  int32_t row;      // of the tile
-  int32_t column;   // its first
-  int32_t lacking;  // columns from there on that do not count, because another group has them
+// A thread's units of a tile, one a step of a turn. Where there is none, another is taken again,
+// and does not count. kWidth: columns of a unit.
+template <int kWidth>
+class Walk {
+ public:
+  LOSSOPS_HOST_DEVICE Walk(const StripPlan& plan, const Strip& strip, int thread) {
+    const auto side = static_cast<int>(plan.strip_units.quotient(static_cast<uint32_t>(thread)));
+    const int lane = thread - side * static_cast<int>(plan.strip_units.value);
+    side_rest_ = static_cast<int>(plan.side_walked.quotient(static_cast<uint32_t>(side)));
+    side_walked_ = side - side_rest_ * static_cast<int>(plan.side_walked.value);
+    const bool is_there = side_rest_ < plan.side_rest && side_rest_ < strip.rest_left &&
+                          side_walked_ < strip.walked_left;
+    side_rest_ = is_there ? side_rest_ : 0;
+    side_walked_ = is_there ? side_walked_ : 0;
+    // Behind every column.
+    constexpr int kBehind = 2 * Strip::kFar;
+    const int column = is_there ? lane * kWidth : kBehind;
+    column_ = column < strip.last_column ? column : strip.last_column;
+    lacking_ = column - column_;
+    joins_next_ = lane + 1 < static_cast<int>(plan.strip_units.value);
+    joins_previous_ = lane > 0;
+    first_ = 0;
+    last_ = static_cast<int>(
+        plan.side_walked.quotient(static_cast<uint32_t>(strip.walked_left - 1 - side_walked_)));
+    if (plan.walks_columns) {
+      first_ = column;
+      last_ = strip.last_column;
+      column_ = lacking_ = 0;
+    } else {
+      joins_next_ = joins_next_ && column + kWidth <= strip.last_column;
+      joins_previous_ = joins_previous_ && lacking_ == 0;
+    }
+  }
 
-  // number: of the unit in the tile. After the last one, that one is taken again, and does not
-  // count.
-  static LOSSOPS_HOST_DEVICE Unit of(const ElementPlan& plan, const UnitsTile& tile, int number,
-                                     int width) {
-    const Divisor& divisor = plan.row_divisor;
-    const int last = tile.units - 1;
-    const auto taken = static_cast<uint32_t>(tile.first + (number < last ? number : last));
-    const uint32_t row = divisor.quotient(taken);
-    const auto of_row = static_cast<int>(taken - row * divisor.value);
-    const int of_group = of_row & (plan.spread - 1);
-    const int group = (of_row - of_group) * width;
-    Unit unit;
-    unit.row = static_cast<int32_t>(row);
-    unit.column = (width > 1 && group > tile.last ? tile.last : group) + of_group;
-    unit.lacking = number > last ? width * plan.spread : group - unit.column;
-    return unit;
+  // The bytes from an operand's first element to where the walk begins.
+  LOSSOPS_HOST_DEVICE int64_t begin(const StripPlan& plan, const Strip& strip,
+                                    const int64_t* strides) const {
+    // fault: elementwise-offset
+    const int64_t walked = (strip.walked + side_walked_) * strides[1];
+    const int64_t rest =
+        plan.extents.offset(strides, strip.rest + side_rest_, 2, plan.extents.ndim);
+    return (strip.column + column_) * strides[0] + walked + rest;
+  }
+
+  // Whether a thread has something in a turn that begins at `turn`: a multiple of plan.walk_turn.
+  // The first thread has, if any has.
+  LOSSOPS_HOST_DEVICE static bool goes_on(const StripPlan& plan, const Strip& strip, int turn) {
+    return plan.walks_columns
+               ? turn < strip.last_column + kWidth
+               : turn <= (strip.walked_left - 1) / static_cast<int>(plan.side_walked.value);
+  }
+
+  // How far a step's unit is from where the walk begins: see StripOperand::walk_stride.
+  LOSSOPS_HOST_DEVICE int index(const StripPlan& plan, int turn, int step) const {
+    const int own = unbounded(plan, turn, step);
+    return own < last_ ? own : last_;
   }
 
   // Whether column i of the unit counts.
-  LOSSOPS_HOST_DEVICE bool has(const ElementPlan& plan, int i) const {
-    return i * plan.spread >= lacking;
+  LOSSOPS_HOST_DEVICE bool has(const StripPlan& plan, int turn, int step, int i) const {
+    const int over = unbounded(plan, turn, step) - index(plan, turn, step);
+    return i >= (plan.walks_columns ? over : over * kWidth + lacking_);
   }
+  // Whether all steps of the turn up to `last` have a whole unit.
+  LOSSOPS_HOST_DEVICE bool has_all(const StripPlan& plan, int turn, int last) const {
+    return unbounded(plan, turn, last) <= last_ && lacking_ == 0;
+  }
+
+  // Whether the unit of the next thread, or of the one before, lies beside this one.
+  LOSSOPS_HOST_DEVICE bool joins_next(const StripPlan& plan, int turn, int step) const {
+    return joins_next_ && (!plan.walks_columns || unbounded(plan, turn, step) + kWidth <= last_);
+  }
+  LOSSOPS_HOST_DEVICE bool joins_previous(const StripPlan& plan, int turn, int step) const {
+    return joins_previous_ && (!plan.walks_columns || unbounded(plan, turn, step) <= last_);
+  }
+
+ private:
+  LOSSOPS_HOST_DEVICE int unbounded(const StripPlan& plan, int turn, int step) const {
+    return first_ + turn + step * plan.walk_step;
+  }
+
+  int side_rest_;
+  int side_walked_;
+  int column_;   // where all units begin; of walks along columns, 0
+  int lacking_;  // their columns that do not count
+  int first_;    // indices
+  int last_;
+  bool joins_next_;  // if units do, in all steps
+  bool joins_previous_;
 };
 
 // A tile of boxes that follow each other along their rows.
 struct BoxesTile {
   int32_t first[2];  // the first unit of columns, and of rows
   int32_t boxes;
+  int64_t matrix;
 
-  static LOSSOPS_HOST_DEVICE BoxesTile of(const ElementPlan& plan, int64_t tile, TileRows& rows) {
+  static LOSSOPS_HOST_DEVICE BoxesTile of(const BoxPlan& plan, int64_t tile) {
     const Extents& extents = plan.extents;
     const int64_t rest = extents.quotient(tile, 0);
-    rows.first_row = extents.quotient(rest, 1);
-    rows.first_dim = 2;
-    rows.rows = 1;
-    rows.skipped = 0;
-    const int shift = plan.box_shifts[1];
     BoxesTile own;
+    own.matrix = extents.quotient(rest, 1);
+    const int shift = plan.shifts[1];
     const auto first = static_cast<int32_t>(tile - rest * extents.sizes[0]);
-    const auto second = static_cast<int32_t>(rest - rows.first_row * extents.sizes[1]);
-    own.first[0] = first << plan.box_shifts[0];
+    const auto second = static_cast<int32_t>(rest - own.matrix * extents.sizes[1]);
+    own.first[0] = first << plan.shifts[0];
     own.first[1] = second * (kBoxesOfTile << shift);
     const int left = ((plan.matrix_units[1] - own.first[1] - 1) >> shift) + 1;
     own.boxes = left < kBoxesOfTile ? left : kBoxesOfTile;
@@ -97,15 +155,15 @@ struct BoxesTile {
   }
 
   // The first unit of rows of a box.
-  LOSSOPS_HOST_DEVICE int first_row(const ElementPlan& plan, int box) const {
-    return first[1] + (box << plan.box_shifts[1]);
+  LOSSOPS_HOST_DEVICE int first_row(const BoxPlan& plan, int box) const {
+    return first[1] + (box << plan.shifts[1]);
   }
 };
 
 // Where a column (side 0) or a row (side 1) of a box lies in the matrix. number: the same as if the
 // last unit did not begin earlier. It counts if the result is not before that unit: at least
 // number / kQuad * kQuad.
-LOSSOPS_HOST_DEVICE int place_in_matrix(const ElementPlan& plan, int side, int number) {
+LOSSOPS_HOST_DEVICE int place_in_matrix(const BoxPlan& plan, int side, int number) {
   const int begin = number / kQuad * kQuad;
   const int last = plan.matrix_last[side];
   return number - (begin < last ? 0 : begin - last);

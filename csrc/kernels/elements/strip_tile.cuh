@@ -1,0 +1,138 @@
+// Tiles of strips: see strip_plan.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/elements/quad_values.cuh"
+#include "kernels/elements/single_values.cuh"
+#include "kernels/elements/tiles.h"
+#include "kernels/primitives/dynamic_shared.cuh"
+
+namespace lossops::cuda {
+
+// Where a thread's walk begins in each operand. Each thread reads what it wrote: shared memory
+// takes the place of registers here.
+class WalkBegins {
+ public:
+  __device__ __forceinline__ static char* get(int slot) { return table()[slot * kTileThreads]; }
+
+  template <int kWidth>
+  __device__ __forceinline__ static void set(const StripPlan& plan, const Strip& strip,
+                                             const Walk<kWidth>& walk) {
+#pragma unroll 1
+    for (int slot = 0; slot < plan.num_slots; ++slot) {
+      const StripOperand& operand = plan.operands[plan.slots[slot]];
+      table()[slot * kTileThreads] = operand.data + walk.begin(plan, strip, operand.strides);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static char** table() {
+    LOSSOPS_DYNAMIC_SHARED(char*, addresses);
+    return addresses + threadIdx.x;
+  }
+};
+
+// The units that a thread takes at once: kSteps of kWidth columns. kIsHalf: all operands are of
+// half types.
+template <typename acc_t_, int kSteps_, int kWidth_, bool kIsHalf_>
+class StripTile {
+ public:
+  using acc_t = acc_t_;
+  static constexpr int kWidth = kWidth_;
+  static constexpr int kSteps = kSteps_;
+  static constexpr bool kIsHalf = kIsHalf_;
+
+  // turn: see Walk::goes_on().
+  __device__ __forceinline__ StripTile(const StripPlan& plan, const Walk<kWidth>& walk, int turn)
+      : plan_(plan), walk_(walk), turn_(turn) {}
+
+  __device__ __forceinline__ const StripOperand& operand(Which which) const {
+    return plan_.operands[which];
+  }
+  __device__ __forceinline__ bool is_half() const {
+    return kIsHalf || is_half_type(operand(kInput).dtype);
+  }
+  // Numbers may be subnormal, as float: those of float16 are not.
+  __device__ __forceinline__ bool has_subnormals() const {
+    return !kIsHalf || operand(kInput).dtype == DType::kBFloat16 ||
+           operand(kTarget).dtype == DType::kBFloat16;
+  }
+  __device__ __forceinline__ bool has(int n) const {
+    return walk_.has(plan_, turn_, n / kWidth, n % kWidth);
+  }
+  __device__ __forceinline__ bool has_all() const {
+    return walk_.has_all(plan_, turn_, kSteps - 1);
+  }
+
+  // The addresses of a thread's units.
+  __device__ __forceinline__ void locate(Which which, char* (&addresses)[kSteps]) const {
+    // Input and target are in every plan.
+    const int slot = which <= kTarget ? static_cast<int>(which) : operand(which).slot;
+    // Kept in one pair of registers, so that adding a distance takes one instruction.
+    char* const begin = unfolded(WalkBegins::get(slot));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      addresses[step] = begin + static_cast<int64_t>(walk_.index(plan_, turn_, step)) *
+                                    operand(which).walk_stride;
+      __builtin_assume(__isGlobal(addresses[step]));
+    }
+  }
+
+ protected:
+  const StripPlan& plan_;
+  const Walk<kWidth>& walk_;
+  const int turn_;
+};
+
+// Units of four columns.
+template <int kSteps, bool kIsHalf>
+class QuadStripTile : public StripTile<float, kSteps, kQuad, kIsHalf> {
+ public:
+  using StripTile<float, kSteps, kQuad, kIsHalf>::StripTile;
+  using Values = QuadValues<QuadStripTile>;
+  static constexpr bool kHasWords = true;
+
+  __device__ __forceinline__ UnitKind kind(Which which) const { return this->operand(which).kind; }
+  __device__ __forceinline__ int stride(Which which) const {
+    return static_cast<int>(this->operand(which).strides[0]);
+  }
+  // Whether the next lane of the warp, or the one before, has what lies beside the unit of a step.
+  __device__ __forceinline__ bool joins_next(int step) const {
+    return threadIdx.x % kWarpSize != kWarpSize - 1 &&
+           this->walk_.joins_next(this->plan_, this->turn_, step);
+  }
+  __device__ __forceinline__ bool joins_previous(int step) const {
+    return threadIdx.x % kWarpSize != 0 &&
+           this->walk_.joins_previous(this->plan_, this->turn_, step);
+  }
+  __device__ __forceinline__ void store(Which which, const float (&values)[Values::kCount]) const {
+    Values::store(*this, which, values);
+  }
+  __device__ __forceinline__ void turn_read(Which /*which*/, Values& /*values*/) const {}
+  __device__ __forceinline__ void turn_results(Which /*which*/,
+                                               float (& /*values*/)[Values::kCount]) const {}
+};
+
+// Units of one column.
+template <typename acc_t, int kSteps, bool kIsHalf>
+class SingleStripTile : public StripTile<acc_t, kSteps, 1, kIsHalf> {
+ public:
+  using StripTile<acc_t, kSteps, 1, kIsHalf>::StripTile;
+  using Values = SingleValues<SingleStripTile>;
+
+  __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps]) const {
+    Values(results).store(*this, which);
+  }
+  template <int kBytes, typename Body>
+  __device__ __forceinline__ void for_each_element(Which which, const Body& body) const {
+    char* addresses[kSteps];
+    this->locate(which, addresses);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      body(step, addresses[step]);
+    }
+  }
+};
+
+}  // namespace lossops::cuda
