@@ -87,7 +87,7 @@ class QuadValues {
       for_each([](QuadCells& quad, const char* data) { quad.template load_vector<kBytes>(data); });
     } else if (kind == UnitKind::kOne) {
       for_each([](QuadCells& quad, const char* data) { quad.template load_one<kBytes>(data); });
-    } else if (kHasWords<kBytes> && kind == UnitKind::kWords) {
+    } else if (kHasWords<kBytes>) {  // no other kind is read
       odd_ = 0;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -112,9 +112,8 @@ class QuadValues {
     } else if (kBytes == 2 && kind != UnitKind::kVector) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        kHasWords<kBytes>&& kind == UnitKind::kWords
-            ? quads_[step].settle_words((odd_ >> step & 1) != 0)
-            : quads_[step].settle_strided();
+        kHasWords<kBytes> ? quads_[step].settle_words((odd_ >> step & 1) != 0)
+                          : quads_[step].settle_strided();
       }
     }
   }

@@ -85,10 +85,8 @@ class StripPlanner {
     bool has_quads = has_near_columns_ && plan_.columns >= (are_whole ? kQuad : kLongRow);
     for (int which = kInput; which <= kOutput; ++which) {
       const Operand& operand = operands_[which];
-      // What is read across its rows is read one by one in any case.
       has_quads =
-          has_quads && (operand.data == nullptr || Layout::is_turned(operand, layout_.lead()) ||
-                        kind_of(operand, kQuad) != UnitKind::kStrided);
+          has_quads && (operand.data == nullptr || kind_of(operand, kQuad) != UnitKind::kStrided);
     }
     return has_quads;
   }
