@@ -263,13 +263,13 @@ void check_boxes(const Problem& problem, Seen& seen) {
 }
 
 // Rows, and distances, of more than 2^31 elements.
-void check_long(int64_t columns, int64_t rows, int64_t row_stride) {
+void check_long(int64_t columns, int64_t rows, int64_t row_stride, int64_t column_stride = 1) {
   Problem problem;
   problem.space.ndim = 2;
   problem.space.sizes[0] = columns;
   problem.space.sizes[1] = rows;
   problem.space.numel = columns * rows;
-  const int64_t strides[] = {1, row_stride};
+  const int64_t strides[] = {column_stride, row_stride};
   for (const Which which : {kInput, kTarget, kOutput}) {
     problem.add(which, DType::kFloat32, strides);
   }
@@ -288,12 +288,14 @@ void check_long(int64_t columns, int64_t rows, int64_t row_stride) {
         const int64_t element =
             (walk.begin(plan, strip, output.strides) + int64_t{index} * output.walk_stride) /
             output.bytes;
-        CHECK(0 <= element && element % row_stride < columns && element / row_stride < rows);
+        CHECK(0 <= element && element / row_stride < rows);
+        CHECK(element % row_stride / column_stride < columns);
+        CHECK(element % row_stride % column_stride == 0);
         last = std::max(last, element);
       }
     }
   }
-  CHECK(last == (rows - 1) * row_stride + columns - 1);
+  CHECK(last == (rows - 1) * row_stride + (columns - 1) * column_stride);
 }
 
 }  // namespace
@@ -314,6 +316,9 @@ int main() {
   cuda::check_long((int64_t{1} << 31) + 1, 3, (int64_t{1} << 31) + 8);
   test::subject() = "rows far apart";
   cuda::check_long(100, 3, int64_t{1} << 31);
+  test::subject() = "columns far apart";
+  cuda::check_long(3, 1, int64_t{1} << 32, int64_t{1} << 30);
+  cuda::check_long(300, 2, int64_t{1} << 39, int64_t{1} << 30);
   test::subject() = "many rows";
   cuda::check_long(2, (int64_t{1} << 31) + 1, 3);
   test::subject() = "all problems";

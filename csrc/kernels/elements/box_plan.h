@@ -75,15 +75,8 @@ class BoxPlanner {
   bool chooses_boxes() {
     const IterationSpace& space = layout_.space();
     const int64_t sizes[2] = {space.sizes[layout_.lead()], space.sizes[layout_.other()]};
-    bool has_near_columns = true;
-    for (int which = 0; which < kNumOperands; ++which) {
-      const Operand& operand = operands_[which];
-      has_near_columns = has_near_columns &&
-                         (operand.data == nullptr ||
-                          is_near(operand.strides[layout_.lead()] * element_size(operand.dtype)));
-    }
     if (layout_.other() == layout_.lead() || std::min(sizes[0], sizes[1]) < kQuad ||
-        std::max(sizes[0], sizes[1]) > kMaxDividend || !has_near_columns) {
+        std::max(sizes[0], sizes[1]) > kMaxDividend || !are_near(operands_, layout_.lead())) {
       return false;
     }
     int64_t units[2];

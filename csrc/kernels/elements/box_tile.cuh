@@ -105,7 +105,7 @@ class BoxTile {
   }
 
  private:
-  // Of the first element of the thread's quads.
+  // The column where the thread's quads begin.
   __device__ __forceinline__ int column(Which which) const {
     return operand(which).is_turned ? turned_.begin : straight_.begin;
   }

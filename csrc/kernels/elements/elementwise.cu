@@ -208,7 +208,7 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   const Layout layout(args.space, what.operands);
   BoxPlanner boxes(layout, what.operands);
   StripPlanner strips(layout, what.operands);
-  // The same for all kernels, so that tiles are.
+  // All kernels take the same number of resident blocks, so that their tiles are the same.
   const int64_t resident = int64_t{4} * std::max(current_device_limits().multiprocessors, 1);
   const auto visit = [&](auto taken, auto work, auto terms) {
     using Taken = decltype(taken);

@@ -123,7 +123,12 @@ class Layout {
   int other_ = 0;
 };
 
-// Whether 31 bits hold a distance.
-inline bool is_near(int64_t bytes) { return std::abs(bytes) <= kMaxDividend; }
+// Whether 31 bits hold `count` strides along a dimension of the space, in bytes, for each operand.
+inline bool are_near(const Operand* operands, int dim, int64_t count = 1) {
+  return std::all_of(operands, operands + kNumOperands, [&](const Operand& operand) {
+    return operand.data == nullptr ||
+           std::abs(count * operand.strides[dim] * element_size(operand.dtype)) <= kMaxDividend;
+  });
+}
 
 }  // namespace lossops::cuda

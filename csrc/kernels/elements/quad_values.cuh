@@ -1,5 +1,5 @@
 // A thread's quads of an operand, whose elements follow each other in an aligned vector, or are one
-// number, or lie at equal distances: read, converted, written.
+// number, lie in words, or at equal distances: read, converted, written.
 //
 // A Tile says how many there are (kSteps), and where they are:
 //

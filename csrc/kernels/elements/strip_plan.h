@@ -38,7 +38,7 @@ struct StripPlan : PlanOperands<StripOperand> {
   int32_t side_rest = 1;     // along the rest
   int32_t strip_columns = 1;
 
-  // Of a tile. Its threads take some steps at once, in turns.
+  // The threads of a tile take some steps at once, in turns.
   int32_t walk_step = 1;  // how much one step more adds to Walk::index(), and one turn
   int32_t walk_turn = 1;
   int32_t tile_turns = 1;
@@ -51,7 +51,7 @@ struct StripPlan : PlanOperands<StripOperand> {
   LOSSOPS_HOST_DEVICE int lanes() const {
     return static_cast<int>(strip_units.value * side_walked.value) * side_rest;
   }
-  // Of the addresses where the walks of a block's threads begin.
+  // The size of the table of addresses where the walks of a block's threads begin.
   int64_t table_bytes() const {
     return int64_t{kTileThreads} * num_slots * static_cast<int64_t>(sizeof(char*));
   }
@@ -61,14 +61,13 @@ struct StripPlan : PlanOperands<StripOperand> {
 class StripPlanner {
  public:
   StripPlanner(const Layout& layout, const Operand* operands)
-      : layout_(layout), operands_(operands) {
+      : layout_(layout), operands_(operands), has_near_columns_(are_near(operands, layout.lead())) {
     const IterationSpace& space = layout.space();
     plan_.set(operands);
     plan_.columns = space.sizes[layout.lead()];
     plan_.is_half = true;
-    plan_.for_each(operands, [&](const Operand& operand, StripOperand& own) {
+    plan_.for_each(operands, [&](const Operand& operand, StripOperand& /*own*/) {
       plan_.is_half = plan_.is_half && is_half_type(operand.dtype);
-      has_near_columns_ = has_near_columns_ && is_near(operand.strides[layout.lead()] * own.bytes);
     });
     for (int dim = 0; dim < space.ndim; ++dim) {
       rows_ *= dim == layout.lead() ? 1 : space.sizes[dim];
@@ -108,7 +107,7 @@ class StripPlanner {
  private:
   // What is walked along, and how many are side by side.
   struct Walked {
-    int dim = -1;  // of the space; -1: the columns
+    int dim = -1;  // of the space; -1: none, so the columns
     int64_t size = 1;
     int64_t side_walked = 1;
     int64_t side_rest = 1;
@@ -155,15 +154,11 @@ class StripPlanner {
 
   Walked choose_walk(int64_t units, int64_t strip, int steps) const {
     const IterationSpace& space = layout_.space();
-    Walked best;
     // What is read across the rows is near there.
-    if (const int other = layout_.other(); other != layout_.lead()) {
-      best = walked(other, strip, steps);
-      if (best.use > 0) {
-        return best;
-      }
+    if (const Walked other = walked(layout_.other(), strip, steps); other.use > 0) {
+      return other;
     }
-    best = Walked{};
+    Walked best;
     // Where rows are walked along, their ends are found once, and threads share nothing. A choice,
     // not measured.
     constexpr double kWorse = 0.9;
@@ -190,12 +185,8 @@ class StripPlanner {
     own.sides = std::min(kTileThreads / strip, rows_);
     own.side_rest = std::min(own.sides, rows_ / own.size);
     own.side_walked = std::min(own.sides / own.side_rest, own.size);
-    for (int which = 0; which < kNumOperands; ++which) {
-      const Operand& operand = operands_[which];
-      if (operand.data != nullptr &&
-          !is_near(own.side_walked * operand.strides[dim] * element_size(operand.dtype))) {
-        return own;
-      }
+    if (!are_near(operands_, dim, own.side_walked)) {
+      return own;
     }
     own.use = part(own.size, own.side_walked * steps) * part(rows_ / own.size, own.side_rest) *
               static_cast<double>(own.side_walked * own.side_rest) / static_cast<double>(own.sides);
@@ -204,7 +195,8 @@ class StripPlanner {
 
   void walk(const Walked& walked, int64_t strip) {
     const IterationSpace& space = layout_.space();
-    plan_.walks_columns = walked.dim < 0;
+    // If neither rows nor columns are near, a thread has one unit a tile.
+    plan_.walks_columns = walked.dim < 0 && has_near_columns_;
     const int64_t units = plan_.walks_columns ? kTileThreads : strip;
     plan_.strip_units = Divisor(static_cast<uint32_t>(units));
     plan_.side_walked = Divisor(static_cast<uint32_t>(walked.side_walked));
@@ -212,7 +204,7 @@ class StripPlanner {
     plan_.strip_columns = static_cast<int32_t>(units * plan_.width);
     plan_.walk_step = plan_.walks_columns ? plan_.strip_columns : 1;
     plan_.add(operands_, plan_.columns, layout_.lead());
-    if (plan_.walks_columns) {
+    if (walked.dim < 0) {
       plan_.extents.add(1);
     } else {
       plan_.add(operands_, walked.size, walked.dim);
@@ -261,7 +253,7 @@ class StripPlanner {
   const Layout& layout_;
   const Operand* const operands_;
   int64_t rows_ = 1;
-  bool has_near_columns_ = true;
+  const bool has_near_columns_;
   StripPlan plan_;
 };
 
