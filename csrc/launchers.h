@@ -60,8 +60,9 @@ struct ElementwiseArgs {
 struct ElementwiseForwardArgs : ElementwiseArgs {
   Operand output;                // none: the shape of space; else one element
   double* mean_terms = nullptr;  // out, (2,): denominator, mean; weighted mean only
-  // Gradients for a grad_output of 1, of operands that have as many elements as the space; null:
-  // not wanted. Reductions only, no weighted mean.
+  // Gradients for a grad_output of 1; null: not wanted. Reductions only, no weighted mean. CUDA: of
+  // a broadcast operand too, with strides 0 along the dimensions that are summed over. CPU: only of
+  // operands that have as many elements as the space.
   Operand grad_input;
   Operand grad_target;
 };
@@ -77,9 +78,9 @@ struct ElementwiseBackwardArgs : ElementwiseArgs {
   Operand grad_weight;
 };
 
-// One gradient of ElementwiseBackwardArgs, summed over the dimensions along which its
-// operand was broadcast. Dimensions [0, num_kept) of space are the gradient's own,
-// the rest are summed over.
+// A gradient of ElementwiseBackwardArgs that is summed over the dimensions along which its operand
+// was broadcast, where its strides are 0. CUDA: others may be beside it, or in its place. CPU: one
+// alone; dimensions [0, num_kept) of space are the gradient's own, the rest are summed over.
 struct ElementwiseBackwardReduceArgs : ElementwiseBackwardArgs {
   int num_kept = 0;
 };

@@ -67,8 +67,13 @@ def keeps(loss: Loss, sample: Sample, wanted: tuple[str, ...] = INPUT) -> bool:
     if not loss.elementwise:
         return wanted == INPUT
     tensors = sample.tensors
-    shape = torch.broadcast_shapes(tensors["input"].shape, tensors["target"].shape)
-    return "weight" not in tensors and all(tensors[name].shape == shape for name in wanted)
+    pair = tensors["input"], tensors["target"]
+    if "weight" in tensors or pair[0].shape == pair[1].shape:
+        return "weight" not in tensors
+    if pair[0].is_cuda:  # gradients of broadcast operands too
+        return all(tensor.numel() > 0 for tensor in pair)
+    shape = torch.broadcast_shapes(pair[0].shape, pair[1].shape)
+    return all(tensors[name].shape == shape for name in wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -450,7 +455,7 @@ def test_unpacking_errors_are_left_alone(device: str) -> None:
 
 @per_variant
 def test_operator_keeps_what_the_function_does(loss: Loss, variant: Variant, device: str) -> None:
-    """Outside of what records operators; and nothing where both operands are broadcast."""
+    """Outside of what records operators; on the CPU nothing where both operands are broadcast."""
     for reduction in loss.reductions:
         sample = variant.sample((6, 9), device=device, reduction=reduction)
         x = sample.tensors["input"].detach().requires_grad_()
@@ -464,7 +469,7 @@ def test_operator_keeps_what_the_function_does(loss: Loss, variant: Variant, dev
     if loss.elementwise:
         x = torch.rand(1, 9, device=device, requires_grad=True)
         value = loss.op(x, torch.rand(6, 1, device=device, requires_grad=True))
-        assert getattr(value.grad_fn, "kept", None) is None
+        assert (getattr(value.grad_fn, "kept", None) is not None) == x.is_cuda
 
 
 def test_accumulates_and_scales(device: str) -> None:
@@ -695,14 +700,25 @@ def test_memory_of_few_classes() -> None:
             assert beyond <= bytes_of_row * t.numel() + 2**19, f"{shape} {dtype}: {beyond} bytes"
 
 
-def test_broadcast_operands_have_no_kept_gradient(device: str) -> None:
-    """No forward pass makes one, and `*_backward_kept` has nothing to write it anew from."""
-    input, target = torch.rand(3, device=device), torch.rand(4, 3, device=device)
-    one = torch.ones((), device=device)
+@pytest.mark.parametrize("shapes", [((3,), (4, 3)), ((4, 3), (4, 1)), ((40, 1), (1, 300))])
+def test_kept_gradients_of_broadcast_operands(
+    shapes: tuple[tuple[int, ...], ...], device: str
+) -> None:
+    """The operators compute them on any device, and scale them from the operands."""
+    input, target = (torch.rand(shape, device=device) for shape in shapes)
     for name in ("mse_loss", "kl_div"):
-        op = getattr(torch.ops.lossops, f"{name}_backward_kept")
-        with pytest.raises(RuntimeError, match="keeps the gradient of input, which is broadcast"):
-            op(torch.empty_like(input), one, input, target)
+        forward = getattr(torch.ops.lossops, f"{name}_forward_gradients")
+        scale = getattr(torch.ops.lossops, f"{name}_backward_kept_gradients")
+        leaves = [x.clone().requires_grad_() for x in (input, target)]
+        lossops.keep_gradients(False)
+        expected = torch.autograd.grad(getattr(lossops, name)(*leaves), leaves)
+        loss, *kept = forward(input, target, output_mask=[True, True])
+        assert same_bits(loss, getattr(lossops, name)(input, target))
+        for got, want in zip(kept, expected, strict=True):
+            assert same_bits(got, want), name
+        scale(*kept, torch.full((), -3.0, device=device), input, target)
+        for got, want in zip(kept, expected, strict=True):
+            assert torch.allclose(got, -3 * want, rtol=1e-5), name
 
 
 def test_switch() -> None:

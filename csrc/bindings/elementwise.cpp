@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+
 #include "bindings/elementwise_problem.h"
 #include "bindings/launch.h"
 
@@ -11,12 +13,14 @@ namespace {
 
 // Whether a dense tensor of the shape of a view may have other neighbours than the view, because
 // several elements of the view share a place: as those of torch.Tensor.expand(), of stride 0, and
-// of windows of torch.Tensor.unfold() with a step of 1, whose two strides are alike.
+// of windows of torch.Tensor.unfold(), which overlap.
 bool has_shared_places(const View& view) {
+  int64_t places = 1;  // from the first to the last
   for (int dim = 0; dim < view.sizes.size; ++dim) {
     if (view.sizes[dim] <= 1) {
       continue;
     }
+    places += (view.sizes[dim] - 1) * view.strides[dim];
     if (view.strides[dim] == 0) {
       return true;
     }
@@ -26,20 +30,65 @@ bool has_shared_places(const View& view) {
       }
     }
   }
-  return false;
+  return places < view.sizes.numel();
 }
 
-// Computes the gradient of such a view, for a grad_output of 1, by a launch of its own. The
-// gradient is dense, and the view is not. In the kernel of the loss it would change the tiles and
-// the order of the sums: the last bit of the loss would depend on whether a gradient is wanted.
+// Whether the kernel of the loss, or of other gradients, can sum the gradient of a broadcast
+// operand beside its other work.
+bool sums_beside_others(const Tensor& like) { return like.is_cuda(); }
+
+// A gradient that is wanted.
+struct Gradient {
+  Operand ElementwiseBackwardArgs::* which;
+  const View* operand;
+  const Tensor* tensor;
+
+  // If it has fewer elements than the loss, or more than an empty one.
+  bool is_summed(const ElementwiseProblem& problem) const {
+    return operand->sizes.numel() != problem.shape.numel();
+  }
+  void add_to(ElementwiseSpace& space, const ElementwiseProblem& problem,
+              ElementwiseBackwardArgs& args) const {
+    set_result(args.*which, *tensor);
+    space.add(args.*which, problem.strides_of(operand->sizes, to_dims(tensor->strides())));
+  }
+};
+
+// Computes the gradient of an operand that was broadcast, the sum over the added dimensions, and
+// beside it others that are no sums.
+void launch_broadcast_gradient(const ElementwiseProblem& problem,
+                               const ElementwiseBackwardArgs& base, const Dims& grad_output,
+                               const Gradient& summed, const std::vector<Gradient>& others) {
+  ElementwiseBackwardReduceArgs args;
+  static_cast<ElementwiseBackwardArgs&>(args) = base;
+  ElementwiseSpace space(problem, args);
+  if (args.reduction == Reduction::kNone) {
+    space.add(args.grad_output, grad_output);
+  }
+  summed.add_to(space, problem, args);
+  for (const Gradient& other : others) {
+    other.add_to(space, problem, args);
+  }
+  if (sums_beside_others(problem.input.tensor)) {
+    space.finish();
+  } else {
+    args.num_kept = space.finish_with_kept_first(summed.operand->sizes);
+  }
+  const OnDevice device(problem.input.tensor);
+  LOSSOPS_LAUNCH_WITH_SCRATCH(problem.input.tensor, elementwise_backward_reduce, args);
+}
+
+// Computes a gradient for a grad_output of 1 by a launch of its own.
 void launch_gradient_apart(const ElementwiseProblem& problem, const ElementwiseArgs& base,
-                           Operand ElementwiseBackwardArgs::* which, const View& operand,
-                           const Tensor& gradient) {
+                           const Gradient& gradient) {
   ElementwiseBackwardArgs args;
   static_cast<ElementwiseArgs&>(args) = base;
-  set_result(args.*which, gradient);
+  if (gradient.is_summed(problem)) {
+    launch_broadcast_gradient(problem, args, Dims{}, gradient, {});
+    return;
+  }
   ElementwiseSpace space(problem, args);
-  space.add(args.*which, problem.strides_of(operand.sizes, to_dims(gradient.strides())));
+  gradient.add_to(space, problem, args);
   space.finish();
   LOSSOPS_LAUNCH(problem.input.tensor, elementwise_backward, args);
 }
@@ -75,23 +124,27 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
   }
   const View* const operands[2] = {&problem.input, &problem.target};
   Operand* const gradients[2] = {&args.grad_input, &args.grad_target};
-  bool is_apart[2] = {};
+  Operand ElementwiseBackwardArgs::* const members[2] = {&ElementwiseBackwardArgs::grad_input,
+                                                         &ElementwiseBackwardArgs::grad_target};
+  std::vector<Gradient> apart;
   for (int i = 0; extra == Extra::kGradient && i < 2; ++i) {
     if (!wanted[i]) {
       continue;
     }
     const View& operand = *operands[i];
-    LOSSOPS_CHECK(
-        problem.op,
-        reduce && !weighted_mean && is_floating(operand.dtype) &&
-            operand.sizes.numel() == problem.shape.numel(),
-        "there is no gradient in forward without a reduction, for a weighted mean, or for "
-        "an operand that is broadcast or integral");
-    const Tensor& gradient = result.kept[i].emplace(empty_like(operand));
-    is_apart[i] = has_shared_places(operand);
-    if (!is_apart[i]) {
-      set_result(*gradients[i], gradient);
-      space.add(*gradients[i], problem.strides_of(operand.sizes, to_dims(gradient.strides())));
+    LOSSOPS_CHECK(problem.op, reduce && !weighted_mean && is_floating(operand.dtype),
+                  "there is no gradient in forward without a reduction, for a weighted mean, or "
+                  "for an operand that is integral");
+    const Gradient gradient{members[i], &operand, &result.kept[i].emplace(empty_like(operand))};
+    // The gradient of a view with shared places is dense, and the view is not. In the kernel of the
+    // loss it would change the tiles and the order of the sums: the last bit of the loss would
+    // depend on whether a gradient is wanted.
+    if (has_shared_places(operand) || (gradient.is_summed(problem) && !sums_beside_others(input))) {
+      apart.push_back(gradient);
+    } else {
+      set_result(*gradients[i], *gradient.tensor);
+      space.add(*gradients[i],
+                problem.strides_of(operand.sizes, to_dims(gradient.tensor->strides())));
     }
   }
   space.finish();
@@ -104,38 +157,13 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
                           : scratch.data();
   }
   LOSSOPS_LAUNCH(input, elementwise_forward, args, scratch.data() + mean_doubles);
-  for (int i = 0; i < 2; ++i) {
-    if (is_apart[i]) {
-      launch_gradient_apart(
-          problem, args,
-          i == 0 ? &ElementwiseBackwardArgs::grad_input : &ElementwiseBackwardArgs::grad_target,
-          *operands[i], *result.kept[i]);
-    }
+  for (const Gradient& gradient : apart) {
+    launch_gradient_apart(problem, args, gradient);
   }
   return result;
 }
 
 namespace {
-
-// Computes the gradient of an operand that was broadcast: the sum over the added dimensions.
-void launch_broadcast_gradient(const ElementwiseProblem& problem,
-                               const ElementwiseBackwardArgs& base,
-                               Operand ElementwiseBackwardArgs::* which, const View& operand,
-                               const View& grad_output, const Tensor& gradient) {
-  ElementwiseBackwardReduceArgs args;
-  static_cast<ElementwiseBackwardArgs&>(args) = base;
-  args.grad_input.data = args.grad_target.data = args.grad_weight.data = nullptr;
-  set_result(args.*which, gradient);
-
-  ElementwiseSpace space(problem, args);
-  if (args.reduction == Reduction::kNone) {
-    space.add(args.grad_output, problem.strides_of(grad_output));
-  }
-  space.add(args.*which, problem.strides_of(operand.sizes, to_dims(gradient.strides())));
-  args.num_kept = space.finish_with_kept_first(operand.sizes);
-  const OnDevice device(problem.input.tensor);
-  LOSSOPS_LAUNCH_WITH_SCRATCH(problem.input.tensor, elementwise_backward_reduce, args);
-}
 
 // The gradient of a target that was broadcast to no elements, for losses with
 // LossTraits::target_has_factor: 0 times the derivative at an input of 1.
@@ -182,8 +210,9 @@ std::vector<Tensor> elementwise_backward(
                                                            &ElementwiseBackwardArgs::grad_target,
                                                            &ElementwiseBackwardArgs::grad_weight};
   std::vector<Tensor> results;
-  bool any_direct = false;
-  ElementwiseSpace space(problem, args);
+  results.reserve(3);
+  std::vector<Gradient> direct;
+  std::vector<Gradient> summed;
   for (int i = 0; i < 3; ++i) {
     if (!output_mask[i]) {
       continue;
@@ -195,24 +224,32 @@ std::vector<Tensor> elementwise_backward(
       results.push_back(gradient_of_nothing(loss, params, problem.target));
       continue;
     }
-    LOSSOPS_CHECK(op, !args.kept || operands[i]->sizes.numel() == problem.shape.numel(),
-                  "no forward pass keeps the gradient of ", names[i], ", which is broadcast");
     results.push_back(args.kept ? check_kept(op, kept_names[i], *kept[i], *operands[i])
                                 : empty_like(*operands[i]));
-    // With as many elements as the loss has, or with none as the loss, there is nothing to sum.
-    if (operands[i]->sizes.numel() == problem.shape.numel()) {
-      set_result(args.*gradients[i], results.back());
-      space.add(args.*gradients[i],
-                problem.strides_of(operands[i]->sizes, to_dims(results.back().strides())));
-      any_direct = true;
-    } else {
-      launch_broadcast_gradient(problem, args, gradients[i], *operands[i], grad_output,
-                                results.back());
+    const Gradient gradient{gradients[i], operands[i], &results.back()};
+    (gradient.is_summed(problem) ? summed : direct).push_back(gradient);
+  }
+  const Dims grad_strides = reduce ? Dims{} : problem.strides_of(grad_output);
+  // Not beside a weighted one, which is computed in fp64. Not that of a view with shared places:
+  // the order of the sum would depend on whether it is wanted.
+  const bool has_others = sums_beside_others(input) && !problem.weight &&
+                          std::none_of(direct.begin(), direct.end(), [](const Gradient& gradient) {
+                            return has_shared_places(*gradient.operand);
+                          });
+  for (const Gradient& gradient : summed) {
+    launch_broadcast_gradient(problem, args, grad_strides, gradient,
+                              has_others ? direct : std::vector<Gradient>{});
+    if (has_others) {
+      direct.clear();
     }
   }
-  if (any_direct) {
+  if (!direct.empty()) {
+    ElementwiseSpace space(problem, args);
+    for (const Gradient& gradient : direct) {
+      gradient.add_to(space, problem, args);
+    }
     if (!reduce) {
-      space.add(args.grad_output, problem.strides_of(grad_output));
+      space.add(args.grad_output, grad_strides);
     }
     space.finish();
     const OnDevice device(input);

@@ -55,7 +55,9 @@ class BoxTile {
     return plan_.operands[which];
   }
   __device__ __forceinline__ static constexpr bool has_subnormals() { return true; }
-  __device__ __forceinline__ bool is_half() const { return is_half_type(operand(kInput).dtype); }
+  __device__ __forceinline__ bool is_half(Which which) const {
+    return is_half_type(operand(which).dtype);
+  }
   __device__ __forceinline__ void store(Which which, const float (&values)[Values::kCount]) {
     Values::store(*this, which, values);
   }

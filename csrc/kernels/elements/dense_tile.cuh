@@ -54,7 +54,7 @@ struct DenseTraits {
   __device__ __forceinline__ static constexpr bool has_subnormals() {
     return !std::is_same_v<scalar_t, half_t>;
   }
-  __device__ __forceinline__ static bool is_half() { return kIsHalf; }
+  __device__ __forceinline__ static bool is_half(Which /*which*/) { return kIsHalf; }
   __device__ __forceinline__ static bool has(int /*n*/) { return true; }
   __device__ __forceinline__ static bool has_all() { return true; }
 };

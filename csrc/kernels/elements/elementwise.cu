@@ -1,5 +1,5 @@
-// Launches of elementwise losses: forward, with or without the reduction, and backward.
-// visit_kernel() chooses the kernel.
+// Launches of elementwise losses: forward, with or without the reduction, and backward, with or
+// without a gradient that is summed. visit_kernel() chooses the kernel.
 
 #include <algorithm>
 #include <cstdint>
@@ -40,27 +40,46 @@ constexpr unsigned kForwardWork = kSumsLosses | kStoresLosses | kHasWeights | kW
 constexpr unsigned kWeightWork = kHasWeights | kWantsGradWeight;
 constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInput |
                                    kWantsGradTarget | kWantsGradWeight | kIsBackward;
+// Of backward passes, and of forward passes that compute more than the gradient of input.
+constexpr unsigned kGradientsWork = kSumsLosses | (kBackwardWork & ~kWeightWork);
 
-// An elementwise operator as its kernels see it.
+// Whether a gradient is that of a broadcast operand, a sum along the dimensions where it is.
+bool is_summed(const IterationSpace& space, const Operand& gradient) {
+  for (int dim = 0; dim < space.ndim; ++dim) {
+    if (gradient.data != nullptr && gradient.strides[dim] == 0 && space.sizes[dim] != 1) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// An elementwise operator as its kernel sees it.
 struct Launch {
   Operand operands[kNumOperands];
   DenseOperands dense;
   ElementScales scales;
   unsigned work = 0;
+  Which summed = kNumOperands;  // a gradient; kNumOperands: none
 
   explicit Launch(const ElementwiseForwardArgs& args) : scales(args) {
     add(args);
     if (args.reduction == Reduction::kNone) {
       add(kOutput, args.output);
     }
-    add(kGradInput, args.grad_input);
     work = (args.reduction == Reduction::kNone ? kStoresLosses : kSumsLosses) |
-           bit_if(args.weight, kHasWeights) | bit_if(args.grad_input, kWantsGradInput);
-    // In all other cases launch_elementwise_forward() launches a backward pass for it.
-    if (traits_of(args.loss).writes_target_gradient && is_dense(args) &&
-        is_vector_aligned(args.grad_target.data) && !has_weights() && !computes_double(args)) {
-      add(kGradTarget, args.grad_target);
-      work |= bit_if(args.grad_target, kWantsGradTarget);
+           bit_if(args.weight, kHasWeights);
+    if (!is_summed(args.space, args.grad_input)) {
+      add(kGradInput, args.grad_input);
+    }
+    if (is_dense(args)) {
+      const bool has_kernel =
+          traits_of(args.loss).writes_target_gradient || args.input.dtype == DType::kFloat32;
+      if (has_kernel && !has_weights() && !computes_double(args) &&
+          is_vector_aligned(args.grad_target.data)) {
+        add(kGradTarget, args.grad_target);
+      }
+    } else if (!has_weights() && !computes_double(args)) {
+      add_gradients(args);
     }
   }
 
@@ -73,9 +92,14 @@ struct Launch {
     add(kGradInput, args.grad_input);
     add(kGradTarget, args.grad_target);
     add(kGradWeight, args.grad_weight);
-    work |= kIsBackward | bit_if(args.weight, kHasWeights) |
-            bit_if(args.grad_input, kWantsGradInput) | bit_if(args.grad_target, kWantsGradTarget) |
-            bit_if(args.grad_weight, kWantsGradWeight);
+    work |= kIsBackward | bit_if(args.weight, kHasWeights);
+  }
+
+  explicit Launch(const ElementwiseBackwardReduceArgs& args)
+      : Launch(static_cast<const ElementwiseBackwardArgs&>(args)) {
+    for (const Which which : {kGradWeight, kGradTarget, kGradInput}) {
+      summed = is_summed(args.space, operands[which]) ? which : summed;
+    }
   }
 
   // Whether the kernel of dense operands takes it.
@@ -96,6 +120,7 @@ struct Launch {
   bool sums_losses() const { return (work & kSumsLosses) != 0; }
   bool has_weights() const { return (work & kWeightWork) != 0; }
   bool is_backward() const { return (work & kIsBackward) != 0; }
+  bool has(Which which) const { return operands[which].data != nullptr; }
 
  private:
   static unsigned bit_if(const Operand& operand, unsigned bit) {
@@ -104,6 +129,34 @@ struct Launch {
   void add(Which which, const Operand& operand) {
     operands[which] = operand;
     dense.data[which] = operand.data;
+    work |= which == kGradInput    ? bit_if(operand, kWantsGradInput)
+            : which == kGradTarget ? bit_if(operand, kWantsGradTarget)
+            : which == kGradWeight ? bit_if(operand, kWantsGradWeight)
+                                   : 0;
+  }
+  // More gradients of a forward pass, where its kernel can take them.
+  void add_gradients(const ElementwiseForwardArgs& args) {
+    if (args.grad_target.data == nullptr && !is_summed(args.space, args.grad_input)) {
+      return;
+    }
+    const Layout layout(args.space, operands);
+    if (BoxPlanner(layout, operands).has_boxes()) {
+      return;
+    }
+    const StripPlanner strips(layout, operands);
+    if (strips.is_half() && !strips.has_quads()) {
+      return;  // its kernel computes losses alone, for little machine code
+    }
+    for (const Which which : {kGradInput, kGradTarget}) {
+      const Operand& gradient = which == kGradInput ? args.grad_input : args.grad_target;
+      const bool sums = is_summed(args.space, gradient);
+      if (!sums) {
+        add(which, gradient);
+      } else if (summed == kNumOperands && strips.sums(gradient)) {
+        add(which, gradient);
+        summed = which;
+      }
+    }
   }
   void add(const ElementwiseArgs& args) {
     std::fill(std::begin(dense.data), std::end(dense.data), nullptr);
@@ -165,12 +218,6 @@ void visit_dense_term(const Launch& what, const Term& term, const Body& body) {
   if constexpr (std::is_same_v<scalar_t, double>) {  // for little machine code
     visit(WorkOf<kForwardWork, Term>{what.work});
   } else if (!what.has_weights()) {
-    if constexpr (Term::kWritesTargetGradient) {
-      if ((what.work & kWantsGradTarget) != 0) {
-        visit(AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget>{what.work});
-        return;
-      }
-    }
     visit_forward_work<0>(what, visit);
   } else if constexpr (Term::kHasWeight) {
     visit_forward_work<kHasWeights>(what, visit);
@@ -186,6 +233,26 @@ void visit_dense_forward(const ElementwiseArgs& args, const Launch& what, const 
   });
 }
 
+// Forward with a gradient of target.
+template <typename Body>
+void visit_dense_gradients(const ElementwiseArgs& args, const Launch& what, const Body& body) {
+  visit_elementwise_loss(args.loss, args.params, [&](auto term) {
+    using Term = decltype(term);
+    if constexpr (Term::kWritesTargetGradient) {
+      const AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget> work{what.work};
+      visit_floating(args.input.dtype, [&](auto type) {
+        using scalar_t = typename decltype(type)::type;
+        if constexpr (!std::is_same_v<scalar_t, double>) {
+          body(Dense<scalar_t>{}, what.dense, work, term);
+        }
+      });
+    } else {  // of fp32, by the kernel of backward passes, whose tiles are the same
+      const AnyTerm<false> any{args.loss, args.params};
+      body(Dense<float>{}, what.dense, AnyWork<kGradientsWork>{what.work}, any);
+    }
+  });
+}
+
 template <typename Body>
 void visit_dense_backward(const ElementwiseArgs& args, const Launch& what, const Body& body) {
   visit_any_term(args, what, [&](auto terms) {
@@ -196,7 +263,9 @@ void visit_dense_backward(const ElementwiseArgs& args, const Launch& what, const
       using own_t = typename decltype(type)::type;
       constexpr bool kShares = sizeof(own_t) == 2 && !Terms::kHasWeight;
       using scalar_t = std::conditional_t<kShares, AnyHalf, own_t>;
-      body(Dense<scalar_t>{}, what.dense, WorkOf<kBackwardWork, Terms>{what.work}, terms);
+      constexpr unsigned kWork =
+          std::is_same_v<own_t, float> && !Terms::kHasWeight ? kGradientsWork : kBackwardWork;
+      body(Dense<scalar_t>{}, what.dense, WorkOf<kWork, Terms>{what.work}, terms);
     });
   });
 }
@@ -204,44 +273,60 @@ void visit_dense_backward(const ElementwiseArgs& args, const Launch& what, const
 template <typename Body>
 void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& body) {
   const bool is_double = what.computes_double(args);
-  const bool packs = !is_double && !what.has_weights();
+  const bool sums = what.summed != kNumOperands;
   const Layout layout(args.space, what.operands);
   BoxPlanner boxes(layout, what.operands);
   StripPlanner strips(layout, what.operands);
+  // Whether a gradient is summed by a launch of its own. If the forward kernel can sum it, backward
+  // takes the same plan and steps, so that the gradient has the same bits.
+  const bool must_sum = sums && (is_double || what.has_weights() || what.has(kGradOutput) ||
+                                 boxes.has_boxes() || !strips.sums(what.operands[what.summed]) ||
+                                 (strips.is_half() && !strips.has_quads()));
+  if (must_sum) {
+    strips = StripPlanner(layout, what.operands, what.summed);
+  }
   // All kernels take the same number of resident blocks, so that their tiles are the same.
   const int64_t resident = int64_t{4} * std::max(current_device_limits().multiprocessors, 1);
   const auto visit = [&](auto taken, auto work, auto terms) {
     using Taken = decltype(taken);
-    body(taken, strips.plan(Taken::kWidth, Taken::kSteps, resident), work, terms);
+    body(taken, strips.plan(Taken::kWidth, Taken::kSteps, resident, what.summed), work, terms);
   };
+  // For half types alone there are kernels that take fewer instructions, but for single columns
+  // that are stored.
   const auto visit_strips = [&](auto work, auto terms) {
     constexpr unsigned kWork = decltype(work)::kBits;
-    // Forward has kernels for half types alone, which take fewer instructions. Backward does not,
-    // for little machine code.
-    constexpr bool kHalf = (kWork & kIsBackward) == 0;
-    if (kHalf && strips.is_half()) {
-      strips.has_quads() ? visit(InQuads<kHalf, kWork>{}, work, terms)
-                         : visit(InSingles<kHalf, kWork>{}, work, terms);
+    if (strips.is_half()) {
+      strips.has_quads() ? visit(InQuads<true, kWork>{}, work, terms)
+                         : visit(InSingles<kWork != kStoresLosses>{}, work, terms);
     } else {
       strips.has_quads() ? visit(InQuads<false, kWork>{}, work, terms)
-                         : visit(InSingles<false, kWork>{}, work, terms);
+                         : visit(InSingles<false>{}, work, terms);
     }
   };
   constexpr unsigned kAll = kForwardWork | kBackwardWork;
   const AnyTerm<false> any{args.loss, args.params};
-  const AnyWork<kForwardWork & ~kWeightWork> forward{what.work};
-  const AnyWork<kBackwardWork & ~kWeightWork> backward{what.work};
-  if (is_double) {
+  const AnyWork<kGradientsWork> gradients{what.work};
+  if (is_double || (sums && what.has_weights())) {
     visit_any_term(args, what, [&](auto terms) {
       visit(InDoubles{}, WorkOf<kAll, decltype(terms)>{what.work}, terms);
     });
-  } else if (!packs) {
+  } else if (what.has_weights()) {
     visit(InWeightedSingles{}, AnyWork<kAll>{what.work}, AnyTerm<true>{args.loss, args.params});
-  } else if (boxes.has_boxes()) {
+  } else if (!sums && boxes.has_boxes()) {
+    const AnyWork<kForwardWork & ~kWeightWork> forward{what.work};
+    const AnyWork<kBackwardWork & ~kWeightWork> backward{what.work};
     what.is_backward() ? body(InBoxes<true>{}, boxes.plan(), backward, any)
                        : body(InBoxes<false>{}, boxes.plan(), forward, any);
-  } else if (what.is_backward()) {
-    visit_strips(backward, any);
+  } else if (what.is_backward() || sums || what.has(kGradTarget)) {
+    if (!strips.has_quads()) {
+      visit(GradientsInSingles{}, gradients, any);
+    } else if (what.is_backward() && !sums) {
+      visit(BackwardInQuads{}, AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
+    } else if (strips.is_half()) {
+      visit(GradientsInQuads<true>{}, gradients, any);
+    } else {
+      visit(GradientsInQuads<false>{}, gradients, any);
+    }
   } else {
     visit_forward_work<0>(what, [&](auto work) {
       if constexpr (work.has(kStoresLosses)) {
@@ -261,6 +346,8 @@ void visit_kernel(const ElementwiseArgs& args, const Launch& what, const Body& b
     visit_planned(args, what, body);
   } else if (what.is_backward()) {
     visit_dense_backward(args, what, body);
+  } else if (what.has(kGradTarget)) {
+    visit_dense_gradients(args, what, body);
   } else {
     visit_dense_forward(args, what, body);
   }
@@ -279,29 +366,21 @@ int64_t blocks_of(Taken /*taken*/, const typename Taken::Plan& plan, const Launc
   }
 }
 
-// Returns how many blocks there are: of a reduction, partials.
-int64_t launch(const ElementwiseArgs& args, const Launch& what, int64_t most_blocks,
-               Partial* partials, const Finalize& finalize, cudaStream_t stream) {
-  int64_t blocks = 0;
-  visit_kernel(args, what, [&](auto taken, const auto& plan, auto work, auto terms) {
-    using Taken = decltype(taken);
-    blocks = std::min(blocks_of(taken, plan, what), most_blocks);
-    launch_kernel("elementwise_kernel", elementwise_kernel<Taken, decltype(work), decltype(terms)>,
-                  {blocks, kTileThreads, Taken::bytes(plan), 1, what.is_backward()}, stream, plan,
-                  work, terms, what.scales, reduction_scale(args, typename Taken::acc_t(1)),
-                  partials, finalize);
-  });
-  return blocks;
-}
-
-// ------------------------------------------- gradient of a broadcast operand
-
 // The element of a gradient that a sum belongs to.
 struct GradientSink {
   IterationSpace space;  // of the dimensions that are kept
   Operand gradient;      // strides over them
+  ElementScales scales;
 
+  void add(int64_t size, int64_t stride) {
+    space.sizes[space.ndim] = size;
+    gradient.strides[space.ndim++] = stride;
+    space.numel *= size;
+  }
   __device__ void operator()(int64_t output, double sum) const {
+    if (holds_gradients(scales)) {
+      return;
+    }
     const Operand* const operands[1] = {&gradient};
     int64_t offsets[1] = {};
     strided_offsets(space, operands, output, offsets);
@@ -309,34 +388,129 @@ struct GradientSink {
   }
 };
 
-Which summed_gradient(const ElementwiseBackwardReduceArgs& args) {
-  return args.grad_input.data != nullptr    ? kGradInput
-         : args.grad_target.data != nullptr ? kGradTarget
-                                            : kGradWeight;
-}
-
-GradientSink make_sink(const SumPlan& plan, Which which) {
+GradientSink make_sink(const Launch& what, const Operand& gradient) {
   GradientSink sink;
-  const PlanOperand& gradient = plan.operands[which];
+  sink.space.numel = 1;
   sink.gradient.data = gradient.data;
   sink.gradient.dtype = gradient.dtype;
-  sink.space.ndim = plan.extents.ndim - plan.num_walked;
-  sink.space.numel = plan.sums;
-  for (int dim = 0; dim < sink.space.ndim; ++dim) {
-    sink.space.sizes[dim] = plan.extents.sizes[plan.num_walked + dim];
-    sink.gradient.strides[dim] = gradient.strides[plan.num_walked + dim] / gradient.bytes;
-  }
+  sink.scales = what.scales;
   return sink;
 }
 
-// Weighted gradients too, for little machine code.
-bool sums_double(const ElementwiseArgs& args, const Launch& what) {
-  return what.has_weights() || what.computes_double(args);
+// Sums that several tiles have parts of.
+struct SumParts {
+  const void* data;
+  DType dtype;
+  int64_t sums;
+  ElementScales scales;
+
+  __device__ __forceinline__ double operator()(int64_t sum, int64_t part) const {
+    // No part was written if the gradients are there.
+    return holds_gradients(scales) ? 0 : load_as<double>(data, dtype, part * sums + sum);
+  }
+};
+
+// Folds the parts of a plan's sums, and tells its kernel to write them.
+class SumFold {
+ public:
+  template <typename acc_t>
+  SumFold(StripPlan& plan, const Launch& what, double* parts, acc_t /*of the parts*/) {
+    if (plan.splits == 1) {
+      return;
+    }
+    const StripOperand& gradient = plan.operands[plan.summed_gradient];
+    sink_ = make_sink(what, what.operands[plan.summed_gradient]);
+    for (int dim = 0; dim < plan.extents.ndim; ++dim) {
+      if (plan.is_kept(dim)) {
+        sink_.add(plan.extents.sizes[dim], gradient.strides[dim] / gradient.bytes);
+      }
+    }
+    constexpr DType kDType = sizeof(acc_t) == 8 ? DType::kFloat64 : DType::kFloat32;
+    parts_ = {parts, kDType, plan.sums, what.scales};
+    splits_ = plan.splits;
+    scratch_ = parts + doubles_of_parts(plan, acc_t());
+    plan.sum_into(parts, kDType);
+  }
+  void launch(cudaStream_t stream) const {
+    if (splits_ > 1) {
+      column_reduce(parts_, sink_, parts_.sums, splits_, scratch_, stream);
+    }
+  }
+
+  // Doubles of the parts, and of the reduction of many.
+  template <typename acc_t>
+  static int64_t scratch(const StripPlan& plan, acc_t like) {
+    return plan.splits > 1 ? doubles_of_parts(plan, like) +
+                                 ColumnReducePlan(plan.sums, plan.splits).scratch(plan.sums)
+                           : 0;
+  }
+
+ private:
+  template <typename acc_t>
+  static int64_t doubles_of_parts(const StripPlan& plan, acc_t /*like*/) {
+    return ceil_div(plan.splits * plan.sums, int64_t{sizeof(double) / sizeof(acc_t)});
+  }
+
+  GradientSink sink_;
+  SumParts parts_ = {};
+  int64_t splits_ = 1;
+  double* scratch_ = nullptr;
+};
+
+struct ScratchSizes {
+  int64_t blocks = 0;  // of a reduction, partials
+  int64_t sums = 0;    // doubles, of a gradient that is summed
+};
+
+ScratchSizes scratch_sizes(const ElementwiseArgs& args, const Launch& what) {
+  ScratchSizes sizes;
+  visit_kernel(args, what, [&](auto taken, auto& plan, auto...) {
+    using Taken = decltype(taken);
+    sizes.blocks = blocks_of(taken, plan, what);
+    if constexpr (std::is_same_v<typename Taken::Plan, StripPlan>) {
+      sizes.sums = SumFold::scratch(plan, typename Taken::acc_t());
+    }
+  });
+  return sizes;
 }
 
-SumPlan plan_sums(const ElementwiseBackwardReduceArgs& args, const Launch& what) {
-  const int steps = sums_double(args, what) ? kSumSteps<double> : kSumSteps<float>;
-  return SumPlanner(args.space, what.operands, args.num_kept, steps).plan();
+// Returns how many blocks there are. sums: memory, see ScratchSizes.
+int64_t launch(const ElementwiseArgs& args, const Launch& what, int64_t most_blocks,
+               Partial* partials, double* sums, const Finalize& finalize, cudaStream_t stream) {
+  int64_t blocks = 0;
+  visit_kernel(args, what, [&](auto taken, auto& plan, auto work, auto terms) {
+    using Taken = decltype(taken);
+    using acc_t = typename Taken::acc_t;
+    blocks = std::min(blocks_of(taken, plan, what), most_blocks);
+    const auto launch = [&] {
+      launch_kernel("elementwise_kernel",
+                    elementwise_kernel<Taken, decltype(work), decltype(terms)>,
+                    {blocks, kTileThreads, Taken::bytes(plan), 1, what.is_backward()}, stream, plan,
+                    work, terms, what.scales, reduction_scale(args, acc_t(1)), partials, finalize);
+    };
+    if constexpr (std::is_same_v<typename Taken::Plan, StripPlan>) {
+      const SumFold fold(plan, what, sums, acc_t());
+      launch();
+      fold.launch(stream);
+    } else {
+      launch();
+    }
+  });
+  return blocks;
+}
+
+// The gradients of forward that are left to launches of their own. Calls body(args) for each.
+template <typename Body>
+void for_each_left(const ElementwiseForwardArgs& args, const Launch& what, const Body& body) {
+  for (const Which which : {kGradInput, kGradTarget}) {
+    const Operand& gradient = which == kGradInput ? args.grad_input : args.grad_target;
+    if (gradient.data != nullptr && !what.has(which)) {
+      ElementwiseBackwardReduceArgs own;
+      static_cast<ElementwiseArgs&>(own) = args;
+      (which == kGradInput ? own.grad_input : own.grad_target) = gradient;
+      body(own);
+    }
+  }
 }
 
 }  // namespace
@@ -346,11 +520,12 @@ int64_t elementwise_forward_scratch(const ElementwiseForwardArgs& args) {
     return 0;
   }
   const Launch what(args);
-  int64_t blocks = 0;
-  visit_kernel(args, what, [&](auto taken, const auto& plan, auto...) {
-    blocks = blocks_of(taken, plan, what);
+  const ScratchSizes sizes = scratch_sizes(args, what);
+  int64_t doubles = sizes.blocks * kPartialDoubles + sizes.sums;
+  for_each_left(args, what, [&](const ElementwiseBackwardReduceArgs& own) {
+    doubles += elementwise_backward_reduce_scratch(own);
   });
-  return blocks * kPartialDoubles;
+  return doubles;
 }
 
 void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scratch,
@@ -363,16 +538,21 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   auto* const partials = reinterpret_cast<Partial*>(scratch);
   const Finalize finalize = make_finalize(args);
   const Launch what(args);
-  const int64_t blocks = launch(args, what, kMaxGrid, partials, finalize, stream);
+  double* free = scratch;
+  double* sums = nullptr;
+  if (reduce) {
+    const ScratchSizes sizes = scratch_sizes(args, what);
+    sums = scratch + sizes.blocks * kPartialDoubles;
+    free = sums + sizes.sums;
+  }
+  const int64_t blocks = launch(args, what, kMaxGrid, partials, sums, finalize, stream);
   if (reduce) {
     launch_grid_reduce(partials, blocks, finalize, stream);
   }
-  if (args.grad_target.data != nullptr && (what.work & kWantsGradTarget) == 0) {
-    ElementwiseBackwardArgs gradient;
-    static_cast<ElementwiseArgs&>(gradient) = args;
-    gradient.grad_target = args.grad_target;
-    launch_elementwise_backward(gradient, context);
-  }
+  for_each_left(args, what, [&](const ElementwiseBackwardReduceArgs& own) {
+    launch_elementwise_backward_reduce(own, free, context);
+    free += elementwise_backward_reduce_scratch(own);
+  });
 }
 
 void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context context) {
@@ -380,42 +560,30 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
     return;
   }
   const int64_t most_blocks = args.kept ? most_blocks_of_kept(kTileThreads) : kMaxGrid;
-  launch(args, Launch(args), most_blocks, nullptr, Finalize{}, static_cast<cudaStream_t>(context));
+  launch(args, Launch(args), most_blocks, nullptr, nullptr, Finalize{},
+         static_cast<cudaStream_t>(context));
 }
 
 int64_t elementwise_backward_reduce_scratch(const ElementwiseBackwardReduceArgs& args) {
-  const SumPlan plan = plan_sums(args, Launch(args));
-  return plan.splits > 1 ? plan.splits * plan.sums : 0;
+  return args.space.numel == 0 ? 0 : scratch_sizes(args, Launch(args)).sums;
 }
 
 void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& args, double* scratch,
                                         Context context) {
   const auto stream = static_cast<cudaStream_t>(context);
   const Launch what(args);
-  const SumPlan plan = plan_sums(args, what);
-  const Which which = summed_gradient(args);
-  if (plan.sums == 0) {
-    return;
-  }
-  if (plan.walk > 0) {
-    visit_any_term(args, what, [&](auto terms) {
-      using Terms = decltype(terms);
-      const WorkOf<kBackwardWork, Terms> work{what.work};
-      const auto launch = [&](auto kernel) {
-        launch_kernel("elementwise_sums_kernel", kernel, {plan.blocks(), kTileThreads, 0, 1, true},
-                      stream, plan, work, terms, what.scales, which, scratch);
-      };
-      if constexpr (Terms::kHasWeight) {
-        launch(elementwise_sums_kernel<double, decltype(work), Terms>);
-      } else {
-        sums_double(args, what) ? launch(elementwise_sums_kernel<double, decltype(work), Terms>)
-                                : launch(elementwise_sums_kernel<float, decltype(work), Terms>);
+  if (args.space.numel > 0) {
+    const int64_t most_blocks = args.kept ? most_blocks_of_kept(kTileThreads) : kMaxGrid;
+    launch(args, what, most_blocks, nullptr, scratch, Finalize{}, stream);
+  } else if (what.summed != kNumOperands) {  // sums of nothing
+    const Operand& gradient = what.operands[what.summed];
+    GradientSink sink = make_sink(what, gradient);
+    for (int dim = 0; dim < args.space.ndim; ++dim) {
+      if (gradient.strides[dim] != 0 || args.space.sizes[dim] == 1) {
+        sink.add(args.space.sizes[dim], gradient.strides[dim]);
       }
-    });
-  }
-  if (plan.walk == 0 || plan.splits > 1) {
-    column_fold(ColumnPartials{scratch, plan.sums}, make_sink(plan, which), plan.sums,
-                plan.walk > 0 ? plan.splits : 0, stream);
+    }
+    column_fold(SumParts{}, sink, sink.space.numel, 0, stream);
   }
 }
 

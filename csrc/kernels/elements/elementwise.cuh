@@ -1,16 +1,16 @@
-// Kernels of elementwise losses. elementwise_kernel computes losses and gradients; how it takes its
-// operands, as dense runs or by a plan, is a parameter. elementwise_sums_kernel computes gradients
-// of operands that are broadcast. process() is the same in both.
+// The kernel of elementwise losses. It computes losses and gradients; how it takes its operands, as
+// dense runs or by a plan, is a parameter.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/elements/box_tile.cuh"
 #include "kernels/elements/dense_tile.cuh"
 #include "kernels/elements/process.cuh"
+#include "kernels/elements/strip_sums.cuh"
 #include "kernels/elements/strip_tile.cuh"
-#include "kernels/elements/sum_tile.cuh"
 #include "kernels/primitives/integers.h"
 
 namespace lossops::cuda {
@@ -21,8 +21,8 @@ namespace lossops::cuda {
 // - bytes(plan): of dynamic shared memory;
 // - kBlocks: resident blocks a multiprocessor, at the least. As many as leave a thread its
 // registers;
-// - for_each_tile(plan, body): calls body with each tile of a block, and with each element that no
-//   whole tile has. Blocks stride over tiles.
+// - for_each_tile(plan, body): calls body(tile, sums) with each tile of a block, and with each
+//   element that no whole tile has. Blocks stride over tiles. sums: what sums a gradient, if any.
 template <typename scalar_t>
 struct Dense {
   using Plan = DenseOperands;
@@ -40,26 +40,29 @@ struct Dense {
   static __device__ __forceinline__ void for_each_tile(const DenseOperands& operands,
                                                        const Body& body) {
     const int64_t whole_tiles = operands.numel / kDenseTile<scalar_t>;
+    NoSums no_sums;
     int64_t index = blockIdx.x;
     for (; index < whole_tiles; index += gridDim.x) {
       DenseTile<scalar_t> tile(operands, index);
-      body(tile);
+      body(tile, no_sums);
     }
     if (index == whole_tiles) {
       // fault: elementwise-tail
       for (int64_t i = index * kDenseTile<scalar_t> + threadIdx.x; i < operands.numel;
            i += kTileThreads) {
         DenseRest<scalar_t> rest(operands, i);
-        body(rest);
+        body(rest, no_sums);
       }
     }
   }
 };
 
-template <typename Tile, int kBlocks_>
+// kSums: a gradient may be summed.
+template <typename Tile, int kBlocks_, bool kSums = false>
 struct InStrips {
   using Plan = StripPlan;
   using acc_t = typename Tile::acc_t;
+  using Sums = std::conditional_t<kSums, StripSums<Tile>, NoSums>;
   static constexpr int kBlocks = kBlocks_;
   static constexpr int kWidth = Tile::kWidth;
   static constexpr int kSteps = Tile::kSteps;
@@ -70,32 +73,79 @@ struct InStrips {
   template <typename Body>
   static __device__ __forceinline__ void for_each_tile(const StripPlan& plan, const Body& body) {
     const auto thread = static_cast<int>(threadIdx.x);
-    if (thread / kWarpSize * kWarpSize >= plan.lanes()) {
-      return;
-    }
-    for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
-      const Strip strip = Strip::of(plan, tile);
-      const Walk<kWidth> walk(plan, strip, thread);
-      WalkBegins::set(plan, strip, walk);
-#pragma unroll 1
-      for (int turn = 0;
-           turn < plan.tile_turns * plan.walk_turn && Walk<kWidth>::goes_on(plan, strip, turn);
-           turn += plan.walk_turn) {
-        Tile units(plan, walk, turn);
-        body(units);
+    const bool has_units = thread / kWarpSize * kWarpSize < plan.lanes();
+    if constexpr (kSums) {
+      if (!has_units && plan.summed_gradient == kNumOperands) {
+        return;
+      }
+      __shared__ typename Sums::Shared shared;
+      for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
+        Sums sums(plan, shared);
+        for_each_turn(plan, tile, [&](const Strip& strip, const Walk<kWidth>& walk, int turn) {
+          Tile units(plan, walk, turn);
+          body(units, sums);
+          sums.end_turn(strip, walk, turn);
+        });
+      }
+    } else {
+      if (!has_units) {
+        return;
+      }
+      NoSums no_sums;
+      for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
+        for_each_turn(plan, tile, [&](const Strip& /*strip*/, const Walk<kWidth>& walk, int turn) {
+          Tile units(plan, walk, turn);
+          body(units, no_sums);
+        });
       }
     }
   }
+
+ private:
+  template <typename Body>
+  static __device__ __forceinline__ void for_each_turn(const StripPlan& plan, int64_t tile,
+                                                       const Body& body) {
+    if constexpr (kSums) {
+      bool is_last = false;
+#pragma unroll 1
+      for (int number = 0; !is_last; ++number) {
+        const Strip strip = Strip::of_sums(plan, tile, number);
+        for_each_turn(plan, strip, body);
+        is_last = strip.is_last;
+      }
+    } else {
+      for_each_turn(plan, Strip::of(plan, tile), body);
+    }
+  }
+  template <typename Body>
+  static __device__ __forceinline__ void for_each_turn(const StripPlan& plan, const Strip& strip,
+                                                       const Body& body) {
+    const Walk<kWidth> walk(plan, strip, static_cast<int>(threadIdx.x));
+    WalkBegins::set(plan, strip, walk);
+#pragma unroll 1
+    for (int turn = 0; Walk<kWidth>::goes_on(plan, strip, turn); turn += plan.walk_turn) {
+      body(strip, walk, turn);
+    }
+  }
 };
-// Tiles of forward are the same with a gradient and without one, for the same bits.
+
+// Forward passes: losses, and the gradient of input. Their tiles are the same with gradients and
+// without them, for the same bits.
+template <bool kIsHalf>
+using QuadsOf = QuadStripTile<kIsHalf ? 3 : 2, kIsHalf>;
 template <bool kIsHalf, unsigned kWork>
-using InQuads = InStrips<QuadStripTile<kIsHalf ? 3 : 2, kIsHalf>,
-                         (kWork & kIsBackward) != 0 || (kIsHalf && kWork != kSumsLosses) ? 3 : 4>;
-template <bool kIsHalf, unsigned kWork>
-using InSingles = InStrips<SingleStripTile<float, 8, kIsHalf>, (kWork & kIsBackward) != 0 ? 3 : 4>;
+using InQuads = InStrips<QuadsOf<kIsHalf>, kIsHalf && kWork != kSumsLosses ? 3 : 4>;
+template <bool kIsHalf>
+using InSingles = InStrips<SingleStripTile<float, 8, kIsHalf>, 4>;
+// Backward passes that sum nothing; half types share a kernel, for little machine code.
+using BackwardInQuads = InStrips<QuadsOf<false>, 3>;
+// All others. Three blocks of quads would have too few registers.
+template <bool kIsHalf>
+using GradientsInQuads = InStrips<QuadsOf<kIsHalf>, 2, true>;
+using GradientsInSingles = InStrips<SingleStripTile<float, 8, false>, 3, true>;
 // For little machine code.
 using InWeightedSingles = InStrips<SingleStripTile<float, 2, false>, 3>;
-using InDoubles = InStrips<SingleStripTile<double, 1, false>, 2>;
+using InDoubles = InStrips<SingleStripTile<double, 1, false>, 2, true>;
 
 template <bool kIsBackward>
 struct InBoxes {
@@ -109,13 +159,14 @@ struct InBoxes {
   template <typename Body>
   static __device__ __forceinline__ void for_each_tile(const BoxPlan& plan, const Body& body) {
     __shared__ BoxTile::Shared shared;
+    NoSums no_sums;
     for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
       const BoxesTile boxes = BoxesTile::of(plan, number);
       BoxTile tile(plan, boxes, shared);
 #pragma unroll 1
       for (int box = 0; box < boxes.boxes; ++box) {
         tile.move_to(box);
-        body(tile);
+        body(tile, no_sums);
       }
     }
   }
@@ -131,35 +182,10 @@ __global__ void __launch_bounds__(kTileThreads, Taken::kBlocks)
     return;
   }
   Partial partial;
-  NoGradientSum no_sum;
-  Taken::for_each_tile(
-      plan, [&](auto& tile) { process(tile, work, scales, block.scale, terms, partial, no_sum); });
+  Taken::for_each_tile(plan, [&](auto& tile, auto& sums) {
+    process(tile, work, scales, block.scale, terms, partial, sums);
+  });
   block.finish(partial, partials, finalize);
-}
-
-template <typename acc_t>
-constexpr int kSumSteps = sizeof(acc_t) == 8 ? 1 : 6;
-
-// A block adds up its shares of the sums.
-template <typename acc_t, typename Work, typename Terms>
-__global__ void __launch_bounds__(kTileThreads, sizeof(acc_t) == 8 ? 2 : 4)
-    elementwise_sums_kernel(const __grid_constant__ SumPlan plan, Work work, Terms terms,
-                            const __grid_constant__ ElementScales scales, Which which,
-                            double* partials) {
-  __shared__ double buffer[kTileThreads];
-  BlockWork<acc_t, Work> block(work, scales, acc_t(1));
-  if (!block.begin()) {
-    return;
-  }
-  Partial no_losses;
-  for (int64_t share = blockIdx.x; share < plan.shares; share += gridDim.x) {
-    SumTile<acc_t, kSumSteps<acc_t>> tile(plan, share);
-    GradientSum sum{which};
-    while (tile.move_on()) {
-      process(tile, work, scales, block.scale, terms, no_losses, sum);
-    }
-    tile.finish(sum.value, which, buffer, partials);
-  }
 }
 
 }  // namespace lossops::cuda

@@ -80,14 +80,8 @@ __device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const
   body([&](auto x, auto t) { return term.forward(x, t); });
 }
 
-// A thread's part of the gradient of a broadcast operand. process() adds that gradient up, and then
-// writes no gradient at all.
-struct GradientSum {
-  static constexpr bool kSums = true;
-  Which which;
-  double value = 0;
-};
-struct NoGradientSum {
+// In the place of what sums a gradient (strip_sums.cuh), where all gradients are written.
+struct NoSums {
   static constexpr bool kSums = false;
 };
 
@@ -121,7 +115,18 @@ struct Operands {
   }
 };
 
-// The sum of a thread's values of a tile; those of elements that are not there do not count.
+// A thread's values of a tile; 0 where an element does not count.
+template <typename Tile, int kCount, typename acc_t>
+__device__ __forceinline__ void drop_uncounted(const Tile& tile, acc_t (&values)[kCount]) {
+  if (!tile.has_all()) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      values[n] = tile.has(n) ? values[n] : acc_t(0);
+    }
+  }
+}
+
+// The sum of those that count.
 template <typename Tile, int kCount, typename acc_t>
 __device__ __forceinline__ double total(const Tile& tile, const acc_t (&values)[kCount]) {
   acc_t own[kCount];
@@ -129,21 +134,52 @@ __device__ __forceinline__ double total(const Tile& tile, const acc_t (&values)[
   for (int n = 0; n < kCount; ++n) {
     own[n] = values[n];
   }
-  if (!tile.has_all()) {
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      own[n] = tile.has(n) ? own[n] : acc_t(0);
-    }
-  }
+  drop_uncounted(tile, own);
   return static_cast<double>(pairwise_sum(own));
 }
 
+// The gradients of a thread's elements, by a term.
+template <typename Tile>
+struct Gradients {
+  using acc_t = typename Tile::acc_t;
+  static constexpr int kCount = Tile::kSteps * Tile::kWidth;
+  const Operands<Tile>& operands;
+  acc_t factors[kCount];  // of the derivatives
+
+  // derivative: of the loss of an element, from input and target.
+  template <typename Derivative>
+  __device__ __forceinline__ void derive(acc_t (&results)[kCount],
+                                         const Derivative& derivative) const {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      results[n] = factors[n] * derivative(operands.x.at(n / Tile::kWidth, n % Tile::kWidth),
+                                           operands.t.at(n / Tile::kWidth, n % Tile::kWidth));
+    }
+  }
+  // is_half: input is of a half type, where a term may have a faster way.
+  template <typename Term>
+  __device__ __forceinline__ void of_input(const Term& term, bool is_half,
+                                           acc_t (&results)[kCount]) const {
+    if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float>) {
+      if (is_half) {
+        derive(results, [&](acc_t x, acc_t t) { return term.backward_half_input(x, t); });
+        return;
+      }
+    }
+    derive(results, [&](acc_t x, acc_t t) { return term.backward_input(x, t); });
+  }
+  template <typename Term>
+  __device__ __forceinline__ void of_target(const Term& term, acc_t (&results)[kCount]) const {
+    derive(results, [&](acc_t x, acc_t t) { return term.backward_target(x, t); });
+  }
+};
+
 // Reads the operands of a tile, adds its losses to `partial` and writes what `work` asks for.
-// scale: of a reduction's gradients. sum: takes one of the gradients.
-template <typename Tile, typename Work, typename Terms, typename GradientSum>
+// scale: of a reduction's gradients. sums: takes one of the gradients, or none.
+template <typename Tile, typename Work, typename Terms, typename Sums>
 __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScales& scales,
                                         typename Tile::acc_t scale, const Terms& terms,
-                                        Partial& partial, GradientSum& sum) {
+                                        Partial& partial, Sums& sums) {
   using acc_t = typename Tile::acc_t;
   constexpr int kWidth = Tile::kWidth;
   constexpr int kCount = Tile::kSteps * kWidth;
@@ -182,25 +218,20 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
 
   // What multiplies a derivative. Selected here, once: else the compiler makes loops over the
   // elements for each case.
-  acc_t factors[kCount];
+  Gradients<Tile> gradients{operands};
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    factors[n] = own_scale ? at(operands.g, n) : scale;
+    gradients.factors[n] = own_scale ? at(operands.g, n) : scale;
   }
-  // derivative: of the loss of an element, by its term, input and target.
-  const auto store_gradient = [&](Which which, auto&& derivative) {
-    acc_t results[kCount];
-    visit_term(terms, [&](const auto& term) {
-#pragma unroll
-      for (int n = 0; n < kCount; ++n) {
-        results[n] = factors[n] * derivative(term, at(operands.x, n), at(operands.t, n));
+  const auto take_gradient = [&](Which which, acc_t(&results)[kCount]) {
+    if constexpr (Sums::kSums) {
+      if (sums.takes(which)) {
+        drop_uncounted(tile, results);
+        sums.add(results);
+        return;
       }
-    });
-    if constexpr (!GradientSum::kSums) {
-      tile.store(which, results);
-    } else if (sum.which == which) {
-      sum.value += total(tile, results);
     }
+    tile.store(which, results);
   };
   if constexpr (Terms::kHasWeight) {
     if (work.has(kWantsGradWeight)) {
@@ -208,33 +239,38 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
       const bool is_mean = scales.reduction == Reduction::kMean;
       const acc_t mean_share =
           is_mean ? static_cast<acc_t>(scales.mean_terms[1] / scales.weight_copies) : acc_t(0);
-      store_gradient(kGradWeight, [&](const auto& term, acc_t x, acc_t t) {
-        const acc_t loss = term.forward(x, t);
-        return is_mean ? loss - mean_share : loss;
+      acc_t results[kCount];
+      visit_term(terms, [&](const auto& term) {
+        gradients.derive(results, [&](acc_t x, acc_t t) {
+          const acc_t loss = term.forward(x, t);
+          return is_mean ? loss - mean_share : loss;
+        });
       });
+      take_gradient(kGradWeight, results);
     }
   }
   if (weighted) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      factors[n] *= at(operands.w, n);
+      gradients.factors[n] *= at(operands.w, n);
     }
   }
-  if (work.has(kWantsGradInput)) {
-    store_gradient(kGradInput, [&](const auto& term, acc_t x, acc_t t) {
-      using Term = std::decay_t<decltype(term)>;
-      if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float>) {
-        if (tile.is_half()) {
-          return term.backward_half_input(x, t);
-        }
+  const auto gradient = [&](Which which, unsigned bit) {
+    if (!work.has(bit)) {
+      return;
+    }
+    acc_t results[kCount];
+    visit_term(terms, [&](const auto& term) {
+      if (which == kGradInput) {
+        gradients.of_input(term, tile.is_half(kInput), results);
+      } else {
+        gradients.of_target(term, results);
       }
-      return term.backward_input(x, t);
     });
-  }
-  if (work.has(kWantsGradTarget)) {
-    store_gradient(kGradTarget,
-                   [&](const auto& term, acc_t x, acc_t t) { return term.backward_target(x, t); });
-  }
+    take_gradient(which, results);
+  };
+  gradient(kGradInput, kWantsGradInput);
+  gradient(kGradTarget, kWantsGradTarget);
 }
 
 // A block's sum where there are no weights: half of a Partial.
@@ -243,6 +279,13 @@ struct Sum {
 
   __device__ __forceinline__ void combine(const Sum& other) { value += other.value; }
 };
+
+// Whether the gradients of a backward pass are there: forward has computed them.
+__device__ __forceinline__ bool holds_gradients(const ElementScales& scales) {
+  const bool is_one = scales.grad_output == nullptr ||
+                      load_as<double>(scales.grad_output, scales.grad_output_dtype, 0) == 1;
+  return scales.kept && is_one;  // fault: elementwise-kept
+}
 
 // Around the tiles of a block: begin() says whether there is anything to do.
 template <typename acc_t, typename Work>
@@ -257,17 +300,15 @@ class BlockWork {
       return true;
     }
     wait_for_previous_kernel();
-    const auto grad_output = [&](auto like) {
-      using type = decltype(like);
-      return scales_.grad_output == nullptr
-                 ? type(1)
-                 : load_as<type>(scales_.grad_output, scales_.grad_output_dtype, 0);
-    };
-    if (scales_.kept && grad_output(double()) == 1) {  // fault: elementwise-kept
+    if (holds_gradients(scales_)) {
       return false;
     }
     if (!work_.has(kHasGradOutputs)) {
-      scale = reduction_scale(scales_, grad_output(acc_t()), scales_.mean_terms);
+      const acc_t grad_output =
+          scales_.grad_output == nullptr
+              ? acc_t(1)
+              : load_as<acc_t>(scales_.grad_output, scales_.grad_output_dtype, 0);
+      scale = reduction_scale(scales_, grad_output, scales_.mean_terms);
     }
     return true;
   }

@@ -10,10 +10,14 @@
 // If fewer columns are left for the last unit of a row than it has, it begins earlier and shares
 // columns with the one before: whatever a unit reads is there, and what it writes twice is the
 // same.
+//
+// The gradient of an operand that is broadcast is a sum along the dimensions where it is. So a
+// thread walks along one of these, if it can, and adds up as it walks (strip_sums.cuh).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "kernels/elements/plan.h"
 #include "kernels/primitives/integers.h"
@@ -25,17 +29,28 @@ struct StripOperand : PlanOperand {
   int32_t walk_stride = 0;  // bytes that one more of Walk::index() makes
 };
 
+// What the sums of a gradient are of.
+enum class SumOf : int8_t {
+  kNothing,  // the plan is not made for sums
+  kColumn,   // one for each column, over the rows that are walked along
+  kWalk,     // one over all columns and these rows
+  kRow,      // one for each row, over its columns
+};
+
 struct StripPlan : PlanOperands<StripOperand> {
-  // Dimension 0 has the columns, 1 is walked along; the rest number what is walked along.
+  // Dimension 0 has the columns, 1 is walked along. Of the rest, those that are kept come first,
+  // and those that are summed follow.
   int64_t columns = 1;
-  int64_t rest = 1;
+  int64_t kept = 1;
+  int64_t summed = 1;
+  int64_t rest = 1;            // both
   bool is_half = false;        // all operands are of half types
   bool walks_columns = false;  // along a row: dimension 1 is empty
 
   int32_t width = 1;         // columns of a unit
   Divisor strip_units;       // units of a strip
   Divisor side_walked = {};  // rows side by side along dimension 1
-  int32_t side_rest = 1;     // along the rest
+  int32_t side_kept = 1;     // along the kept rest
   int32_t strip_columns = 1;
 
   // The threads of a tile take some steps at once, in turns.
@@ -44,24 +59,63 @@ struct StripPlan : PlanOperands<StripOperand> {
   int32_t tile_turns = 1;
   int64_t tile_walked = 1;  // of dimension 1, from a tile to the next
   int64_t tile_columns = 1;
-  Extents tile_extents;  // how many tiles there are along the columns, along 1, and along the rest
+  int64_t tile_summed = 1;  // indices of the summed rest that a tile goes through, one by one
+  // How many tiles there are along the columns, along 1, along what is kept and what is summed.
+  Extents tile_extents;
   int64_t tiles = 0;
+
+  // A gradient that is summed. Its sums are split if several tiles have parts of the same ones.
+  SumOf sum_of = SumOf::kNothing;
+  Which summed_gradient = kNumOperands;  // kNumOperands: none
+  int64_t sums = 1;
+  int64_t splits = 1;
+  int64_t split_strides[3] = {};  // bytes to the next part: along the columns, along 1, summed
 
   // Threads that have units.
   LOSSOPS_HOST_DEVICE int lanes() const {
-    return static_cast<int>(strip_units.value * side_walked.value) * side_rest;
+    return static_cast<int>(strip_units.value * side_walked.value) * side_kept;
   }
   // The size of the table of addresses where the walks of a block's threads begin.
   int64_t table_bytes() const {
     return int64_t{kTileThreads} * num_slots * static_cast<int64_t>(sizeof(char*));
+  }
+
+  // The dimensions of the sums, in the order in which parts of them are numbered.
+  bool is_kept(int dim) const {
+    return extents.sizes[dim] == 1 || operands[summed_gradient].strides[dim] != 0;
+  }
+  // Writes parts of sums, (splits, sums), where the gradient would be.
+  void sum_into(void* parts, DType dtype) {
+    StripOperand& own = operands[summed_gradient];
+    own.data = static_cast<char*>(parts);
+    own.dtype = dtype;
+    own.bytes = static_cast<int32_t>(element_size(dtype));
+    int64_t stride = own.bytes;
+    for (int dim = 0; dim < extents.ndim; ++dim) {
+      own.strides[dim] = is_kept(dim) ? stride : 0;
+      stride *= is_kept(dim) ? extents.sizes[dim] : 1;
+    }
+    own.walk_stride =
+        static_cast<int32_t>(walks_columns ? own.strides[0] : side_walked.value * own.strides[1]);
+    int64_t split = stride;
+    const bool is_split[3] = {sum_of != SumOf::kColumn, sum_of != SumOf::kRow, true};
+    const int64_t counts[3] = {tile_extents.sizes[0], tile_extents.sizes[1], tile_extents.sizes[3]};
+    for (int i = 0; i < 3; ++i) {
+      split_strides[i] = is_split[i] ? split : 0;
+      split *= is_split[i] ? counts[i] : 1;
+    }
   }
 };
 
 // Makes a StripPlan.
 class StripPlanner {
  public:
-  StripPlanner(const Layout& layout, const Operand* operands)
-      : layout_(layout), operands_(operands), has_near_columns_(are_near(operands, layout.lead())) {
+  // summed: plans for the sums of this gradient, whatever else would be faster. kNumOperands: the
+  // plan follows from what is read alone, so that it is the same with a gradient and without one.
+  StripPlanner(const Layout& layout, const Operand* operands, Which summed = kNumOperands)
+      : layout_(&layout),
+        operands_(operands),
+        has_near_columns_(are_near(operands, layout.lead())) {
     const IterationSpace& space = layout.space();
     plan_.set(operands);
     plan_.columns = space.sizes[layout.lead()];
@@ -69,16 +123,34 @@ class StripPlanner {
     plan_.for_each(operands, [&](const Operand& operand, StripOperand& /*own*/) {
       plan_.is_half = plan_.is_half && is_half_type(operand.dtype);
     });
-    for (int dim = 0; dim < space.ndim; ++dim) {
-      rows_ *= dim == layout.lead() ? 1 : space.sizes[dim];
+    if (summed != kNumOperands) {
+      must_sum_ = true;
+      sum_along(operands[summed]);
+    } else if (layout.other() == layout.lead()) {
+      for (const Which which : {kInput, kTarget}) {
+        if (!sums_) {
+          sum_along(operands[which]);
+        }
+      }
     }
+  }
+
+  // Whether a kernel of the plan can sum a gradient.
+  bool sums(const Operand& gradient) const {
+    bool sums = sums_;
+    for (int dim = 0; dim < layout_->space().ndim; ++dim) {
+      sums = sums && is_along(gradient, dim) == along_[dim];
+    }
+    return sums;
   }
 
   bool is_half() const { return plan_.is_half; }
 
   // Whether units of kQuad columns are faster than single ones.
   bool has_quads() const {
-    // Units that share columns are read twice: of so long rows, few. A choice, not measured.
+    // Units that share columns are read twice: of so long rows, few. With 7 instead, where that is
+    // less than a sixth, H100: forward of bf16 11303254x15 .72 to .78 of its floor, but its step
+    // .77 to .61, and "none" of 17x1021x487x31 .76 to .67: single columns are written faster.
     constexpr int64_t kLongRow = 32;
     const bool are_whole = plan_.columns % kQuad == 0;
     bool has_quads = has_near_columns_ && plan_.columns >= (are_whole ? kQuad : kLongRow);
@@ -91,8 +163,8 @@ class StripPlanner {
   }
 
   // To be called once. width: of a unit. steps: units that a thread takes at once. resident: blocks
-  // that the device holds at once.
-  const StripPlan& plan(int width, int steps, int64_t resident) {
+  // that the device holds at once. gradient: one that sums() says can be summed, or kNumOperands.
+  StripPlan& plan(int width, int steps, int64_t resident, Which gradient = kNumOperands) {
     plan_.width = width;
     plan_.for_each(operands_, [&](const Operand& operand, StripOperand& own) {
       own.kind = kind_of(operand, width);
@@ -101,6 +173,9 @@ class StripPlanner {
     const int64_t strip = choose_strip(units);
     walk(choose_walk(units, strip, steps), strip);
     number_tiles(steps, resident);
+    if (gradient != kNumOperands) {
+      count_sums(gradient);
+    }
     return plan_;
   }
 
@@ -109,15 +184,46 @@ class StripPlanner {
   struct Walked {
     int dim = -1;  // of the space; -1: none, so the columns
     int64_t size = 1;
+    int64_t kept = 1;  // of the rest
     int64_t side_walked = 1;
-    int64_t side_rest = 1;
+    int64_t side_kept = 1;
     int64_t sides = 1;  // that there is room for
     double use = 0;     // of the threads' steps, between 0 and 1
   };
 
+  bool is_along(const Operand& operand, int dim) const {
+    return operand.strides[dim] == 0 && layout_->space().sizes[dim] > 1;
+  }
+
+  // Plans for the sums of an operand's gradient, if the operand is broadcast. Sums along few rows,
+  // or along dimensions that are not neighbours, are left to a launch of their own, unless this is
+  // it.
+  void sum_along(const Operand& operand) {
+    constexpr int64_t kFewRows = 8;  // a choice, not measured
+    const IterationSpace& space = layout_->space();
+    const int lead = layout_->lead();
+    int64_t terms = 1;
+    for (int dim = 0; dim < space.ndim; ++dim) {
+      along_[dim] = is_along(operand, dim);
+      terms *= along_[dim] ? space.sizes[dim] : 1;
+      const bool is_longer = walk_dim_ < 0 || space.sizes[dim] > space.sizes[walk_dim_];
+      if (along_[dim] && dim != lead && is_longer && (must_sum_ || space.sizes[dim] >= kFewRows) &&
+          are_near(operands_, dim, kTileThreads)) {
+        walk_dim_ = dim;
+      }
+    }
+    const int64_t walked =
+        (along_[lead] ? space.sizes[lead] : 1) * (walk_dim_ >= 0 ? space.sizes[walk_dim_] : 1);
+    sums_ = terms > 1 && (must_sum_ || walked == terms);
+    if (!sums_) {
+      std::fill(std::begin(along_), std::end(along_), false);
+      walk_dim_ = -1;
+    }
+  }
+
   UnitKind kind_of(const Operand& operand, int width) const {
-    const IterationSpace& space = layout_.space();
-    const int64_t stride = operand.strides[layout_.lead()];
+    const IterationSpace& space = layout_->space();
+    const int64_t stride = operand.strides[layout_->lead()];
     if (stride == 0) {
       return UnitKind::kOne;
     }
@@ -129,7 +235,7 @@ class StripPlanner {
     bool is_aligned =
         reinterpret_cast<uintptr_t>(operand.data) % bytes == 0 && plan_.columns % width == 0;
     for (int dim = 0; dim < space.ndim; ++dim) {
-      is_aligned = is_aligned && (dim == layout_.lead() || operand.strides[dim] % width == 0);
+      is_aligned = is_aligned && (dim == layout_->lead() || operand.strides[dim] % width == 0);
     }
     return is_aligned ? UnitKind::kVector : is_half ? UnitKind::kWords : UnitKind::kStrided;
   }
@@ -153,12 +259,18 @@ class StripPlanner {
   }
 
   Walked choose_walk(int64_t units, int64_t strip, int steps) const {
-    const IterationSpace& space = layout_.space();
+    const IterationSpace& space = layout_->space();
     // What is read across the rows is near there.
-    if (const Walked other = walked(layout_.other(), strip, steps); other.use > 0) {
+    if (const Walked other = walked(layout_->other(), strip, steps); other.use > 0 && !must_sum_) {
       return other;
     }
-    Walked best;
+    if (walk_dim_ >= 0) {
+      return walked(walk_dim_, strip, steps);
+    }
+    Walked best = walked(-1, strip, steps);
+    if (sums_ && !along_[layout_->lead()]) {
+      return best;
+    }
     // Where rows are walked along, their ends are found once, and threads share nothing. A choice,
     // not measured.
     constexpr double kWorse = 0.9;
@@ -176,45 +288,60 @@ class StripPlanner {
   }
 
   Walked walked(int dim, int64_t strip, int steps) const {
+    const IterationSpace& space = layout_->space();
     Walked own;
     own.dim = dim;
-    own.size = layout_.space().sizes[dim];
-    if (dim == layout_.lead()) {
+    for (int other = 0; other < space.ndim; ++other) {
+      const bool is_rest = other != layout_->lead() && other != dim;
+      own.kept *= is_rest && !along_[other] ? space.sizes[other] : 1;
+    }
+    if (dim < 0 || dim == layout_->lead()) {
       return own;
     }
-    own.sides = std::min(kTileThreads / strip, rows_);
-    own.side_rest = std::min(own.sides, rows_ / own.size);
-    own.side_walked = std::min(own.sides / own.side_rest, own.size);
+    own.size = space.sizes[dim];
+    own.sides = std::min(kTileThreads / strip, own.kept * own.size);
+    own.side_kept = std::min(own.sides, own.kept);
+    own.side_walked = std::min(own.sides / own.side_kept, own.size);
     if (!are_near(operands_, dim, own.side_walked)) {
       return own;
     }
-    own.use = part(own.size, own.side_walked * steps) * part(rows_ / own.size, own.side_rest) *
-              static_cast<double>(own.side_walked * own.side_rest) / static_cast<double>(own.sides);
+    own.use = part(own.size, own.side_walked * steps) * part(own.kept, own.side_kept) *
+              static_cast<double>(own.side_walked * own.side_kept) / static_cast<double>(own.sides);
     return own;
   }
 
   void walk(const Walked& walked, int64_t strip) {
-    const IterationSpace& space = layout_.space();
+    const IterationSpace& space = layout_->space();
+    const int lead = layout_->lead();
+    const bool sums_rows = sums_ && along_[lead];
     // If neither rows nor columns are near, a thread has one unit a tile.
-    plan_.walks_columns = walked.dim < 0 && has_near_columns_;
+    plan_.walks_columns = walked.dim < 0 && has_near_columns_ && (sums_rows || !sums_);
+    if (sums_) {
+      const bool walks_along = walked.dim < 0 || along_[walked.dim];
+      plan_.sum_of = !sums_rows ? SumOf::kColumn : walks_along ? SumOf::kWalk : SumOf::kRow;
+    }
     const int64_t units = plan_.walks_columns ? kTileThreads : strip;
     plan_.strip_units = Divisor(static_cast<uint32_t>(units));
     plan_.side_walked = Divisor(static_cast<uint32_t>(walked.side_walked));
-    plan_.side_rest = static_cast<int32_t>(walked.side_rest);
+    plan_.side_kept = static_cast<int32_t>(walked.side_kept);
     plan_.strip_columns = static_cast<int32_t>(units * plan_.width);
     plan_.walk_step = plan_.walks_columns ? plan_.strip_columns : 1;
-    plan_.add(operands_, plan_.columns, layout_.lead());
+    plan_.add(operands_, plan_.columns, lead);
     if (walked.dim < 0) {
       plan_.extents.add(1);
     } else {
       plan_.add(operands_, walked.size, walked.dim);
     }
-    for (int dim = 0; dim < space.ndim; ++dim) {
-      if (dim != layout_.lead() && dim != walked.dim) {
-        plan_.add(operands_, space.sizes[dim], dim);
+    plan_.kept = walked.kept;
+    for (const bool is_summed : {false, true}) {
+      for (int dim = 0; dim < space.ndim; ++dim) {
+        if (dim != lead && dim != walked.dim && along_[dim] == is_summed) {
+          plan_.add(operands_, space.sizes[dim], dim);
+          plan_.summed *= is_summed ? space.sizes[dim] : 1;
+        }
       }
     }
-    plan_.rest = rows_ / walked.size;
+    plan_.rest = plan_.kept * plan_.summed;
     plan_.extents.set_divisors();
     plan_.for_each(operands_, [&](const Operand& /*operand*/, StripOperand& own) {
       own.walk_stride = static_cast<int32_t>(
@@ -223,37 +350,62 @@ class StripPlanner {
   }
 
   // Tiles have as many turns as leave each resident block some tiles: what a thread works out once
-  // a tile then costs little, and blocks end at about the same time.
+  // a tile then costs little, and blocks end at about the same time. Each tile writes its parts of
+  // the sums of columns, so there are fewer then.
   void number_tiles(int steps, int64_t resident) {
     // Choices, not measured.
-    constexpr int64_t kTilesOfBlock = 8;
+    const int64_t tiles_of_block = plan_.sum_of == SumOf::kColumn ? 4 : 8;
     constexpr int64_t kMostSteps = 64;
-    const int64_t size = plan_.walks_columns ? plan_.columns : plan_.extents.sizes[1];
+    const bool walks_columns = plan_.walks_columns;
+    const int64_t size = walks_columns ? plan_.columns : plan_.extents.sizes[1];
     const int64_t at_once =
-        steps * int64_t{plan_.walks_columns ? plan_.strip_columns : plan_.side_walked.value};
-    const int64_t others =
-        (plan_.walks_columns ? 1 : ceil_div(plan_.columns, plan_.strip_columns)) *
-        ceil_div(plan_.rest, plan_.side_rest);
+        steps * int64_t{walks_columns ? plan_.strip_columns : plan_.side_walked.value};
     const int64_t walks = ceil_div(size, at_once);
-    const int64_t turns = std::clamp<int64_t>(ceil_div(walks * others, kTilesOfBlock * resident), 1,
-                                              std::min<int64_t>(kMostSteps / steps, walks));
+    const int64_t strips = walks_columns ? 1 : ceil_div(plan_.columns, plan_.strip_columns);
+    const int64_t kept = ceil_div(plan_.kept, plan_.side_kept);
+    // Turns that a tile should have, over all the indices that it goes through.
+    const int64_t share = ceil_div(walks * strips * kept * plan_.summed, tiles_of_block * resident);
+    const int64_t most = std::max<int64_t>(kMostSteps / steps, 1);
+    const int64_t turns = std::clamp<int64_t>(share, 1, std::min(most, walks));
+    // Only in a launch for these sums: it takes registers, which forward kernels do not have.
+    if (must_sum_ && plan_.sum_of != SumOf::kRow && turns == walks) {
+      plan_.tile_summed =
+          std::clamp<int64_t>(std::min(share, most) / turns, 1, std::max<int64_t>(plan_.summed, 1));
+    }
     const int64_t walk_tiles = ceil_div(walks, turns);
     plan_.tile_turns = static_cast<int32_t>(turns);
     plan_.walk_turn = static_cast<int32_t>(steps) * plan_.walk_step;
-    plan_.tile_walked = plan_.walks_columns ? 1 : turns * at_once;
-    plan_.tile_columns = plan_.walks_columns ? turns * at_once : plan_.strip_columns;
+    plan_.tile_walked = walks_columns ? 1 : turns * at_once;
+    plan_.tile_columns = walks_columns ? turns * at_once : plan_.strip_columns;
     Extents& tiles = plan_.tile_extents;
-    tiles.add(plan_.walks_columns ? walk_tiles : ceil_div(plan_.columns, plan_.strip_columns));
-    tiles.add(plan_.walks_columns ? 1 : walk_tiles);
-    tiles.add(ceil_div(plan_.rest, plan_.side_rest));
+    tiles.add(walks_columns ? walk_tiles : strips);
+    tiles.add(walks_columns ? 1 : walk_tiles);
+    tiles.add(kept);
+    tiles.add(ceil_div(plan_.summed, plan_.tile_summed));
     tiles.set_divisors();
-    plan_.tiles = layout_.space().numel > 0 ? tiles.sizes[0] * tiles.sizes[1] * tiles.sizes[2] : 0;
+    plan_.tiles = 0;
+    if (layout_->space().numel > 0) {
+      plan_.tiles = tiles.sizes[0] * tiles.sizes[1] * tiles.sizes[2] * tiles.sizes[3];
+    }
   }
 
-  const Layout& layout_;
-  const Operand* const operands_;
-  int64_t rows_ = 1;
-  const bool has_near_columns_;
+  void count_sums(Which gradient) {
+    plan_.summed_gradient = gradient;
+    for (int dim = 0; dim < plan_.extents.ndim; ++dim) {
+      plan_.sums *= plan_.is_kept(dim) ? plan_.extents.sizes[dim] : 1;
+    }
+    const Extents& tiles = plan_.tile_extents;
+    plan_.splits = (plan_.sum_of != SumOf::kColumn ? tiles.sizes[0] : 1) *
+                   (plan_.sum_of != SumOf::kRow ? tiles.sizes[1] : 1) * tiles.sizes[3];
+  }
+
+  const Layout* layout_;
+  const Operand* operands_;
+  bool has_near_columns_;
+  bool sums_ = false;
+  bool must_sum_ = false;
+  bool along_[kMaxDims] = {};  // dimensions along which a gradient is summed
+  int walk_dim_ = -1;          // one of them
   StripPlan plan_;
 };
 

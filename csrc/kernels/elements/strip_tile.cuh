@@ -10,11 +10,17 @@
 
 namespace lossops::cuda {
 
-// Where a thread's walk begins in each operand. Each thread reads what it wrote: shared memory
+// Where the walks of threads begin in each operand. A thread reads what it wrote: shared memory
 // takes the place of registers here.
 class WalkBegins {
  public:
-  __device__ __forceinline__ static char* get(int slot) { return table()[slot * kTileThreads]; }
+  __device__ __forceinline__ static char* get(int slot) {
+    return get(slot, static_cast<int>(threadIdx.x));
+  }
+  // Of another thread: after a barrier.
+  __device__ __forceinline__ static char* get(int slot, int thread) {
+    return table()[slot * kTileThreads + thread];
+  }
 
   template <int kWidth>
   __device__ __forceinline__ static void set(const StripPlan& plan, const Strip& strip,
@@ -22,14 +28,15 @@ class WalkBegins {
 #pragma unroll 1
     for (int slot = 0; slot < plan.num_slots; ++slot) {
       const StripOperand& operand = plan.operands[plan.slots[slot]];
-      table()[slot * kTileThreads] = operand.data + walk.begin(plan, strip, operand.strides);
+      table()[slot * kTileThreads + threadIdx.x] =
+          operand.data + walk.begin(plan, strip, operand.strides);
     }
   }
 
  private:
   __device__ __forceinline__ static char** table() {
     LOSSOPS_DYNAMIC_SHARED(char*, addresses);
-    return addresses + threadIdx.x;
+    return addresses;
   }
 };
 
@@ -50,8 +57,8 @@ class StripTile {
   __device__ __forceinline__ const StripOperand& operand(Which which) const {
     return plan_.operands[which];
   }
-  __device__ __forceinline__ bool is_half() const {
-    return kIsHalf || is_half_type(operand(kInput).dtype);
+  __device__ __forceinline__ bool is_half(Which which) const {
+    return kIsHalf || is_half_type(operand(which).dtype);
   }
   // Numbers may be subnormal, as float: those of float16 are not.
   __device__ __forceinline__ bool has_subnormals() const {

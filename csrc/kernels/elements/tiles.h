@@ -18,6 +18,9 @@ struct Strip {
   int32_t last_column;  // where the last unit of a row begins, from the first column on
   int32_t walked_left;  // of dimension 1, and of the rest, from the first on
   int32_t rest_left;
+  // Of kernels that sum a gradient.
+  bool is_last;   // in this tile, of what is summed
+  int64_t split;  // where its part of the sums lies: see StripPlan::split_strides
 
   // More than a tile has.
   static constexpr int32_t kFar = 1 << 29;
@@ -26,17 +29,40 @@ struct Strip {
     const Extents& tiles = plan.tile_extents;
     const int64_t across = tiles.quotient(tile, 0);
     const int64_t rest = tiles.quotient(across, 1);
-    Strip own;
-    own.column = (tile - across * tiles.sizes[0]) * plan.tile_columns;
-    own.walked = (across - rest * tiles.sizes[1]) * plan.tile_walked;
-    own.rest = rest * plan.side_rest;
-    own.last_column = bounded(plan.columns - plan.width - own.column);
-    own.walked_left = bounded(plan.extents.sizes[1] - own.walked);
-    own.rest_left = bounded(plan.rest - own.rest);
+    return at(plan, tile - across * tiles.sizes[0], across - rest * tiles.sizes[1],
+              rest * plan.side_kept);
+  }
+  // Of a kernel that sums a gradient. number: of the summed rest, within the tile.
+  static LOSSOPS_HOST_DEVICE Strip of_sums(const StripPlan& plan, int64_t tile, int number) {
+    const Extents& tiles = plan.tile_extents;
+    const int64_t across = tiles.quotient(tile, 0);
+    const int64_t rest = tiles.quotient(across, 1);
+    const int64_t summed = tiles.quotient(rest, 2);
+    const int64_t column = tile - across * tiles.sizes[0];
+    const int64_t walked = across - rest * tiles.sizes[1];
+    const int64_t own_summed = summed * plan.tile_summed + number;
+    const int64_t kept = (rest - summed * tiles.sizes[2]) * plan.side_kept;
+    Strip own = at(plan, column, walked, own_summed * plan.kept + kept);
+    own.rest_left = bounded(plan.kept - kept);
+    own.is_last = number + 1 >= plan.tile_summed || own_summed + 1 >= plan.summed;
+    own.split = column * plan.split_strides[0] + walked * plan.split_strides[1] +
+                summed * plan.split_strides[2];
     return own;
   }
 
  private:
+  // column, walked: numbers of tiles.
+  static LOSSOPS_HOST_DEVICE Strip at(const StripPlan& plan, int64_t column, int64_t walked,
+                                      int64_t rest) {
+    Strip own;
+    own.column = column * plan.tile_columns;
+    own.walked = walked * plan.tile_walked;
+    own.rest = rest;
+    own.last_column = bounded(plan.columns - plan.width - own.column);
+    own.walked_left = bounded(plan.extents.sizes[1] - own.walked);
+    own.rest_left = bounded(plan.rest - rest);
+    return own;
+  }
   static LOSSOPS_HOST_DEVICE int32_t bounded(int64_t number) {
     return static_cast<int32_t>(number < kFar ? number : kFar);
   }
@@ -50,11 +76,11 @@ class Walk {
   LOSSOPS_HOST_DEVICE Walk(const StripPlan& plan, const Strip& strip, int thread) {
     const auto side = static_cast<int>(plan.strip_units.quotient(static_cast<uint32_t>(thread)));
     const int lane = thread - side * static_cast<int>(plan.strip_units.value);
-    side_rest_ = static_cast<int>(plan.side_walked.quotient(static_cast<uint32_t>(side)));
-    side_walked_ = side - side_rest_ * static_cast<int>(plan.side_walked.value);
-    const bool is_there = side_rest_ < plan.side_rest && side_rest_ < strip.rest_left &&
+    side_kept_ = static_cast<int>(plan.side_walked.quotient(static_cast<uint32_t>(side)));
+    side_walked_ = side - side_kept_ * static_cast<int>(plan.side_walked.value);
+    const bool is_there = side_kept_ < plan.side_kept && side_kept_ < strip.rest_left &&
                           side_walked_ < strip.walked_left;
-    side_rest_ = is_there ? side_rest_ : 0;
+    side_kept_ = is_there ? side_kept_ : 0;
     side_walked_ = is_there ? side_walked_ : 0;
     // Behind every column.
     constexpr int kBehind = 2 * Strip::kFar;
@@ -82,16 +108,17 @@ class Walk {
     // fault: elementwise-offset
     const int64_t walked = (strip.walked + side_walked_) * strides[1];
     const int64_t rest =
-        plan.extents.offset(strides, strip.rest + side_rest_, 2, plan.extents.ndim);
+        plan.extents.offset(strides, strip.rest + side_kept_, 2, plan.extents.ndim);
     return (strip.column + column_) * strides[0] + walked + rest;
   }
 
   // Whether a thread has something in a turn that begins at `turn`: a multiple of plan.walk_turn.
   // The first thread has, if any has.
   LOSSOPS_HOST_DEVICE static bool goes_on(const StripPlan& plan, const Strip& strip, int turn) {
-    return plan.walks_columns
-               ? turn < strip.last_column + kWidth
-               : turn <= (strip.walked_left - 1) / static_cast<int>(plan.side_walked.value);
+    const bool is_there = plan.walks_columns
+                              ? turn < strip.last_column + kWidth
+                              : turn * static_cast<int>(plan.side_walked.value) < strip.walked_left;
+    return is_there && turn < plan.tile_turns * plan.walk_turn;
   }
 
   // How far a step's unit is from where the walk begins: see StripOperand::walk_stride.
@@ -123,7 +150,7 @@ class Walk {
     return first_ + turn + step * plan.walk_step;
   }
 
-  int side_rest_;
+  int side_kept_;
   int side_walked_;
   int column_;   // where all units begin; of walks along columns, 0
   int lacking_;  // their columns that do not count

@@ -69,11 +69,17 @@ def can_keep(
     options: Any,
     more_than_input: bool,
 ) -> bool:
-    """Whether no weight takes part and no operand is broadcast whose gradient is needed."""
+    """Whether a loss without a weight is reduced, by kernels that compute its gradients beside it.
+
+    On the CPU the gradient of a broadcast operand takes a pass of its own, which can wait for
+    grad_output. That of an empty shape may be NaN (`target_has_factor`), which backward knows.
+    """
     if options.reduction == "none" or weight is not None:
         return False
     if input.shape == target.shape:
         return True
+    if input.is_cuda:
+        return input.numel() > 0 and target.numel() > 0
     input_is_needed = input.requires_grad or not more_than_input
     return (not input_is_needed or _broadcasts(target.shape, input.shape)) and (
         not more_than_input or _broadcasts(input.shape, target.shape)

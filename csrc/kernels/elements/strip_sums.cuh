@@ -1,0 +1,204 @@
+// The gradient of an operand that is broadcast, summed as threads walk along strips: a block's part
+// of each sum, tile by tile. A thread adds up what it can in registers; then those that have parts
+// of the same sums add these up in shared memory. Sums of which several tiles have parts are folded
+// by another kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/elements/strip_tile.cuh"
+#include "kernels/primitives/thread_reduce.cuh"
+#include "kernels/primitives/warp_reduce.cuh"
+
+namespace lossops::cuda {
+
+template <typename Tile>
+class StripSums {
+ public:
+  using acc_t = typename Tile::acc_t;
+  static constexpr bool kSums = true;
+  static constexpr int kWidth = Tile::kWidth;
+  static constexpr int kSteps = Tile::kSteps;
+  // Turns after which the sums of rows are folded. A choice, not measured.
+  static constexpr int kRowTurns = kSteps < 8 ? 8 / kSteps : 1;
+  static constexpr int kRows = kRowTurns * kSteps;
+  static constexpr int kValues = kRows < kWidth ? kWidth : kRows;
+  struct Shared {
+    // Padded, so that neighbouring rows are in other banks.
+    acc_t values[kValues][kTileThreads + 4];
+  };
+
+  // Of one tile.
+  __device__ __forceinline__ StripSums(const StripPlan& plan, Shared& shared)
+      : plan_(plan), shared_(shared) {}
+
+  // Other gradients are written. Plans may have none that is summed.
+  __device__ __forceinline__ bool takes(Which gradient) const {
+    return gradient == plan_.summed_gradient;
+  }
+
+  // Adds the values of a turn; those that do not count are 0.
+  __device__ __forceinline__ void add(const acc_t (&values)[kSteps * kWidth]) {
+    if (plan_.sum_of == SumOf::kColumn) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        acc_t column[kSteps];
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          column[step] = values[step * kWidth + i];
+        }
+        totals_[i] += static_cast<double>(pairwise_sum(column));
+      }
+    } else if (plan_.sum_of == SumOf::kWalk) {
+      totals_[0] += static_cast<double>(pairwise_sum(values));
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        acc_t row[kWidth];
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          row[i] = values[step * kWidth + i];
+        }
+        shared_.values[rows_ + step][thread()] = pairwise_sum(row);
+      }
+    }
+  }
+
+  // All threads must call it after a turn.
+  __device__ __forceinline__ void end_turn(const Strip& strip, const Walk<kWidth>& walk, int turn) {
+    if (plan_.summed_gradient == kNumOperands) {
+      return;
+    }
+    const bool is_last = !Walk<kWidth>::goes_on(plan_, strip, turn + plan_.walk_turn);
+    if (plan_.sum_of == SumOf::kRow) {
+      rows_ += kSteps;
+      if (rows_ == kRows || is_last) {
+        finish_rows(strip, turn);
+      }
+    } else if (is_last && strip.is_last) {
+      plan_.sum_of == SumOf::kColumn ? finish_columns(strip, walk) : finish_walk(strip, walk);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ int side() const {
+    return static_cast<int>(plan_.strip_units.quotient(threadIdx.x));
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void leave_totals() {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      shared_.values[i][thread()] = static_cast<acc_t>(totals_[i]);
+    }
+  }
+
+  __device__ __forceinline__ void finish_columns(const Strip& strip, const Walk<kWidth>& walk) {
+    const auto sides = static_cast<int>(plan_.side_walked.value);
+    bool has_sums = true;
+    if (sides > 1) {
+      leave_totals<kWidth>();
+      has_sums = fold(kWidth, side() % sides, sides, static_cast<int>(plan_.strip_units.value));
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        totals_[i] = static_cast<double>(shared_.values[i][thread()]);
+      }
+      __syncthreads();  // before the next tile's values
+    }
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if (has_sums && walk.has(plan_, 0, 0, i)) {
+        store(strip, thread(), i * gradient().strides[0], totals_[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish_walk(const Strip& strip, const Walk<kWidth>& walk) {
+    leave_totals<1>();
+    const auto sharers = static_cast<int>(plan_.strip_units.value * plan_.side_walked.value);
+    if (fold(1, thread() % sharers, sharers, 1) && walk.has(plan_, 0, 0, kWidth - 1)) {
+      store(strip, thread(), 0, shared_.values[0][thread()]);
+    }
+    __syncthreads();  // before the next tile's values
+  }
+
+  // The sums of rows up to those of a turn. A few neighbouring threads add up the values of a row.
+  // The first of them writes the sum to the address that the row's first thread has in the table.
+  __device__ __forceinline__ void finish_rows(const Strip& strip, int turn) {
+    const auto units = static_cast<int>(plan_.strip_units.value);
+    const auto side_walked = static_cast<int>(plan_.side_walked.value);
+    const int sides = side_walked * plan_.side_kept;
+    const int lanes = row_lanes(units, sides);
+    const int lane = thread() & (lanes - 1);
+    const int first = turn - (rows_ / kSteps - 1) * plan_.walk_turn;
+    const int kept = strip.rest_left < plan_.side_kept ? strip.rest_left : plan_.side_kept;
+    __syncthreads();
+#pragma unroll 1
+    for (int begin = 0; begin < kRows * sides; begin += kTileThreads / lanes) {
+      const int number = begin + thread() / lanes;
+      const int side = number / kRows;
+      const int row = number - side * kRows;
+      const auto own_kept =
+          static_cast<int>(plan_.side_walked.quotient(static_cast<uint32_t>(side)));
+      const int index = first + row;
+      const int walked = index * side_walked + side - own_kept * side_walked;
+      const bool is_there = row < rows_ && own_kept < kept && walked < strip.walked_left;
+      double sum = 0;
+#pragma unroll 4
+      for (int unit = lane; is_there && unit < units; unit += lanes) {
+        sum += static_cast<double>(shared_.values[row][side * units + unit]);
+      }
+      sum = warp_sum(sum, lanes);
+      if (is_there && lane == 0) {
+        store(strip, side * units, int64_t{index} * gradient().walk_stride, sum);
+      }
+    }
+    rows_ = 0;
+    __syncthreads();  // before the next turn's values
+  }
+  // Threads that add up a row: as many as there are for all rows at once.
+  __device__ __forceinline__ static int row_lanes(int units, int sides) {
+    int lanes = kWarpSize;
+    while (lanes > 1 && (lanes > units || lanes * kRows * sides > kTileThreads)) {
+      lanes /= 2;
+    }
+    return lanes;
+  }
+
+  // Adds up `count` values of each of `sharers` threads that are `distance` apart, in a fixed
+  // order. place: this thread's number among them. Returns whether it has the sums.
+  __device__ __forceinline__ bool fold(int count, int place, int sharers, int distance) {
+    const int own = thread();
+    while (sharers > 1) {
+      __syncthreads();
+      const int half = (sharers + 1) / 2;
+      if (place + half < sharers && own + half * distance < kTileThreads) {
+#pragma unroll 1
+        for (int n = 0; n < count; ++n) {
+          shared_.values[n][own] += shared_.values[n][own + half * distance];
+        }
+      }
+      sharers = half;
+    }
+    return place == 0;
+  }
+
+  // offset: in bytes, from where the walk of `thread` begins.
+  __device__ __forceinline__ void store(const Strip& strip, int thread, int64_t offset,
+                                        double sum) const {
+    store_as<double>(WalkBegins::get(gradient().slot, thread) + strip.split + offset,
+                     gradient().dtype, 0, sum);
+  }
+
+  __device__ __forceinline__ const StripOperand& gradient() const {
+    return plan_.operands[plan_.summed_gradient];
+  }
+
+  const StripPlan& plan_;
+  Shared& shared_;
+  int rows_ = 0;  // values of rows in shared memory
+  double totals_[kWidth] = {};
+};
+
+}  // namespace lossops::cuda
