@@ -1,6 +1,6 @@
 // How elements of strided operands are dealt out (kernels/elements/), on the host: every element
-// counts once, and whatever a thread has lies at its place in each operand, however rows are cut
-// into units, strips, tiles and boxes.
+// counts once, whatever a thread has lies at its place in each operand, and every sum gets its
+// elements, however rows are cut into units, strips, tiles and boxes.
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -77,6 +77,26 @@ Problem draw_problem(int most_dims) {
   return problem;
 }
 
+// Target is broadcast along two short dimensions that do not merge.
+Problem draw_far_sums() {
+  Problem problem;
+  IterationSpace& space = problem.space;
+  space.ndim = 4;
+  space.numel = 1;
+  const int first = static_cast<int>(draw(0, 1));
+  for (int dim = 0; dim < space.ndim; ++dim) {
+    space.sizes[dim] = dim % 2 == first ? draw(4, 7) : draw(24, 48);
+    space.numel *= space.sizes[dim];
+  }
+  int64_t strides[kMaxDims];
+  draw_strides(space, true, strides);
+  problem.add(kOutput, DType::kFloat32, strides);
+  problem.add(kInput, DType::kFloat32, strides);
+  strides[first] = strides[first + 2] = 0;
+  problem.add(kTarget, DType::kFloat32, strides);
+  return problem;
+}
+
 // The distance of element i of the space from an operand's first, in bytes.
 int64_t place(const Problem& problem, const Operand& operand, int64_t i) {
   int64_t offset = 0;
@@ -122,13 +142,29 @@ void check_kind(const PlanOperand& operand, int width, int64_t stride, int64_t a
   }
 }
 
+template <typename Body>
+void for_each_strip(const StripPlan& plan, const Body& body) {
+  for (int64_t tile = 0; tile < plan.tiles; ++tile) {
+    bool is_last = false;
+    for (int number = 0; !is_last; ++number) {
+      const Strip strip = Strip::of_sums(plan, tile, number);
+      body(strip, tile);
+      is_last = strip.is_last;
+      if (plan.summed == 1) {  // of all kernels that sum no gradient
+        const Strip plain = Strip::of(plan, tile);
+        CHECK(plain.column == strip.column && plain.walked == strip.walked);
+        CHECK(plain.rest == strip.rest && plain.rest_left == strip.rest_left);
+      }
+    }
+  }
+}
+
 // at_once: steps that a thread takes together, also where some are behind its last one.
 template <int kWidth>
 void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
                   std::vector<int>& taken) {
   CHECK(plan.lanes() <= kTileThreads);
-  for (int64_t tile = 0; tile < plan.tiles; ++tile) {
-    const Strip strip = Strip::of(plan, tile);
+  for_each_strip(plan, [&](const Strip& strip, int64_t /*tile*/) {
     CHECK(Walk<kWidth>::goes_on(plan, strip, 0));
     for (int thread = 0; thread < kTileThreads; ++thread) {
       const Walk<kWidth> walk(plan, strip, thread);
@@ -167,7 +203,7 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
         }
       }
     }
-  }
+  });
 }
 
 void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& taken) {
@@ -209,6 +245,9 @@ struct Seen {
   int column_walks = 0;
   int sides = 0;      // plans with rows side by side along two dimensions
   int kinds[4] = {};  // by UnitKind, of strips
+  int sums[4] = {};   // by SumOf
+  int splits = 0;     // plans with sums in parts
+  int numbers = 0;    // with tiles that go through several numbers of what is summed
 };
 
 bool are_taken(const std::vector<int>& taken) {
@@ -231,7 +270,7 @@ void check_strips(const Problem& problem, int at_once, Seen& seen) {
   }
   const StripPlan& plan = planner.plan(kWidth, at_once, kResident);
   seen.column_walks += plan.walks_columns ? 1 : 0;
-  seen.sides += plan.side_walked.value > 1 && plan.side_rest > 1 ? 1 : 0;
+  seen.sides += plan.side_walked.value > 1 && plan.side_kept > 1 ? 1 : 0;
   for (const Which which : {kInput, kTarget}) {
     ++seen.kinds[static_cast<int>(plan.operands[which].kind)];
   }
@@ -246,6 +285,76 @@ void check_strips(const Problem& problem, int at_once, Seen& seen) {
   std::vector<int> taken(problem.space.numel);
   check_strips<kWidth>(problem, plan, at_once, taken);
   CHECK(are_taken(taken));
+}
+
+// Elements belong to the same sum as others with the same place in the gradient, a tile has a part
+// of its own of each sum, and no part is left out.
+template <int kWidth>
+void check_sums(const Problem& problem, int at_once, Seen& seen) {
+  Problem with_sums = problem;
+  const IterationSpace& space = problem.space;
+  int64_t strides[kMaxDims];
+  int64_t sums = 1;
+  for (int dim = 0; dim < space.ndim; ++dim) {
+    const bool is_kept = problem.operands[kTarget].strides[dim] != 0;
+    strides[dim] = is_kept ? sums : 0;
+    sums *= is_kept ? space.sizes[dim] : 1;
+  }
+  if (sums == space.numel) {
+    return;
+  }
+  with_sums.add(kGradTarget, problem.operands[kTarget].dtype, strides);
+  const Operand& gradient = with_sums.operands[kGradTarget];
+  const Layout layout(space, with_sums.operands);
+  StripPlanner planner(layout, with_sums.operands);
+  if (draw(0, 1) == 0 || !planner.sums(gradient)) {
+    planner = StripPlanner(layout, with_sums.operands, kGradTarget);
+  }
+  if (kWidth > 1 && !planner.has_quads()) {
+    return;
+  }
+  StripPlan& plan = planner.plan(kWidth, at_once, kResident, kGradTarget);
+  CHECK(plan.sums == sums);
+  plan.sum_into(kData, DType::kFloat32);
+  ++seen.sums[static_cast<int>(plan.sum_of)];
+  seen.splits += plan.splits > 1 ? 1 : 0;
+  seen.numbers += plan.tile_summed > 1 ? 1 : 0;
+  std::vector<int64_t> sum_of_place(sums, -1);
+  std::vector<int64_t> tile_of_part(plan.splits * sums, -1);
+  for_each_strip(plan, [&](const Strip& strip, int64_t tile) {
+    for (int thread = 0; thread < kTileThreads; ++thread) {
+      const Walk<kWidth> walk(plan, strip, thread);
+      for (int n = 0; n < plan.tile_turns * at_once; ++n) {
+        const int turn = n / at_once * plan.walk_turn;
+        const int step = n % at_once;
+        for (int i = 0; i < kWidth; ++i) {
+          if (!Walk<kWidth>::goes_on(plan, strip, turn) || !walk.has(plan, turn, step, i)) {
+            continue;
+          }
+          const auto offset = [&](const StripOperand& operand) {
+            return walk.begin(plan, strip, operand.strides) +
+                   int64_t{walk.index(plan, turn, step)} * operand.walk_stride +
+                   i * operand.strides[0];
+          };
+          const int64_t element = offset(plan.operands[kOutput]) / plan.operands[kOutput].bytes;
+          const int64_t place_of_sum =
+              place(with_sums, gradient, element) / element_size(gradient.dtype);
+          const int64_t part = (offset(plan.operands[kGradTarget]) + strip.split) / 4;
+          CHECK(0 <= part && part < plan.splits * sums);
+          int64_t& sum = sum_of_place[place_of_sum];
+          CHECK(sum == -1 || sum == part % sums);
+          sum = part % sums;
+          CHECK(tile_of_part[part] == -1 || tile_of_part[part] == tile);
+          tile_of_part[part] = tile;
+        }
+      }
+    }
+  });
+  CHECK(std::count(tile_of_part.begin(), tile_of_part.end(), -1) == 0);
+  std::sort(sum_of_place.begin(), sum_of_place.end());
+  for (int64_t i = 0; i < sums; ++i) {
+    CHECK(sum_of_place[i] == i);
+  }
 }
 
 void check_boxes(const Problem& problem, Seen& seen) {
@@ -310,7 +419,15 @@ int main() {
     test::subject() = "problem " + std::to_string(n) + ", " + std::to_string(at_once) + " at once";
     cuda::check_strips<1>(problem, at_once, seen);
     cuda::check_strips<cuda::kQuad>(problem, at_once, seen);
+    cuda::check_sums<1>(problem, at_once, seen);
+    cuda::check_sums<cuda::kQuad>(problem, at_once, seen);
     cuda::check_boxes(problem, seen);
+  }
+  for (int n = 0; n < 100; ++n) {
+    const cuda::Problem problem = cuda::draw_far_sums();
+    test::subject() = "far sums " + std::to_string(n);
+    cuda::check_sums<1>(problem, 2, seen);
+    cuda::check_sums<cuda::kQuad>(problem, 2, seen);
   }
   test::subject() = "long rows";
   cuda::check_long((int64_t{1} << 31) + 1, 3, (int64_t{1} << 31) + 8);
@@ -328,5 +445,11 @@ int main() {
   for (const int kind : seen.kinds) {
     CHECK(kind > 10);
   }
+  for (const cuda::SumOf sum : {cuda::SumOf::kColumn, cuda::SumOf::kWalk, cuda::SumOf::kRow}) {
+    CHECK(seen.sums[static_cast<int>(sum)] > 10);
+  }
+  CHECK(seen.sums[static_cast<int>(cuda::SumOf::kNothing)] == 0);
+  CHECK(seen.splits > 10);
+  CHECK(seen.numbers > 10);
   return test::exit_status();
 }

@@ -58,6 +58,13 @@ class Device {
     return static_cast<double*>(memory);
   }
 
+  // Fills a result with NaN: what a kernel leaves out must not be right by chance.
+  void poison(const TestTensor& tensor) {
+    if (!tensor.absent()) {
+      check_cuda(cudaMemset(copy_of(tensor), 0xff, tensor.bytes.size()));
+    }
+  }
+
   TestTensor download(const TestTensor& tensor) {
     TestTensor result = tensor;
     check_cuda(cudaDeviceSynchronize());
@@ -121,6 +128,9 @@ void run_on_device(const std::vector<const TestTensor*>& results, bool acc_doubl
   std::vector<TestTensor> first;
   for (int repeat = 0; repeat < 2; ++repeat) {
     Device device(shift);
+    for (const TestTensor* result : results) {
+      device.poison(*result);
+    }
     run(device);
     for (size_t i = 0; i < results.size(); ++i) {
       if (results[i]->absent()) {
@@ -143,7 +153,7 @@ void test_forward(ElementwiseCase& c, int64_t shift) {
   const ElementwiseForwardArgs args = c.forward_args(on_host);
   std::vector<double> scratch(static_cast<size_t>(cpu::elementwise_forward_scratch(args)));
   cpu::launch_elementwise_forward(args, scratch.data(), kSerial);
-  if (c.weight.absent()) {
+  if (c.weight.absent() || c.reduction != Reduction::kMean) {
     c.mean_terms = TestTensor();  // of a weighted mean only
   }
   run_on_device({&c.output, &c.mean_terms}, c.acc_double(), shift, [&](Device& device) {
@@ -172,7 +182,9 @@ void test_backward_reduce(ElementwiseCase& c, int64_t shift) {
   if (!c.grad_weight.absent()) {
     // A weight's gradient is of the differences to the mean, which cancel: without the mean.
     ElementwiseCase about_zero = c;
-    about_zero.mean_terms.set(1, 0);
+    if (!about_zero.mean_terms.absent()) {
+      about_zero.mean_terms.set(1, 0);
+    }
     backward_reduce_on_host(about_zero);
     magnitude = largest_of(about_zero.grad_weight);
   }
@@ -188,12 +200,55 @@ void test_backward_reduce(ElementwiseCase& c, int64_t shift) {
       magnitude);
 }
 
+TestTensor gradient_like(const TestTensor& operand) {
+  TestTensor result = operand;
+  std::fill(result.bytes.begin(), result.bytes.end(), 0);
+  return result;
+}
+
+// A forward pass that computes gradients too: the loss has the same bits as without them.
+// is_summed: target is broadcast.
+void test_forward_gradients(const ElementwiseCase& forward, bool is_summed) {
+  ElementwiseCase c = forward;  // its output is computed
+  if (c.reduction == Reduction::kNone || !c.weight.absent()) {
+    return;
+  }
+  c.grad_output.fill([] { return 1.0; });
+  c.grad_target = gradient_like(c.target);
+  is_summed ? backward_reduce_on_host(c)
+            : cpu::launch_elementwise_backward(c.backward_args(on_host), kSerial);
+  ElementwiseCase of_input = c;
+  of_input.grad_target = TestTensor();
+  of_input.grad_input = gradient_like(c.input);
+  cpu::launch_elementwise_backward(of_input.backward_args(on_host), kSerial);
+  const auto loss = [&](const ElementwiseCase& of) {
+    TestTensor result;
+    run_on_device({&of.output, &of.grad_input, &of.grad_target}, c.acc_double(), 0,
+                  [&](Device& device) {
+                    ElementwiseForwardArgs args = of.forward_args(device.place());
+                    args.grad_input = test::operand_of(of.grad_input, device.place());
+                    args.grad_target = test::operand_of(of.grad_target, device.place());
+                    cuda::launch_elementwise_forward(
+                        args, device.scratch(cuda::elementwise_forward_scratch(args)), nullptr);
+                    result = device.download(of.output);
+                  });
+    return result.bytes;
+  };
+  ElementwiseCase both = of_input;
+  both.grad_target = c.grad_target;
+  const auto expected = loss(forward);
+  CHECK(loss(of_input) == expected);
+  CHECK(loss(c) == expected);
+  CHECK(loss(both) == expected);
+}
+
 void test_elementwise(Random& random, const std::vector<int64_t>& sizes, Layout layout,
                       int64_t shift) {
   ElementwiseCase c =
       test::random_elementwise(random, sizes, layout, static_cast<int>(sizes.size()));
   test::subject() = c.describe() + " shift " + std::to_string(shift);
   test_forward(c, shift);
+  test_forward_gradients(c, false);
   c.grad_input = TestTensor(c.input.dtype, sizes, layout);
   c.grad_target = TestTensor(c.target.dtype, sizes, layout);
   if (!c.weight.absent()) {
@@ -207,11 +262,7 @@ void test_broadcast(Random& random, const std::vector<int64_t>& sizes, Layout la
   ElementwiseCase c = test::random_elementwise(random, sizes, layout, num_kept);
   test::subject() = c.describe() + " kept dims " + std::to_string(num_kept);
   test_forward(c, 0);
-  const auto gradient_like = [](const TestTensor& operand) {
-    TestTensor result = operand;
-    std::fill(result.bytes.begin(), result.bytes.end(), 0);
-    return result;
-  };
+  test_forward_gradients(c, true);
   c.grad_target = gradient_like(c.target);
   test_backward_reduce(c, 0);
   c.grad_target = TestTensor();
@@ -228,6 +279,9 @@ void test_forward(CrossEntropyCase& c, int64_t shift) {
   const CrossEntropyPlan plan = cpu::plan_cross_entropy_forward(args);
   std::vector<double> scratch(static_cast<size_t>(plan.scratch));
   cpu::launch_cross_entropy_forward(args, plan, scratch.data(), kSerial);
+  if (c.reduction != Reduction::kMean) {
+    c.mean_terms = TestTensor();
+  }
   run_on_device({&c.output, &c.mean_terms}, c.acc_double(), shift, [&](Device& device) {
     const CrossEntropyForwardArgs device_args = c.forward_args(device.place());
     const CrossEntropyPlan device_plan = cuda::plan_cross_entropy_forward(device_args);

@@ -253,6 +253,9 @@ inline cudaError_t cudaFree(void* memory) { return std::free(memory), cudaSucces
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   return std::memcpy(to, from, bytes), cudaSuccess;
 }
+inline cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
+  return std::memset(memory, value, bytes), cudaSuccess;
+}
 inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
   return std::memset(memory, value, bytes), cudaSuccess;
 }
