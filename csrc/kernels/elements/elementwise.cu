@@ -538,17 +538,17 @@ void launch_elementwise_forward(const ElementwiseForwardArgs& args, double* scra
   auto* const partials = reinterpret_cast<Partial*>(scratch);
   const Finalize finalize = make_finalize(args);
   const Launch what(args);
-  double* free = scratch;
-  double* sums = nullptr;
-  if (reduce) {
-    const ScratchSizes sizes = scratch_sizes(args, what);
-    sums = scratch + sizes.blocks * kPartialDoubles;
-    free = sums + sizes.sums;
+  ScratchSizes sizes;
+  if (what.summed != kNumOperands) {  // else launch() plans once
+    sizes = scratch_sizes(args, what);
   }
+  double* const sums = scratch + sizes.blocks * kPartialDoubles;
   const int64_t blocks = launch(args, what, kMaxGrid, partials, sums, finalize, stream);
   if (reduce) {
     launch_grid_reduce(partials, blocks, finalize, stream);
   }
+  // Of "none" there is no scratch, and nothing is left.
+  double* free = reduce ? scratch + blocks * kPartialDoubles + sizes.sums : nullptr;
   for_each_left(args, what, [&](const ElementwiseBackwardReduceArgs& own) {
     launch_elementwise_backward_reduce(own, free, context);
     free += elementwise_backward_reduce_scratch(own);

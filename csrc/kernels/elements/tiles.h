@@ -32,7 +32,8 @@ struct Strip {
     return at(plan, tile - across * tiles.sizes[0], across - rest * tiles.sizes[1],
               rest * plan.side_kept);
   }
-  // Of a kernel that sums a gradient. number: of the summed rest, within the tile.
+  // The same for a kernel that sums a gradient, whose tiles go through StripPlan::tile_summed
+  // indices of the summed rest. number: that of the index, from 0.
   static LOSSOPS_HOST_DEVICE Strip of_sums(const StripPlan& plan, int64_t tile, int number) {
     const Extents& tiles = plan.tile_extents;
     const int64_t across = tiles.quotient(tile, 0);
