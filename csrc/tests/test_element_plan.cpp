@@ -159,6 +159,14 @@ void for_each_strip(const StripPlan& plan, const Body& body) {
   }
 }
 
+// The bytes from an operand's first element to where a walk begins.
+template <int kWidth>
+int64_t begin_of(const StripPlan& plan, const Walk<kWidth>& walk, const Strip& strip,
+                 const StripOperand& operand) {
+  return walk.column(strip) * operand.strides[0] + walk.walked(strip) * operand.strides[1] +
+         plan.extents.offset(operand.strides, walk.rest(strip), 2);
+}
+
 // at_once: steps that a thread takes together, also where some are behind its last one.
 template <int kWidth>
 void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
@@ -178,7 +186,7 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
           continue;
         }
         const auto offset = [&](const StripOperand& operand) {
-          return walk.begin(plan, strip, operand.strides) +
+          return begin_of(plan, walk, strip, operand) +
                  int64_t{walk.index(plan, turn, step)} * operand.walk_stride;
         };
         for (const Which which : {kInput, kTarget, kOutput}) {
@@ -197,7 +205,7 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
           const Walk<kWidth> next(plan, strip, thread + 1);
           CHECK(next.joins_previous(plan, turn, step));
           const StripOperand& output = plan.operands[kOutput];
-          CHECK(next.begin(plan, strip, output.strides) +
+          CHECK(begin_of(plan, next, strip, output) +
                     int64_t{next.index(plan, turn, step)} * output.walk_stride ==
                 offset(output) + kWidth * output.strides[0]);
         }
@@ -225,7 +233,7 @@ void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& 
       }
       const auto offset = [&](const BoxOperand& operand) {
         return placed[0] * operand.strides[0] + placed[1] * operand.strides[1] +
-               extents.offset(operand.strides, tile.matrix, 2, extents.ndim);
+               extents.offset(operand.strides, tile.matrix, 2);
       };
       take(problem, plan, counts, taken, offset);
       for (const Which which : {kInput, kTarget, kOutput}) {
@@ -332,7 +340,7 @@ void check_sums(const Problem& problem, int at_once, Seen& seen) {
             continue;
           }
           const auto offset = [&](const StripOperand& operand) {
-            return walk.begin(plan, strip, operand.strides) +
+            return begin_of(plan, walk, strip, operand) +
                    int64_t{walk.index(plan, turn, step)} * operand.walk_stride +
                    i * operand.strides[0];
           };
@@ -395,7 +403,7 @@ void check_long(int64_t columns, int64_t rows, int64_t row_stride, int64_t colum
       for (int n = 0; n < plan.tile_turns * kAtOnce; ++n) {
         const int index = walk.index(plan, n / kAtOnce * plan.walk_turn, n % kAtOnce);
         const int64_t element =
-            (walk.begin(plan, strip, output.strides) + int64_t{index} * output.walk_stride) /
+            (begin_of(plan, walk, strip, output) + int64_t{index} * output.walk_stride) /
             output.bytes;
         CHECK(0 <= element && element / row_stride < rows);
         CHECK(element % row_stride / column_stride < columns);

@@ -35,8 +35,7 @@ class BoxTile {
     if (const auto slot = static_cast<int>(threadIdx.x); slot < plan.num_slots) {
       const BoxOperand& operand = plan.operands[plan.slots[slot]];
       const Extents& extents = plan.extents;
-      shared.matrices[slot] =
-          operand.data + extents.offset(operand.strides, boxes.matrix, 2, extents.ndim);
+      shared.matrices[slot] = operand.data + extents.offset(operand.strides, boxes.matrix, 2);
     }
     __syncthreads();
     const int first = boxes.first[0];

@@ -35,19 +35,24 @@ struct Extents {
     return sizes[dim] > kMaxDividend ? 0 : divisors[dim].quotient(static_cast<uint32_t>(n));
   }
 
-  // How far from its first element an operand has the one whose number along dimensions
-  // [first, last) is n.
-  LOSSOPS_HOST_DEVICE int64_t offset(const int64_t* strides, int64_t n, int first, int last) const {
-    int64_t offset = 0;
+  // Calls body(dim, index) with the place of number n along each of dimensions [first, ndim).
+  template <typename Body>
+  LOSSOPS_HOST_DEVICE void for_each_index(int64_t n, int first, const Body& body) const {
 #if defined(__CUDA_ARCH__)
 #pragma unroll 1
 #endif
-    for (int dim = first; dim + 1 < last; ++dim) {
-      const int64_t rest = quotient(n, dim);
-      offset += (n - rest * sizes[dim]) * strides[dim];
+    for (int dim = first; dim < ndim; ++dim) {
+      const int64_t rest = dim + 1 < ndim ? quotient(n, dim) : 0;
+      body(dim, n - rest * sizes[dim]);
       n = rest;
     }
-    return first < last ? offset + n * strides[last - 1] : 0;
+  }
+
+  // How far from its first element an operand has the one whose number along these dimensions is n.
+  LOSSOPS_HOST_DEVICE int64_t offset(const int64_t* strides, int64_t n, int first) const {
+    int64_t offset = 0;
+    for_each_index(n, first, [&](int dim, int64_t index) { offset += index * strides[dim]; });
+    return offset;
   }
 };
 

@@ -28,6 +28,13 @@ struct HasBackwardHalfInput<
     Term, std::void_t<decltype(std::declval<Term>().backward_half_input(0.0f, 0.0f))>>
     : std::true_type {};
 
+template <typename Term, typename = void>
+struct HasBackwardHalfTarget : std::false_type {};
+template <typename Term>
+struct HasBackwardHalfTarget<
+    Term, std::void_t<decltype(std::declval<Term>().backward_half_target(0.0f, 0.0f))>>
+    : std::true_type {};
+
 // A kernel has one term, or one of these, and chooses the term at run time: loads and stores are
 // most of its machine code, and stand once. TermOf: the terms of a loss. AnyTerm: those of all
 // losses; if kHasWeight_, of all that take weights.
@@ -156,7 +163,7 @@ struct Gradients {
                                            operands.t.at(n / Tile::kWidth, n % Tile::kWidth));
     }
   }
-  // is_half: input is of a half type, where a term may have a faster way.
+  // is_half: the operand is of a half type, where a term may have a faster way.
   template <typename Term>
   __device__ __forceinline__ void of_input(const Term& term, bool is_half,
                                            acc_t (&results)[kCount]) const {
@@ -169,7 +176,14 @@ struct Gradients {
     derive(results, [&](acc_t x, acc_t t) { return term.backward_input(x, t); });
   }
   template <typename Term>
-  __device__ __forceinline__ void of_target(const Term& term, acc_t (&results)[kCount]) const {
+  __device__ __forceinline__ void of_target(const Term& term, bool is_half,
+                                            acc_t (&results)[kCount]) const {
+    if constexpr (HasBackwardHalfTarget<Term>::value && std::is_same_v<acc_t, float>) {
+      if (is_half) {
+        derive(results, [&](acc_t x, acc_t t) { return term.backward_half_target(x, t); });
+        return;
+      }
+    }
     derive(results, [&](acc_t x, acc_t t) { return term.backward_target(x, t); });
   }
 };
@@ -264,7 +278,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
       if (which == kGradInput) {
         gradients.of_input(term, tile.is_half(kInput), results);
       } else {
-        gradients.of_target(term, results);
+        gradients.of_target(term, tile.is_half(kTarget), results);
       }
     });
     take_gradient(which, results);

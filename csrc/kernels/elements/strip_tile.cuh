@@ -25,15 +25,27 @@ class WalkBegins {
   template <int kWidth>
   __device__ __forceinline__ static void set(const StripPlan& plan, const Strip& strip,
                                              const Walk<kWidth>& walk) {
-#pragma unroll 1
-    for (int slot = 0; slot < plan.num_slots; ++slot) {
-      const StripOperand& operand = plan.operands[plan.slots[slot]];
-      table()[slot * kTileThreads + threadIdx.x] =
-          operand.data + walk.begin(plan, strip, operand.strides);
-    }
+    const int64_t column = walk.column(strip);
+    const int64_t walked = walk.walked(strip);
+    for_each(plan, [&](char*& begin, const StripOperand& operand) {
+      // fault: elementwise-offset
+      begin = operand.data + column * operand.strides[0] + walked * operand.strides[1];
+    });
+    plan.extents.for_each_index(walk.rest(strip), 2, [&](int dim, int64_t index) {
+      for_each(plan, [&](char*& begin, const StripOperand& operand) {
+        begin += index * operand.strides[dim];
+      });
+    });
   }
 
  private:
+  template <typename Body>
+  __device__ __forceinline__ static void for_each(const StripPlan& plan, const Body& body) {
+#pragma unroll 1
+    for (int slot = 0; slot < plan.num_slots; ++slot) {
+      body(table()[slot * kTileThreads + threadIdx.x], plan.operands[plan.slots[slot]]);
+    }
+  }
   __device__ __forceinline__ static char** table() {
     LOSSOPS_DYNAMIC_SHARED(char*, addresses);
     return addresses;

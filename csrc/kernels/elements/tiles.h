@@ -103,15 +103,12 @@ class Walk {
     }
   }
 
-  // The bytes from an operand's first element to where the walk begins.
-  LOSSOPS_HOST_DEVICE int64_t begin(const StripPlan& plan, const Strip& strip,
-                                    const int64_t* strides) const {
-    // fault: elementwise-offset
-    const int64_t walked = (strip.walked + side_walked_) * strides[1];
-    const int64_t rest =
-        plan.extents.offset(strides, strip.rest + side_kept_, 2, plan.extents.ndim);
-    return (strip.column + column_) * strides[0] + walked + rest;
+  // Where the walk begins, along dimension 0, along 1 and along the rest.
+  LOSSOPS_HOST_DEVICE int64_t column(const Strip& strip) const { return strip.column + column_; }
+  LOSSOPS_HOST_DEVICE int64_t walked(const Strip& strip) const {
+    return strip.walked + side_walked_;
   }
+  LOSSOPS_HOST_DEVICE int64_t rest(const Strip& strip) const { return strip.rest + side_kept_; }
 
   // Whether a thread has something in a turn that begins at `turn`: a multiple of plan.walk_turn.
   // The first thread has, if any has.

@@ -58,7 +58,7 @@ struct KlDivTerm {
     }
   }
 
-  // The same where input is of a half type.
+  // The same where it is of a half type, as the gradient.
   LOSSOPS_HOST_DEVICE float backward_half_input(float input, float target) const {
     const float t = probability(target);
     if constexpr (kLogInput) {
@@ -85,6 +85,22 @@ struct KlDivTerm {
       // Not differentiable at 0: NaN, as torch's xlogy gives.
       // fault: kl-target
       return target == acc_t(0) ? math::quiet_nan<acc_t>() : log_ratio + acc_t(1);
+    }
+  }
+
+  // The same where it is of a half type, as the gradient.
+  LOSSOPS_HOST_DEVICE float backward_half_target(float input, float target) const {
+    float x = input;
+    if constexpr (!kLogInput) {
+      x = math::log_in_sum<false>(input);
+    }
+    if constexpr (kLogTarget) {
+      const float t = math::exp_of_half(target);
+      return t == 0.0f ? math::zero_unless_nan(x) : t * (target - x + 1.0f);
+    } else {
+      const float log_ratio = math::log_in_sum<false>(target) - x;
+      // fault: kl-half-target
+      return target == 0.0f ? math::quiet_nan<float>() : log_ratio + 1.0f;
     }
   }
 
