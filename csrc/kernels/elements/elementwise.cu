@@ -53,6 +53,10 @@ bool is_summed(const IterationSpace& space, const Operand& gradient) {
   return false;
 }
 
+// Whether losses are computed by a kernel that can also sum a gradient. That for single columns of
+// half types cannot, for little machine code.
+bool has_sums_kernel(const StripPlanner& strips) { return !strips.is_half() || strips.has_quads(); }
+
 // An elementwise operator as its kernel sees it.
 struct Launch {
   Operand operands[kNumOperands];
@@ -144,15 +148,11 @@ struct Launch {
       return;
     }
     const StripPlanner strips(layout, operands);
-    if (strips.is_half() && !strips.has_quads()) {
-      return;  // its kernel computes losses alone, for little machine code
-    }
     for (const Which which : {kGradInput, kGradTarget}) {
       const Operand& gradient = which == kGradInput ? args.grad_input : args.grad_target;
-      const bool sums = is_summed(args.space, gradient);
-      if (!sums) {
+      if (!is_summed(args.space, gradient)) {
         add(which, gradient);
-      } else if (summed == kNumOperands && strips.sums(gradient)) {
+      } else if (summed == kNumOperands && has_sums_kernel(strips) && strips.sums(gradient)) {
         add(which, gradient);
         summed = which;
       }
@@ -215,9 +215,7 @@ void visit_forward_work(const Launch& what, const Body& body) {
 template <typename scalar_t, typename Term, typename Body>
 void visit_dense_term(const Launch& what, const Term& term, const Body& body) {
   const auto visit = [&](auto work) { body(Dense<scalar_t>{}, what.dense, work, term); };
-  if constexpr (std::is_same_v<scalar_t, double>) {  // for little machine code
-    visit(WorkOf<kForwardWork, Term>{what.work});
-  } else if (!what.has_weights()) {
+  if (!what.has_weights()) {
     visit_forward_work<0>(what, visit);
   } else if constexpr (Term::kHasWeight) {
     visit_forward_work<kHasWeights>(what, visit);
@@ -226,9 +224,19 @@ void visit_dense_term(const Launch& what, const Term& term, const Body& body) {
 
 template <typename Body>
 void visit_dense_forward(const ElementwiseArgs& args, const Launch& what, const Body& body) {
+  if (args.input.dtype == DType::kFloat64) {  // one kernel a loss, for little machine code
+    visit_loss_type(args.loss, [&](auto loss) {
+      using Terms = TermOf<decltype(loss)>;
+      body(Dense<double>{}, what.dense, WorkOf<kForwardWork, Terms>{what.work}, Terms{args.params});
+    });
+    return;
+  }
   visit_elementwise_loss(args.loss, args.params, [&](auto term) {
     visit_floating(args.input.dtype, [&](auto type) {
-      visit_dense_term<typename decltype(type)::type>(what, term, body);
+      using scalar_t = typename decltype(type)::type;
+      if constexpr (!std::is_same_v<scalar_t, double>) {
+        visit_dense_term<scalar_t>(what, term, body);
+      }
     });
   });
 }
@@ -279,9 +287,9 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   StripPlanner strips(layout, what.operands);
   // Whether a gradient is summed by a launch of its own. If the forward kernel can sum it, backward
   // takes the same plan and steps, so that the gradient has the same bits.
-  const bool must_sum = sums && (is_double || what.has_weights() || what.has(kGradOutput) ||
-                                 boxes.has_boxes() || !strips.sums(what.operands[what.summed]) ||
-                                 (strips.is_half() && !strips.has_quads()));
+  const bool must_sum =
+      sums && (is_double || what.has_weights() || what.has(kGradOutput) || boxes.has_boxes() ||
+               !has_sums_kernel(strips) || !strips.sums(what.operands[what.summed]));
   if (must_sum) {
     strips = StripPlanner(layout, what.operands, what.summed);
   }
@@ -305,7 +313,6 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   };
   constexpr unsigned kAll = kForwardWork | kBackwardWork;
   const AnyTerm<false> any{args.loss, args.params};
-  const AnyWork<kGradientsWork> gradients{what.work};
   if (is_double || (sums && what.has_weights())) {
     visit_any_term(args, what, [&](auto terms) {
       visit(InDoubles{}, WorkOf<kAll, decltype(terms)>{what.work}, terms);
@@ -317,23 +324,27 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     const AnyWork<kBackwardWork & ~kWeightWork> backward{what.work};
     what.is_backward() ? body(InBoxes<true>{}, boxes.plan(), backward, any)
                        : body(InBoxes<false>{}, boxes.plan(), forward, any);
-  } else if (what.is_backward() || sums || what.has(kGradTarget)) {
-    if (!strips.has_quads()) {
-      visit(GradientsInSingles{}, gradients, any);
-    } else if (what.is_backward() && !sums) {
-      visit(BackwardInQuads{}, AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
-    } else if (strips.is_half()) {
-      visit(GradientsInQuads<true>{}, gradients, any);
-    } else {
-      visit(GradientsInQuads<false>{}, gradients, any);
-    }
-  } else {
-    visit_forward_work<0>(what, [&](auto work) {
-      if constexpr (work.has(kStoresLosses)) {
-        visit_strips(work, any);
-      } else {  // asked for most: kernels of one loss need fewer registers
-        visit_loss_type(
-            args.loss, [&](auto loss) { visit_strips(work, TermOf<decltype(loss)>{args.params}); });
+  } else if (sums && !must_sum && strips.has_quads()) {
+    constexpr unsigned kWork = kSumsLosses | kWantsGradInput | kWantsGradTarget | kIsBackward;
+    visit_loss_type(args.loss, [&](auto loss) {
+      const TermOf<decltype(loss)> terms{args.params};
+      const AnyWork<kWork> work{what.work};
+      strips.is_half() ? visit(SumsInQuads<true>{}, work, terms)
+                       : visit(SumsInQuads<false>{}, work, terms);
+    });
+  } else if (what.is_backward() && !sums && strips.has_quads()) {
+    visit(BackwardInQuads{}, AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
+  } else if (what.is_backward() || sums) {
+    visit(GradientsInSingles{}, AnyWork<kGradientsWork>{what.work}, any);
+  } else if ((what.work & kStoresLosses) != 0) {
+    visit_strips(FixedWork<kStoresLosses>{}, any);
+  } else {  // asked for most: kernels of one loss need fewer registers
+    visit_loss_type(args.loss, [&](auto loss) {
+      const TermOf<decltype(loss)> terms{args.params};
+      if (what.has(kGradInput) || what.has(kGradTarget)) {
+        visit_strips(AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget>{what.work}, terms);
+      } else {
+        visit_strips(FixedWork<kSumsLosses>{}, terms);
       }
     });
   }

@@ -129,19 +129,24 @@ struct InStrips {
   }
 };
 
-// Forward passes: losses, and the gradient of input. Their tiles are the same with gradients and
-// without them, for the same bits.
+// As many blocks as leave registers for what a thread reads and writes.
+constexpr int blocks_of_quads(bool is_half, unsigned work) {
+  const bool reads_only = work == kSumsLosses || (work == kStoresLosses && !is_half);
+  return reads_only ? 4 : 3;
+}
+// Forward passes. Their tiles are the same with gradients and without them, for the same bits.
 template <bool kIsHalf>
 using QuadsOf = QuadStripTile<kIsHalf ? 3 : 2, kIsHalf>;
 template <bool kIsHalf, unsigned kWork>
-using InQuads = InStrips<QuadsOf<kIsHalf>, kIsHalf && kWork != kSumsLosses ? 3 : 4>;
+using InQuads = InStrips<QuadsOf<kIsHalf>, blocks_of_quads(kIsHalf, kWork)>;
 template <bool kIsHalf>
 using InSingles = InStrips<SingleStripTile<float, 8, kIsHalf>, 4>;
+// Of reductions, and their backward passes, where a gradient is summed as losses are.
+template <bool kIsHalf>
+using SumsInQuads = InStrips<QuadsOf<kIsHalf>, kIsHalf ? 2 : 3, true>;
 // Backward passes that sum nothing; half types share a kernel, for little machine code.
 using BackwardInQuads = InStrips<QuadsOf<false>, 3>;
-// All others. Three blocks of quads would have too few registers.
-template <bool kIsHalf>
-using GradientsInQuads = InStrips<QuadsOf<kIsHalf>, 2, true>;
+// All others.
 using GradientsInSingles = InStrips<SingleStripTile<float, 8, false>, 3, true>;
 // For little machine code.
 using InWeightedSingles = InStrips<SingleStripTile<float, 2, false>, 3>;

@@ -40,7 +40,7 @@ struct HasBackwardHalfTarget<
 // losses; if kHasWeight_, of all that take weights.
 template <typename Loss>
 struct TermOf {
-  static constexpr bool kHasWeight = false;
+  static constexpr bool kHasWeight = Loss::kTraits.has_weight;
   LossParams params;
 };
 template <bool kHasWeight_>
@@ -145,8 +145,8 @@ __device__ __forceinline__ double total(const Tile& tile, const acc_t (&values)[
   return static_cast<double>(pairwise_sum(own));
 }
 
-// The gradients of a thread's elements, by a term.
-template <typename Tile>
+// The gradients of a thread's elements, by a term. kIsLoop: in a loop over them.
+template <typename Tile, bool kIsLoop>
 struct Gradients {
   using acc_t = typename Tile::acc_t;
   static constexpr int kCount = Tile::kSteps * Tile::kWidth;
@@ -159,8 +159,13 @@ struct Gradients {
                                          const Derivative& derivative) const {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      results[n] = factors[n] * derivative(operands.x.at(n / Tile::kWidth, n % Tile::kWidth),
-                                           operands.t.at(n / Tile::kWidth, n % Tile::kWidth));
+      acc_t x = operands.x.at(n / Tile::kWidth, n % Tile::kWidth);
+      acc_t t = operands.t.at(n / Tile::kWidth, n % Tile::kWidth);
+      if constexpr (kIsLoop) {  // the compiler would compute all derivatives ahead, and spill them
+        x = unfolded(x);
+        t = unfolded(t);
+      }
+      results[n] = factors[n] * derivative(x, t);
     }
   }
   // is_half: the operand is of a half type, where a term may have a faster way.
@@ -232,7 +237,11 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
 
   // What multiplies a derivative. Selected here, once: else the compiler makes loops over the
   // elements for each case.
-  Gradients<Tile> gradients{operands};
+  // Of both gradients in a loop, what writes or sums one stands once in the machine code. Where
+  // grad_output is read too, that costs registers which are not there.
+  constexpr bool kIsLoop = Work::all().has(kWantsGradInput) && Work::all().has(kWantsGradTarget) &&
+                           !Work::all().has(kHasGradOutputs);
+  Gradients<Tile, kIsLoop> gradients{operands};
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
     gradients.factors[n] = own_scale ? at(operands.g, n) : scale;
@@ -269,10 +278,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
       gradients.factors[n] *= at(operands.w, n);
     }
   }
-  const auto gradient = [&](Which which, unsigned bit) {
-    if (!work.has(bit)) {
-      return;
-    }
+  const auto take = [&](Which which) {
     acc_t results[kCount];
     visit_term(terms, [&](const auto& term) {
       if (which == kGradInput) {
@@ -283,8 +289,22 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     });
     take_gradient(which, results);
   };
-  gradient(kGradInput, kWantsGradInput);
-  gradient(kGradTarget, kWantsGradTarget);
+  const bool wants_input = work.has(kWantsGradInput);
+  const bool wants_target = work.has(kWantsGradTarget);
+  if constexpr (kIsLoop) {
+#pragma unroll 1
+    for (int which = wants_input ? kGradInput : kGradTarget;
+         which <= (wants_target ? kGradTarget : kGradInput); ++which) {
+      take(static_cast<Which>(which));
+    }
+  } else {
+    if (wants_input) {
+      take(kGradInput);
+    }
+    if (wants_target) {
+      take(kGradTarget);
+    }
+  }
 }
 
 // A block's sum where there are no weights: half of a Partial.
