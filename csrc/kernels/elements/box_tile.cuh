@@ -53,6 +53,7 @@ class BoxTile {
   __device__ __forceinline__ const BoxOperand& operand(Which which) const {
     return plan_.operands[which];
   }
+  __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
   __device__ __forceinline__ static constexpr bool has_subnormals() { return true; }
   __device__ __forceinline__ bool is_half(Which which) const {
     return is_half_type(operand(which).dtype);

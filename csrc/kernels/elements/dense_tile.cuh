@@ -55,6 +55,7 @@ struct DenseTraits {
     return !std::is_same_v<scalar_t, half_t>;
   }
   __device__ __forceinline__ static bool is_half(Which /*which*/) { return kIsHalf; }
+  __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
   __device__ __forceinline__ static bool has(int /*n*/) { return true; }
   __device__ __forceinline__ static bool has_all() { return true; }
 };

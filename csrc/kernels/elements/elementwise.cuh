@@ -21,8 +21,9 @@ namespace lossops::cuda {
 // - bytes(plan): of dynamic shared memory;
 // - kBlocks: resident blocks a multiprocessor, at the least. As many as leave a thread its
 // registers;
-// - for_each_tile(plan, body): calls body(tile, sums) with each tile of a block, and with each
-//   element that no whole tile has. Blocks stride over tiles. sums: what sums a gradient, if any.
+// - for_each_tile(plan, body): calls body(tile, operands, sums) with each tile of a block, and with
+//   each element that no whole tile has. Blocks stride over tiles. operands: what is read of the
+//   tile. sums: what sums a gradient, if any.
 template <typename scalar_t>
 struct Dense {
   using Plan = DenseOperands;
@@ -44,14 +45,16 @@ struct Dense {
     int64_t index = blockIdx.x;
     for (; index < whole_tiles; index += gridDim.x) {
       DenseTile<scalar_t> tile(operands, index);
-      body(tile, no_sums);
+      Operands<DenseTile<scalar_t>> read;
+      body(tile, read, no_sums);
     }
     if (index == whole_tiles) {
       // fault: elementwise-tail
       for (int64_t i = index * kDenseTile<scalar_t> + threadIdx.x; i < operands.numel;
            i += kTileThreads) {
         DenseRest<scalar_t> rest(operands, i);
-        body(rest, no_sums);
+        Operands<DenseRest<scalar_t>> read;
+        body(rest, read, no_sums);
       }
     }
   }
@@ -74,6 +77,7 @@ struct InStrips {
   static __device__ __forceinline__ void for_each_tile(const StripPlan& plan, const Body& body) {
     const auto thread = static_cast<int>(threadIdx.x);
     const bool has_units = thread / kWarpSize * kWarpSize < plan.lanes();
+    Operands<Tile> operands;
     if constexpr (kSums) {
       if (!has_units && plan.summed_gradient == kNumOperands) {
         return;
@@ -83,7 +87,7 @@ struct InStrips {
         Sums sums(plan, shared);
         for_each_turn(plan, tile, [&](const Strip& strip, const Walk<kWidth>& walk, int turn) {
           Tile units(plan, walk, turn);
-          body(units, sums);
+          body(units, operands, sums);
           sums.end_turn(strip, walk, turn);
         });
       }
@@ -95,7 +99,7 @@ struct InStrips {
       for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
         for_each_turn(plan, tile, [&](const Strip& /*strip*/, const Walk<kWidth>& walk, int turn) {
           Tile units(plan, walk, turn);
-          body(units, no_sums);
+          body(units, operands, no_sums);
         });
       }
     }
@@ -143,7 +147,7 @@ template <bool kIsHalf>
 using InSingles = InStrips<SingleStripTile<float, 8, kIsHalf>, 4>;
 // Of reductions, and their backward passes, where a gradient is summed as losses are.
 template <bool kIsHalf>
-using SumsInQuads = InStrips<QuadsOf<kIsHalf>, kIsHalf ? 2 : 3, true>;
+using SumsInQuads = InStrips<QuadsOf<kIsHalf>, 3, true>;
 // Backward passes that sum nothing; half types share a kernel, for little machine code.
 using BackwardInQuads = InStrips<QuadsOf<false>, 3>;
 // All others.
@@ -165,13 +169,14 @@ struct InBoxes {
   static __device__ __forceinline__ void for_each_tile(const BoxPlan& plan, const Body& body) {
     __shared__ BoxTile::Shared shared;
     NoSums no_sums;
+    Operands<BoxTile> operands;
     for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
       const BoxesTile boxes = BoxesTile::of(plan, number);
       BoxTile tile(plan, boxes, shared);
 #pragma unroll 1
       for (int box = 0; box < boxes.boxes; ++box) {
         tile.move_to(box);
-        body(tile, no_sums);
+        body(tile, operands, no_sums);
       }
     }
   }
@@ -187,8 +192,8 @@ __global__ void __launch_bounds__(kTileThreads, Taken::kBlocks)
     return;
   }
   Partial partial;
-  Taken::for_each_tile(plan, [&](auto& tile, auto& sums) {
-    process(tile, work, scales, block.scale, terms, partial, sums);
+  Taken::for_each_tile(plan, [&](auto& tile, auto& operands, auto& sums) {
+    process(tile, work, scales, block.scale, terms, operands, partial, sums);
   });
   block.finish(partial, partials, finalize);
 }

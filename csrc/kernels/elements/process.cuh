@@ -92,7 +92,7 @@ struct NoSums {
   static constexpr bool kSums = false;
 };
 
-// What a thread read of a tile.
+// What a thread read of a tile, and still has of the one before: see is_new() of tiles.
 template <typename Tile>
 struct Operands {
   using Values = typename Tile::Values;
@@ -103,21 +103,33 @@ struct Operands {
 
   // All reads are on their way before the first is waited for.
   __device__ __forceinline__ void read(Tile& tile, bool weighted, bool own_scale) {
-    x.load(tile, kInput);
-    t.load(tile, kTarget);
+    load(tile, kInput, x);
+    load(tile, kTarget, t);
     if (weighted) {
-      w.load(tile, kWeight);
+      load(tile, kWeight, w);
     }
     if (own_scale) {
-      g.load(tile, kGradOutput);
+      load(tile, kGradOutput, g);
     }
-    x.convert(tile, kInput);
-    t.convert(tile, kTarget);
+    convert(tile, kInput, x);
+    convert(tile, kTarget, t);
     if (weighted) {
-      w.convert(tile, kWeight);
+      convert(tile, kWeight, w);
     }
     if (own_scale) {
-      g.convert(tile, kGradOutput);
+      convert(tile, kGradOutput, g);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void load(const Tile& tile, Which which, Values& values) {
+    if (tile.is_new(which)) {
+      values.load(tile, which);
+    }
+  }
+  static __device__ __forceinline__ void convert(Tile& tile, Which which, Values& values) {
+    if (tile.is_new(which)) {
+      values.convert(tile, which);
     }
   }
 };
@@ -198,13 +210,12 @@ struct Gradients {
 template <typename Tile, typename Work, typename Terms, typename Sums>
 __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScales& scales,
                                         typename Tile::acc_t scale, const Terms& terms,
-                                        Partial& partial, Sums& sums) {
+                                        Operands<Tile>& operands, Partial& partial, Sums& sums) {
   using acc_t = typename Tile::acc_t;
   constexpr int kWidth = Tile::kWidth;
   constexpr int kCount = Tile::kSteps * kWidth;
   const bool weighted = Terms::kHasWeight && work.has(kHasWeights);
   const bool own_scale = work.has(kHasGradOutputs);
-  Operands<Tile> operands;
   operands.read(tile, weighted, own_scale);
   const auto at = [](const typename Tile::Values& values, int n) {
     return values.at(n / kWidth, n % kWidth);

@@ -84,6 +84,11 @@ class StripTile {
     return walk_.has_all(plan_, turn_, kSteps - 1);
   }
 
+  // Whether what is read is not that of the turn before.
+  __device__ __forceinline__ bool is_new(Which which) const {
+    return turn_ == 0 || operand(which).walk_stride != 0;
+  }
+
   // The addresses of a thread's units.
   __device__ __forceinline__ void locate(Which which, char* (&addresses)[kSteps]) const {
     // Input and target are in every plan.
