@@ -180,17 +180,34 @@ class GroupShare {
       raise(i, largest_of_shares(max, grid_.lanes) + 0.0f);  // never -0
       terms[i] = RowTerms<kExact>(references_[i]);
     }
+    float ones[kRows] = {};
+    const auto term = [&](int i, float x) {
+      if constexpr (kExact) {
+        // Terms that are exactly 1 are counted apart: beside a 1, every sum of smaller ones would
+        // be rounded as it is.
+        const bool is_one = x == terms[i].shift;
+        ones[i] += is_one ? 1.0f : 0.0f;
+        return is_one ? 0.0f : terms[i](x);
+      } else {
+        return terms[i](x);
+      }
+    };
     sum_group<kExact, element_t>(
-        part.own, pitch_, part.count, sums_, [&](int i, float x) { return terms[i](x); },
-        [](const auto&) {},
+        part.own, pitch_, part.count, sums_, term, [](const auto&) {},
         [&](auto& added) {
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
             if (part.has_last && !has_index(i)) {
-              added[i] += terms[i](last[i]);
+              added[i] += term(i, last[i]);
             }
           }
         });
+    if constexpr (kExact) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        sums_[i].add(ones[i]);
+      }
+    }
   }
 
   // The sums of a warp's lanes that share a group, of each row. All lanes of a warp.
