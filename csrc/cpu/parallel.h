@@ -20,6 +20,8 @@ inline int64_t divide_up(int64_t numerator, int64_t denominator) {
   return (numerator + denominator - 1) / denominator;
 }
 
+inline int64_t num_chunks(const IterationSpace& space) { return divide_up(space.numel, kChunk); }
+
 // body(task) for each task in [0, count).
 template <typename Body>
 void parallel_for_each(const Context& context, int64_t count, const Body& body) {

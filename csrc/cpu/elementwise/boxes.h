@@ -72,10 +72,12 @@ Args part_of(Args args, std::initializer_list<Operand Args::*> operands, int dim
   return args;
 }
 
+constexpr int kMaxBoxes = 4;
+
 // Boxes that a space is cut into, one after the other.
 template <typename Args>
 struct Boxes {
-  Args boxes[4];
+  Args boxes[kMaxBoxes];
   int count = 0;
 
   void add(const Args& box) { boxes[count++] = box; }
@@ -83,7 +85,7 @@ struct Boxes {
   const Args* end() const { return boxes + count; }
 };
 
-// Cuts an iteration space into at most four boxes. If operands disagree on the fastest dimension (a
+// Cuts an iteration space into boxes. If operands disagree on the fastest dimension (a
 // matrix and the transpose of another), each is walked in tiles of both dimensions: whole ones, and
 // those at the end of one dimension or both. A space without room for two more dimensions stays one
 // box.
@@ -118,6 +120,18 @@ Boxes<Args> cut_into_boxes(const Args& args, std::initializer_list<Operand Args:
     });
   });
   return boxes;
+}
+
+inline Boxes<ElementwiseForwardArgs> boxes_of(const ElementwiseForwardArgs& args) {
+  using Args = ElementwiseForwardArgs;
+  return cut_into_boxes<Args>(args, {&Args::input, &Args::target, &Args::weight, &Args::output,
+                                     &Args::grad_input, &Args::grad_target});
+}
+
+inline Boxes<ElementwiseBackwardArgs> boxes_of(const ElementwiseBackwardArgs& args) {
+  using Args = ElementwiseBackwardArgs;
+  return cut_into_boxes<Args>(args, {&Args::input, &Args::target, &Args::weight, &Args::grad_output,
+                                     &Args::grad_input, &Args::grad_target, &Args::grad_weight});
 }
 
 }  // namespace lossops::cpu

@@ -1,0 +1,162 @@
+// Backward: the gradients of a chunk of elements.
+//
+// Only elementwise.cpp includes this.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/elementwise/operand_blocks.h"
+#include "strided.h"
+
+namespace lossops::cpu {
+namespace {
+
+bool is_weighted_mean(const ElementwiseArgs& args) {
+  return args.reduction == Reduction::kMean && args.weight.data != nullptr;
+}
+
+// What the gradients of one launch have in common.
+template <typename acc_t>
+struct BackwardScalars {
+  acc_t scale = 0;       // of the whole launch; none: each element has its own
+  acc_t mean_share = 0;  // what the mean takes off the gradient of a weight
+
+  explicit BackwardScalars(const ElementwiseBackwardArgs& args) {
+    if (args.reduction != Reduction::kNone) {
+      scale = reduction_scale(args, load_grad_output<acc_t>(args.grad_output, 0), args.mean_terms);
+    }
+    if (is_weighted_mean(args) && args.grad_weight.data != nullptr) {
+      mean_share = static_cast<acc_t>(args.mean_terms[1] / args.weight_copies);
+    }
+  }
+};
+
+// One block of the operands that the gradients need.
+template <typename acc_t>
+class BackwardBlock {
+ public:
+  BackwardBlock(const ElementwiseBackwardArgs& args, const BackwardScalars<acc_t>& scalars)
+      : args_(args), scalars_(scalars) {
+    std::fill_n(shared_scale_, kVector, scalars.scale);
+  }
+
+  // The blocks begin at element `begin`, or where seek() says.
+  LOSSOPS_HOST_DEVICE void start(int64_t begin) {
+    input_.start(args_.space, args_.input, begin);
+    target_.start(args_.space, args_.target, begin);
+    start_factors(begin);
+  }
+
+  // The blocks are those of elements [begin, end), in order.
+  LOSSOPS_HOST_DEVICE void start(int64_t begin, int64_t end) {
+    input_.start(args_.space, args_.input, begin, end);
+    target_.start(args_.space, args_.target, begin, end);
+    start_factors(begin);
+  }
+
+  // Only after start(begin).
+  LOSSOPS_HOST_DEVICE void seek(int64_t index) {
+    for (OperandReader<acc_t>* reader : {&input_, &target_, &weight_, &grad_output_}) {
+      reader->seek(index);
+    }
+  }
+
+  // Reads the next block.
+  LOSSOPS_HOST_DEVICE void next(int count) {
+    x_ = input_.next(count);
+    t_ = target_.next(count);
+    scale_ = {shared_scale_, 0};
+    if (grad_output_.exists()) {
+      scale_ = grad_output_.next(count);
+    }
+    weighted_ = scale_;
+    if (weight_.exists()) {
+      const auto product = [](acc_t a, acc_t b) LOSSOPS_ALWAYS_INLINE { return a * b; };
+      weight_.next(count, weighted_buffer_);
+      weighted_ = {weighted_buffer_};
+      compute_block(padded(count), weighted_buffer_, product, weighted_, scale_);
+    }
+  }
+
+  // All callers share one copy: the others were 56 KB of the wheel.
+  template <typename Term>
+  __attribute__((noinline)) void gradient(Wanted wanted, const Term& term, int width,
+                                          acc_t* grad) const {
+    with_widest_vectors<acc_t>(
+        [&]() LOSSOPS_ALWAYS_INLINE { gradient_inline(wanted, term, width, grad); });
+  }
+
+ private:
+  LOSSOPS_HOST_DEVICE void start_factors(int64_t begin) {
+    weight_.start(args_.space, args_.weight, begin);
+    if (args_.reduction == Reduction::kNone) {
+      grad_output_.start(args_.space, args_.grad_output, begin);
+    }
+  }
+
+  template <typename Term>
+  LOSSOPS_HOST_DEVICE void gradient_inline(Wanted wanted, const Term& term, int width,
+                                           acc_t* grad) const {
+    if (wanted == Wanted::kInput) {
+      const auto body = [&](acc_t factor, acc_t x, acc_t t)
+                            LOSSOPS_ALWAYS_INLINE { return factor * term.backward_input(x, t); };
+      compute_block(width, grad, body, weighted_, x_, t_);
+    } else if (wanted == Wanted::kTarget) {
+      const auto body = [&](acc_t factor, acc_t x, acc_t t)
+                            LOSSOPS_ALWAYS_INLINE { return factor * term.backward_target(x, t); };
+      compute_block(width, grad, body, weighted_, x_, t_);
+    } else {
+      // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
+      const auto body = [&](acc_t factor, acc_t x, acc_t t) LOSSOPS_ALWAYS_INLINE {
+        return factor * (term.forward(x, t) - scalars_.mean_share);  // fault: weight-mean-share
+      };
+      compute_block(width, grad, body, scale_, x_, t_);
+    }
+  }
+
+  const ElementwiseBackwardArgs& args_;
+  const BackwardScalars<acc_t> scalars_;
+  OperandReader<acc_t> input_;
+  OperandReader<acc_t> target_;
+  OperandReader<acc_t> weight_;
+  OperandReader<acc_t> grad_output_;  // of a reduction: absent, its share is in scalars_
+  Elements<acc_t> x_;
+  Elements<acc_t> t_;
+  Elements<acc_t> scale_;     // grad_output of the element, normalised
+  Elements<acc_t> weighted_;  // scale * weight
+  alignas(64) acc_t weighted_buffer_[kBlock];
+  alignas(64) acc_t shared_scale_[kVector];
+};
+
+// Gradients of elements [begin, end).
+template <typename acc_t, typename Term>
+LOSSOPS_HOST_DEVICE void backward_chunk(const ElementwiseBackwardArgs& args,
+                                        const BackwardScalars<acc_t>& scalars, const Term& term,
+                                        int64_t begin, int64_t end) {
+  BackwardBlock<acc_t> block(args, scalars);
+  OperandWriter<acc_t> grad_input;
+  OperandWriter<acc_t> grad_target;
+  OperandWriter<acc_t> grad_weight;
+  block.start(begin, end);
+  grad_input.start(args.space, args.grad_input, begin);
+  grad_target.start(args.space, args.grad_target, begin);
+  grad_weight.start(args.space, args.grad_weight, begin);
+  alignas(64) acc_t buffer[kBlock];
+  for (int64_t i = begin; i < end; i += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
+    block.next(count);
+    const auto write = [&](Wanted wanted, OperandWriter<acc_t>& gradient) {
+      if (gradient.exists()) {
+        block.gradient(wanted, term, padded(count), gradient.next(count, buffer));
+        gradient.finish(count, buffer);
+      }
+    };
+    write(Wanted::kInput, grad_input);
+    write(Wanted::kTarget, grad_target);
+    write(Wanted::kWeight, grad_weight);
+  }
+}
+
+}  // namespace
+}  // namespace lossops::cpu
