@@ -42,28 +42,30 @@ class BackwardBlock {
   }
 
   // The blocks begin at element `begin`, or where seek() says.
-  LOSSOPS_HOST_DEVICE void start(int64_t begin) {
+  void start(int64_t begin) {
     input_.start(args_.space, args_.input, begin);
     target_.start(args_.space, args_.target, begin);
     start_factors(begin);
   }
 
   // The blocks are those of elements [begin, end), in order.
-  LOSSOPS_HOST_DEVICE void start(int64_t begin, int64_t end) {
+  void start(int64_t begin, int64_t end) {
     input_.start(args_.space, args_.input, begin, end);
     target_.start(args_.space, args_.target, begin, end);
     start_factors(begin);
   }
 
   // Only after start(begin).
-  LOSSOPS_HOST_DEVICE void seek(int64_t index) {
+  void seek(int64_t index) {
     for (OperandReader<acc_t>* reader : {&input_, &target_, &weight_, &grad_output_}) {
-      reader->seek(index);
+      if (reader->exists()) {
+        reader->seek(index);
+      }
     }
   }
 
   // Reads the next block.
-  LOSSOPS_HOST_DEVICE void next(int count) {
+  __attribute__((noinline)) void next(int count) {
     x_ = input_.next(count);
     t_ = target_.next(count);
     scale_ = {shared_scale_, 0};
@@ -75,7 +77,9 @@ class BackwardBlock {
       const auto product = [](acc_t a, acc_t b) LOSSOPS_ALWAYS_INLINE { return a * b; };
       weight_.next(count, weighted_buffer_);
       weighted_ = {weighted_buffer_};
-      compute_block(padded(count), weighted_buffer_, product, weighted_, scale_);
+      with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
+        compute_block(padded(count), weighted_buffer_, product, weighted_, scale_);
+      });
     }
   }
 
@@ -88,7 +92,7 @@ class BackwardBlock {
   }
 
  private:
-  LOSSOPS_HOST_DEVICE void start_factors(int64_t begin) {
+  void start_factors(int64_t begin) {
     weight_.start(args_.space, args_.weight, begin);
     if (args_.reduction == Reduction::kNone) {
       grad_output_.start(args_.space, args_.grad_output, begin);

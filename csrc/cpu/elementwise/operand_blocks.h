@@ -1,4 +1,6 @@
 // Reads one operand, or writes one result, block by block.
+//
+// Little of it is inlined: it is the same for every loss, and takes no time beside a block.
 #pragma once
 
 #include <algorithm>
@@ -8,12 +10,6 @@
 #include "cpu/elementwise/elements.h"
 
 namespace lossops::cpu {
-
-// load_as(), which is not inlined.
-template <typename acc_t>
-__attribute__((noinline)) acc_t load_element(const Operand& operand, int64_t offset) {
-  return load_as<acc_t>(operand.data, operand.dtype, offset);
-}
 
 // Reads an operand. Where it repeats a short run, as a row beside a matrix, the run is read once,
 // several times in a row: any block then lies there as one piece.
@@ -46,24 +42,24 @@ class OperandReader {
   __attribute__((noinline)) void seek(int64_t index) { walker_.seek(index); }
 
   // The next block. It lies in memory or in the reader, until the next call.
-  LOSSOPS_HOST_DEVICE Elements<acc_t> next(int count) {
+  __attribute__((noinline)) Elements<acc_t> next(int count) {
     if (run_length_ > 0) {
       const acc_t* const elements = buffer_ + phase_;
       phase_ = (phase_ + count) % run_length_;
       return {elements, 1};
     }
-    walk(count);
+    walker_.next(count);
     const BlockOffsets& at = walker_.block();
     if (at.stride == 0 && count <= at.first_length) {
-      std::fill_n(buffer_, kVector, load_element<acc_t>(*operand_, at.base));
+      std::fill_n(buffer_, kVector, load_as<acc_t>(operand_->data, operand_->dtype, at.base));
       return {buffer_, 0};
     }
     return {view_block(*operand_, at, count, buffer_), 1};
   }
 
   // Reads the next block into `values`. Not where the operand may repeat a run.
-  LOSSOPS_HOST_DEVICE void next(int count, acc_t* values) {
-    walk(count);
+  __attribute__((noinline)) void next(int count, acc_t* values) {
+    walker_.next(count);
     load_block(*operand_, walker_.block(), count, values);
   }
 
@@ -71,8 +67,6 @@ class OperandReader {
   // fp64 has no room for runs: it is rare, and threads may have small stacks.
   static constexpr bool kHasRuns = sizeof(acc_t) == 4;
   static constexpr int kRoom = kHasRuns ? 2 * kBlock : kBlock;
-
-  __attribute__((noinline)) void walk(int count) { walker_.next(count); }
 
   void read_run(int64_t begin) {
     phase_ = static_cast<int>(walker_.coordinate());
@@ -108,8 +102,8 @@ class OperandWriter {
 
   // Where to compute the next block: in the operand's own memory, if its elements lie there as
   // acc_t without need of padding, else in buffer.
-  LOSSOPS_HOST_DEVICE acc_t* next(int count, acc_t* buffer) {
-    walk(count);
+  __attribute__((noinline)) acc_t* next(int count, acc_t* buffer) {
+    walker_.next(count);
     const BlockOffsets& at = walker_.block();
     in_place_ = lies_as<acc_t>(*operand_, at, count) && count % kVector == 0;
     return in_place_ ? static_cast<acc_t*>(operand_->data) + at.base : buffer;
@@ -123,8 +117,6 @@ class OperandWriter {
   }
 
  private:
-  __attribute__((noinline)) void walk(int count) { walker_.next(count); }
-
   const Operand* operand_ = nullptr;
   bool in_place_ = false;
   OperandWalker walker_;
