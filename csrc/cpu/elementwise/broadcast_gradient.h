@@ -39,7 +39,7 @@ struct ReducePlan {
   int64_t splits = 1;  // more than one: partials[split][element] are folded afterwards
 
   // A block along the summed dimensions then has all terms of each of its elements.
-  bool several_elements_a_block() const { return reduced_inner && reduced <= kBlock / 4; }
+  bool several_elements_a_block() const { return reduced_inner && reduced <= kBlock / 2; }
 };
 
 // Whether memory is denser along the summed dimensions than along the kept ones. Operands
@@ -106,7 +106,12 @@ LOSSOPS_HOST_DEVICE void reduce_along_terms(const ElementwiseBackwardReduceArgs&
                                             int64_t last, int64_t begin, int64_t end,
                                             double* sums) {
   BackwardBlock<acc_t> block(args, scalars);
-  block.start(begin);
+  const bool in_order = plan.splits == 1;  // all terms of one element, then those of the next
+  if (in_order) {
+    block.start(first * plan.reduced, last * plan.reduced);
+  } else {
+    block.start(begin);
+  }
   alignas(64) acc_t grad[kBlock];
   const auto next_gradients = [&](int count) LOSSOPS_ALWAYS_INLINE {
     block.next(count);
@@ -115,12 +120,11 @@ LOSSOPS_HOST_DEVICE void reduce_along_terms(const ElementwiseBackwardReduceArgs&
   if (plan.several_elements_a_block()) {
     const int terms = static_cast<int>(plan.reduced);
     const int64_t elements_per_block = kBlock / terms;
-    block.seek(first * terms);
     for (int64_t element = first; element < last; element += elements_per_block) {
       const int elements = static_cast<int>(std::min(elements_per_block, last - element));
       next_gradients(elements * terms);
       for (int k = 0; k < elements; ++k) {
-        acc_t of_element[kBlock / 4];
+        alignas(64) acc_t of_element[kBlock / 2];
         std::copy_n(grad + k * terms, terms, of_element);
         LaneSum sum;
         sum.add_unpadded(of_element, terms);
@@ -130,7 +134,9 @@ LOSSOPS_HOST_DEVICE void reduce_along_terms(const ElementwiseBackwardReduceArgs&
     return;
   }
   for (int64_t element = first; element < last; ++element) {
-    block.seek(element * plan.reduced + begin);
+    if (!in_order) {
+      block.seek(element * plan.reduced + begin);
+    }
     LaneSum sum;
     for (int64_t i = begin; i < end; i += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, end - i));
