@@ -109,7 +109,9 @@ void launch_elementwise_backward(const ElementwiseBackwardArgs& args, Context co
 
 int64_t elementwise_backward_reduce_scratch(const ElementwiseBackwardReduceArgs& args) {
   const ReducePlan plan = plan_reduce(args);
-  return plan.kept * plan.splits;
+  Wanted wanted;
+  wanted_gradient(args, wanted);
+  return plan.kept * plan.splits + num_prepared(args, wanted);
 }
 
 void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& given, double* scratch,
@@ -128,6 +130,12 @@ void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& giv
       return;
     }
     const BackwardScalars<acc_t> scalars(args);
+    Operand prepared;
+    if constexpr (decltype(term)::kPreparesTarget) {
+      if (num_prepared(args, wanted) > 0) {
+        prepared = prepare_target<acc_t>(args, term, scratch + plan.kept * plan.splits, context);
+      }
+    }
     parallel_for_each(context, plan.tiles * plan.splits, [&](int64_t task) {
       const int64_t split = task / plan.tiles;
       const int64_t first = task % plan.tiles * plan.tile;
@@ -137,9 +145,11 @@ void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& giv
       double* sums = scratch + split * plan.kept + first;
       with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
         if (plan.reduced_inner) {
-          reduce_along_terms(args, scalars, wanted, term, plan, first, last, begin, end, sums);
+          reduce_along_terms(args, scalars, prepared, wanted, term, plan, first, last, begin, end,
+                             sums);
         } else {
-          reduce_along_elements(args, scalars, wanted, term, plan, first, last, begin, end, sums);
+          reduce_along_elements(args, scalars, prepared, wanted, term, plan, first, last, begin,
+                                end, sums);
         }
       });
     });

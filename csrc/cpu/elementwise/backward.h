@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cpu/elementwise/operand_blocks.h"
+#include "cpu/elementwise/prepared_target.h"
 #include "strided.h"
 
 namespace lossops::cpu {
@@ -36,8 +37,10 @@ struct BackwardScalars {
 template <typename acc_t>
 class BackwardBlock {
  public:
-  BackwardBlock(const ElementwiseBackwardArgs& args, const BackwardScalars<acc_t>& scalars)
-      : args_(args), scalars_(scalars) {
+  // prepared: what prepare_target() returned, or absent. It must outlive the block.
+  BackwardBlock(const ElementwiseBackwardArgs& args, const BackwardScalars<acc_t>& scalars,
+                const Operand& prepared)
+      : args_(args), scalars_(scalars), prepared_operand_(prepared) {
     std::fill_n(shared_scale_, kVector, scalars.scale);
   }
 
@@ -45,6 +48,7 @@ class BackwardBlock {
   void start(int64_t begin) {
     input_.start(args_.space, args_.input, begin);
     target_.start(args_.space, args_.target, begin);
+    prepared_.start(args_.space, prepared_operand_, begin);
     start_factors(begin);
   }
 
@@ -52,12 +56,13 @@ class BackwardBlock {
   void start(int64_t begin, int64_t end) {
     input_.start(args_.space, args_.input, begin, end);
     target_.start(args_.space, args_.target, begin, end);
+    prepared_.start(args_.space, prepared_operand_, begin, end);
     start_factors(begin);
   }
 
   // Only after start(begin).
   void seek(int64_t index) {
-    for (OperandReader<acc_t>* reader : {&input_, &target_, &weight_, &grad_output_}) {
+    for (OperandReader<acc_t>* reader : {&input_, &target_, &prepared_, &weight_, &grad_output_}) {
       if (reader->exists()) {
         reader->seek(index);
       }
@@ -68,6 +73,7 @@ class BackwardBlock {
   __attribute__((noinline)) void next(int count) {
     x_ = input_.next(count);
     t_ = target_.next(count);
+    p_ = prepared_.exists() ? prepared_.next(count) : Elements<acc_t>{};
     scale_ = {shared_scale_, 0};
     if (grad_output_.exists()) {
       scale_ = grad_output_.next(count);
@@ -85,8 +91,7 @@ class BackwardBlock {
 
   // All callers share one copy: the others were 56 KB of the wheel.
   template <typename Term>
-  __attribute__((noinline)) void gradient(Wanted wanted, const Term& term, int width,
-                                          acc_t* grad) const {
+  __attribute__((noinline)) void gradient(Wanted wanted, const Term& term, int width, acc_t* grad) {
     with_widest_vectors<acc_t>(
         [&]() LOSSOPS_ALWAYS_INLINE { gradient_inline(wanted, term, width, grad); });
   }
@@ -101,16 +106,25 @@ class BackwardBlock {
 
   template <typename Term>
   LOSSOPS_HOST_DEVICE void gradient_inline(Wanted wanted, const Term& term, int width,
-                                           acc_t* grad) const {
+                                           acc_t* grad) {
+    if constexpr (Term::kPreparesTarget) {
+      if (p_.data == nullptr && takes_prepared<Term>(wanted)) {
+        p_ = prepare_block(term, t_, width, p_buffer_);
+      }
+    }
+    const Elements<acc_t> p = p_.data == nullptr ? t_ : p_;
+    const PreparedTerm<Term> prepared_term{term};
     if (wanted == Wanted::kInput) {
-      const auto body = [&](acc_t factor, acc_t x, acc_t t)
-                            LOSSOPS_ALWAYS_INLINE { return factor * term.backward_input(x, t); };
-      compute_block(width, grad, body, weighted_, x_, t_);
+      const auto body = [&](acc_t factor, acc_t x, acc_t t, acc_t p) LOSSOPS_ALWAYS_INLINE {
+        return factor * prepared_term.backward_input(x, t, p);
+      };
+      compute_block(width, grad, body, weighted_, x_, t_, p);
     } else if (wanted == Wanted::kTarget) {
-      const auto body = [&](acc_t factor, acc_t x, acc_t t)
-                            LOSSOPS_ALWAYS_INLINE { return factor * term.backward_target(x, t); };
-      compute_block(width, grad, body, weighted_, x_, t_);
-    } else {
+      const auto body = [&](acc_t factor, acc_t x, acc_t t, acc_t p) LOSSOPS_ALWAYS_INLINE {
+        return factor * prepared_term.backward_target(x, t, p);
+      };
+      compute_block(width, grad, body, weighted_, x_, t_, p);
+    } else if constexpr (Term::kHasWeight) {
       // d/dw of sum(w v) / sum(w); the broadcast copies of a weight share its -mean.
       const auto body = [&](acc_t factor, acc_t x, acc_t t) LOSSOPS_ALWAYS_INLINE {
         return factor * (term.forward(x, t) - scalars_.mean_share);  // fault: weight-mean-share
@@ -121,14 +135,18 @@ class BackwardBlock {
 
   const ElementwiseBackwardArgs& args_;
   const BackwardScalars<acc_t> scalars_;
+  const Operand& prepared_operand_;
   OperandReader<acc_t> input_;
   OperandReader<acc_t> target_;
+  OperandReader<acc_t> prepared_;
   OperandReader<acc_t> weight_;
   OperandReader<acc_t> grad_output_;  // of a reduction: absent, its share is in scalars_
   Elements<acc_t> x_;
   Elements<acc_t> t_;
+  Elements<acc_t> p_;         // what is prepared of t_, once a gradient took it
   Elements<acc_t> scale_;     // grad_output of the element, normalised
   Elements<acc_t> weighted_;  // scale * weight
+  alignas(64) acc_t p_buffer_[kBlock];
   alignas(64) acc_t weighted_buffer_[kBlock];
   alignas(64) acc_t shared_scale_[kVector];
 };
@@ -138,7 +156,8 @@ template <typename acc_t, typename Term>
 LOSSOPS_HOST_DEVICE void backward_chunk(const ElementwiseBackwardArgs& args,
                                         const BackwardScalars<acc_t>& scalars, const Term& term,
                                         int64_t begin, int64_t end) {
-  BackwardBlock<acc_t> block(args, scalars);
+  const Operand absent;
+  BackwardBlock<acc_t> block(args, scalars, absent);
   OperandWriter<acc_t> grad_input;
   OperandWriter<acc_t> grad_target;
   OperandWriter<acc_t> grad_weight;

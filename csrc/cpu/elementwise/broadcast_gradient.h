@@ -101,11 +101,12 @@ void rotate_dims(ElementwiseBackwardReduceArgs& args) {
 // dimensions first.
 template <typename acc_t, typename Term>
 LOSSOPS_HOST_DEVICE void reduce_along_terms(const ElementwiseBackwardReduceArgs& args,
-                                            const BackwardScalars<acc_t>& scalars, Wanted wanted,
+                                            const BackwardScalars<acc_t>& scalars,
+                                            const Operand& prepared, Wanted wanted,
                                             const Term& term, const ReducePlan& plan, int64_t first,
                                             int64_t last, int64_t begin, int64_t end,
                                             double* sums) {
-  BackwardBlock<acc_t> block(args, scalars);
+  BackwardBlock<acc_t> block(args, scalars, prepared);
   const bool in_order = plan.splits == 1;  // all terms of one element, then those of the next
   if (in_order) {
     block.start(first * plan.reduced, last * plan.reduced);
@@ -151,13 +152,14 @@ LOSSOPS_HOST_DEVICE void reduce_along_terms(const ElementwiseBackwardReduceArgs&
 // all elements are in the tile, a block holds several terms of each.
 template <typename acc_t, typename Term>
 LOSSOPS_HOST_DEVICE void reduce_along_elements(const ElementwiseBackwardReduceArgs& args,
-                                               const BackwardScalars<acc_t>& scalars, Wanted wanted,
+                                               const BackwardScalars<acc_t>& scalars,
+                                               const Operand& prepared, Wanted wanted,
                                                const Term& term, const ReducePlan& plan,
                                                int64_t first, int64_t last, int64_t begin,
                                                int64_t end, double* sums) {
   const int64_t elements = last - first;
   const int64_t terms_per_block = elements == plan.kept ? kBlock / elements : 1;
-  BackwardBlock<acc_t> block(args, scalars);
+  BackwardBlock<acc_t> block(args, scalars, prepared);
   if (elements == plan.kept) {
     block.start(begin * plan.kept, end * plan.kept);
   } else {

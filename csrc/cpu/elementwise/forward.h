@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cpu/elementwise/operand_blocks.h"
+#include "cpu/elementwise/prepared_target.h"
 
 namespace lossops::cpu {
 namespace {
@@ -37,27 +38,14 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
   grad_input.start(args.space, args.grad_input, begin);
   grad_target.start(args.space, args.grad_target, begin);
 
-  const auto prepare = [&](acc_t t) LOSSOPS_ALWAYS_INLINE {
-    if constexpr (Term::kPreparesTarget) {
-      return term.prepare(t);
-    }
-  };
-  const auto forward = [&](acc_t x, acc_t t, acc_t p) LOSSOPS_ALWAYS_INLINE {
-    if constexpr (Term::kPreparesTarget) {
-      return term.forward(x, t, p);
-    } else {
-      return term.forward(x, t);
-    }
-  };
+  const PreparedTerm<Term> prepared_term{term};
+  const auto forward = [&](acc_t x, acc_t t, acc_t p)
+                           LOSSOPS_ALWAYS_INLINE { return prepared_term.forward(x, t, p); };
   const auto backward_input = [&](acc_t factor, acc_t x, acc_t t, acc_t p) LOSSOPS_ALWAYS_INLINE {
-    if constexpr (Term::kPreparesTarget) {
-      return factor * term.backward_input(x, t, p);
-    } else {
-      return factor * term.backward_input(x, t);
-    }
+    return factor * prepared_term.backward_input(x, t, p);
   };
-  const auto backward_target = [&](acc_t factor, acc_t x, acc_t t) LOSSOPS_ALWAYS_INLINE {
-    return factor * term.backward_target(x, t);
+  const auto backward_target = [&](acc_t factor, acc_t x, acc_t t, acc_t p) LOSSOPS_ALWAYS_INLINE {
+    return factor * prepared_term.backward_target(x, t, p);
   };
   const auto product = [](acc_t a, acc_t b) LOSSOPS_ALWAYS_INLINE { return a * b; };
 
@@ -75,12 +63,8 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
     const Elements<acc_t> t = target.next(count);
     Elements<acc_t> p = t;  // what is prepared of t
     if constexpr (Term::kPreparesTarget) {
-      if (prepared_reader.exists()) {
-        p = prepared_reader.next(count);
-      } else {
-        compute_block(t.width(count), p_buffer, prepare, t);
-        p.data = p_buffer;
-      }
+      p = prepared_reader.exists() ? prepared_reader.next(count)
+                                   : prepare_block(term, t, count, p_buffer);
     }
     acc_t* const loss = none ? output.next(count, results) : results;
     compute_block(width, loss, forward, x, t, p);
@@ -107,7 +91,7 @@ LOSSOPS_HOST_DEVICE void forward_chunk(const ElementwiseForwardArgs& args, const
     }
     if (grad_target.exists()) {
       acc_t* const grad = grad_target.next(count, results);
-      compute_block(width, grad, backward_target, factor, x, t);
+      compute_block(width, grad, backward_target, factor, x, t, p);
       grad_target.finish(count, results);
     }
   }

@@ -25,7 +25,10 @@ struct KlDivTerm {
   static constexpr bool kPreparesTarget = true;
   static constexpr bool kWritesTargetGradient = false;
 
-  // exp or log of target, which forward() and backward_input() take where it is there already.
+  // Whether backward_input() takes what is prepared.
+  static constexpr bool kInputTakesPrepared = kLogTarget;
+
+  // exp or log of target, which the other functions take where it is there already.
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t prepare(acc_t target) const {
     return kLogTarget ? probability(target) : math::log(target);
@@ -69,18 +72,18 @@ struct KlDivTerm {
     }
   }
 
-  template <typename acc_t>
-  LOSSOPS_HOST_DEVICE acc_t backward_target(acc_t input, acc_t target) const {
+  template <typename acc_t, typename... Prepared>
+  LOSSOPS_HOST_DEVICE acc_t backward_target(acc_t input, acc_t target, Prepared... prepared) const {
     if constexpr (kLogTarget) {
       const acc_t x = log_probability(input);
-      const acc_t t = math::exp(target);
+      const acc_t t = probability(target, prepared...);
       return t == acc_t(0) ? math::zero_unless_nan(x) : t * (target - x + acc_t(1));
     } else {
       acc_t log_ratio;
       if constexpr (kLogInput) {
-        log_ratio = math::log(target) - input;
+        log_ratio = log_for_gradient(target, prepared...) - input;
       } else {
-        log_ratio = math::log_quotient<true>(target, input);
+        log_ratio = log_of_quotient<true>(target, input, prepared...);
       }
       // Not differentiable at 0: NaN, as torch's xlogy gives.
       // fault: kl-target
@@ -167,6 +170,16 @@ struct KlDivTerm {
 
   template <bool kExact, typename acc_t>
   static LOSSOPS_HOST_DEVICE acc_t log_of_target(acc_t, acc_t prepared) {
+    return prepared;
+  }
+
+  template <typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t log_for_gradient(acc_t target) {
+    return math::log(target);
+  }
+
+  template <typename acc_t>
+  static LOSSOPS_HOST_DEVICE acc_t log_for_gradient(acc_t, acc_t prepared) {
     return prepared;
   }
 
