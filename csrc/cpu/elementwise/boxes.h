@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <initializer_list>
+#include <vector>
 
 #include "launchers.h"
 #include "scalar_types.h"
@@ -73,17 +74,9 @@ Args part_of(Args args, std::initializer_list<Operand Args::*> operands, int dim
 }
 
 constexpr int kMaxBoxes = 4;
-
-// Boxes that a space is cut into, one after the other.
+// Boxes that a space is cut into, one after the other. Not on the stack, which may be small.
 template <typename Args>
-struct Boxes {
-  Args boxes[kMaxBoxes];
-  int count = 0;
-
-  void add(const Args& box) { boxes[count++] = box; }
-  const Args* begin() const { return boxes; }
-  const Args* end() const { return boxes + count; }
-};
+using Boxes = std::vector<Args>;
 
 // Cuts an iteration space into boxes. If operands disagree on the fastest dimension (a
 // matrix and the transpose of another), each is walked in tiles of both dimensions: whole ones, and
@@ -94,7 +87,7 @@ Boxes<Args> cut_into_boxes(const Args& args, std::initializer_list<Operand Args:
   Boxes<Args> boxes;
   const int other = other_fast_dim(args, operands);
   if (other == 0 || args.space.ndim + 2 > kMaxDims) {
-    boxes.add(args);
+    boxes.push_back(args);
     return boxes;
   }
   // Beside a short dimension tiles are longer along the other one.
@@ -116,7 +109,7 @@ Boxes<Args> cut_into_boxes(const Args& args, std::initializer_list<Operand Args:
   for_each_part(args, 0, [&](const Args& columns, int64_t width) {
     for_each_part(columns, other, [&](Args part, int64_t height) {
       walk_in_tiles(part, operands, other, {width, height});
-      boxes.add(part);
+      boxes.push_back(part);
     });
   });
   return boxes;
