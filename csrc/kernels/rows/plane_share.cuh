@@ -180,12 +180,19 @@ class GroupShare {
       raise(i, largest_of_shares(max, grid_.lanes) + 0.0f);  // never -0
       terms[i] = RowTerms<kExact>(references_[i]);
     }
+    // Terms that are exactly 1 are counted apart: beside a 1, every sum of smaller ones would be
+    // rounded as it is. Not where one thread has all classes, which has the order, and the bits, of
+    // side_by_side_rows.
+    float counted[kRows];  // the logits of such terms; NaN: none
     float ones[kRows] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool counts = grid_.share_bits > 0 && ::fabsf(references_[i]) < math::infinity<float>();
+      counted[i] = counts ? references_[i] : math::quiet_nan<float>();
+    }
     const auto term = [&](int i, float x) {
       if constexpr (kExact) {
-        // Terms that are exactly 1 are counted apart: beside a 1, every sum of smaller ones would
-        // be rounded as it is.
-        const bool is_one = x == terms[i].shift;
+        const bool is_one = x == counted[i];
         ones[i] += is_one ? 1.0f : 0.0f;
         return is_one ? 0.0f : terms[i](x);
       } else {
