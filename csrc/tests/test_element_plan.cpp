@@ -135,7 +135,7 @@ void check_kind(const PlanOperand& operand, int width, int64_t stride, int64_t a
       CHECK(stride == 0);
       break;
     case UnitKind::kWords:
-      CHECK(stride == operand.bytes && stride == 2);
+      CHECK(stride == operand.bytes && stride <= 4);
       break;
     case UnitKind::kStrided:
       break;
@@ -167,10 +167,21 @@ int64_t begin_of(const StripPlan& plan, const Walk<kWidth>& walk, const Strip& s
          plan.extents.offset(operand.strides, walk.rest(strip), 2);
 }
 
+struct Seen {
+  int boxes = 0;
+  int column_walks = 0;
+  int sides = 0;        // plans with rows side by side along two dimensions
+  int kinds[4] = {};    // by UnitKind, of strips
+  int sums[4] = {};     // by SumOf
+  int splits = 0;       // plans with sums in parts
+  int joined_rows = 0;  // units beside the first of the next row
+  int numbers = 0;      // with tiles that go through several numbers of what is summed
+};
+
 // at_once: steps that a thread takes together, also where some are behind its last one.
 template <int kWidth>
 void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
-                  std::vector<int>& taken) {
+                  std::vector<int>& taken, Seen& seen) {
   CHECK(plan.lanes() <= kTileThreads);
   for_each_strip(plan, [&](const Strip& strip, int64_t /*tile*/) {
     CHECK(Walk<kWidth>::goes_on(plan, strip, 0));
@@ -200,10 +211,14 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
                  return offset(operand) + i * operand.strides[0];
                });
         }
-        // Lanes that exchange halves of words have neighbours.
+        // Lanes that exchange words have neighbours, and these know it.
+        if (walk.joins_previous(plan, turn, step)) {
+          CHECK(Walk<kWidth>(plan, strip, thread - 1).joins_next(plan, turn, step));
+        }
         if (walk.joins_next(plan, turn, step)) {
           const Walk<kWidth> next(plan, strip, thread + 1);
           CHECK(next.joins_previous(plan, turn, step));
+          seen.joined_rows += next.walked(strip) != walk.walked(strip) ? 1 : 0;
           const StripOperand& output = plan.operands[kOutput];
           CHECK(begin_of(plan, next, strip, output) +
                     int64_t{next.index(plan, turn, step)} * output.walk_stride ==
@@ -248,16 +263,6 @@ void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& 
   }
 }
 
-struct Seen {
-  int boxes = 0;
-  int column_walks = 0;
-  int sides = 0;      // plans with rows side by side along two dimensions
-  int kinds[4] = {};  // by UnitKind, of strips
-  int sums[4] = {};   // by SumOf
-  int splits = 0;     // plans with sums in parts
-  int numbers = 0;    // with tiles that go through several numbers of what is summed
-};
-
 bool are_taken(const std::vector<int>& taken) {
   return std::all_of(taken.begin(), taken.end(), [](int count) { return count == 1; });
 }
@@ -273,7 +278,7 @@ template <int kWidth>
 void check_strips(const Problem& problem, int at_once, Seen& seen) {
   const Layout layout(problem.space, problem.operands);
   StripPlanner planner(layout, problem.operands);
-  if (kWidth > 1 && !planner.has_quads()) {
+  if (kWidth > 1 && !planner.has_units(kWidth)) {
     return;
   }
   const StripPlan& plan = planner.plan(kWidth, at_once, kResident);
@@ -285,13 +290,13 @@ void check_strips(const Problem& problem, int at_once, Seen& seen) {
   const Problem other = with_gradient(problem);
   StripPlanner other_planner(layout, other.operands);
   const StripPlan& other_plan = other_planner.plan(kWidth, at_once, kResident);
-  CHECK(other_planner.has_quads() == planner.has_quads());
+  CHECK(other_planner.has_units(kWidth) == planner.has_units(kWidth));
   CHECK(other_plan.tiles == plan.tiles && other_plan.walk_turn == plan.walk_turn &&
         other_plan.lanes() == plan.lanes() && other_plan.walks_columns == plan.walks_columns);
   CHECK(std::equal(plan.operands[kInput].strides, plan.operands[kInput].strides + kPlanDims,
                    other_plan.operands[kInput].strides));
   std::vector<int> taken(problem.space.numel);
-  check_strips<kWidth>(problem, plan, at_once, taken);
+  check_strips<kWidth>(problem, plan, at_once, taken, seen);
   CHECK(are_taken(taken));
 }
 
@@ -318,7 +323,7 @@ void check_sums(const Problem& problem, int at_once, Seen& seen) {
   if (draw(0, 1) == 0 || !planner.sums(gradient)) {
     planner = StripPlanner(layout, with_sums.operands, kGradTarget);
   }
-  if (kWidth > 1 && !planner.has_quads()) {
+  if (kWidth > 1 && !planner.has_units(kWidth)) {
     return;
   }
   StripPlan& plan = planner.plan(kWidth, at_once, kResident, kGradTarget);
@@ -427,8 +432,10 @@ int main() {
     test::subject() = "problem " + std::to_string(n) + ", " + std::to_string(at_once) + " at once";
     cuda::check_strips<1>(problem, at_once, seen);
     cuda::check_strips<cuda::kQuad>(problem, at_once, seen);
+    cuda::check_strips<2 * cuda::kQuad>(problem, at_once, seen);
     cuda::check_sums<1>(problem, at_once, seen);
     cuda::check_sums<cuda::kQuad>(problem, at_once, seen);
+    cuda::check_sums<2 * cuda::kQuad>(problem, at_once, seen);
     cuda::check_boxes(problem, seen);
   }
   for (int n = 0; n < 100; ++n) {
@@ -450,6 +457,7 @@ int main() {
   CHECK(seen.boxes > 5);
   CHECK(seen.column_walks > 5);
   CHECK(seen.sides > 5);
+  CHECK(seen.joined_rows > 100);
   for (const int kind : seen.kinds) {
     CHECK(kind > 10);
   }

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "kernels/elements/quad_values.cuh"
 #include "kernels/elements/tiles.h"
+#include "kernels/elements/unit_values.cuh"
 
 namespace lossops::cuda {
 
@@ -15,11 +15,12 @@ namespace lossops::cuda {
 class BoxTile {
  public:
   using acc_t = float;
+  using scalar_t = float;
   static constexpr int kWidth = kQuad;
   static constexpr int kSteps = kBoxElements / kQuad / kTileThreads;
   static constexpr bool kIsHalf = false;
   static constexpr bool kHasWords = false;
-  using Values = QuadValues<BoxTile>;
+  using Values = UnitValues<BoxTile>;
 
   // Rows lie one element further apart than they are long, so that quads of rows are in different
   // banks. The most rows are those of 4 units.

@@ -4,24 +4,18 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/elements/any_half.cuh"
 #include "kernels/elements/operands.h"
-#include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
 
 namespace lossops::cuda {
 
-// Either half type, known at launch.
-struct AnyHalf {
-  uint16_t bits;
-};
-
-// 16-byte vectors a thread and dense operand, all in flight at once: 4, and 2 of half types.
-// Measured on an H200: more vectors, more threads or a persistent grid lose 4 to 14 %. fp64 has 1,
-// for less machine code, and AnyHalf, as its elements need a register each.
+// 16-byte vectors a thread and dense operand, all in flight at once. Measured on an H200: more
+// vectors, more threads or a persistent grid lose 4 to 14 %; on an H100, 4 of fp32 are as fast as 2
+// where operands have more than 128 MB, and slower where they have less. fp64 has 1, for less
+// machine code.
 template <typename scalar_t>
-constexpr int kVectors = sizeof(scalar_t) == 8 || std::is_same_v<scalar_t, AnyHalf> ? 1
-                         : sizeof(scalar_t) == 2                                    ? 2
-                                                                                    : 4;
+constexpr int kVectors = sizeof(scalar_t) == 8 ? 1 : 2;
 
 template <typename scalar_t>
 constexpr int64_t kDenseTile = int64_t{kTileThreads} * kVectors<scalar_t> * kVectorSize<scalar_t>;
@@ -32,18 +26,6 @@ struct DenseOperands {
   int64_t numel;
   DType dtype;
 };
-
-// Calls body with the tag of the dtype of dense operands, which are read as scalar_t.
-template <typename scalar_t, typename Body>
-__device__ __forceinline__ void visit_stored(const DenseOperands& operands, const Body& body) {
-  if constexpr (!std::is_same_v<scalar_t, AnyHalf>) {
-    body(TypeTag<scalar_t>{});
-  } else if (operands.dtype == DType::kBFloat16) {
-    body(TypeTag<bfloat16_t>{});
-  } else {
-    body(TypeTag<half_t>{});
-  }
-}
 
 // What tiles of dense operands say about numbers.
 template <typename scalar_t>
@@ -74,51 +56,47 @@ class DenseTile : public DenseTraits<scalar_t> {
   class Values {
    public:
     __device__ __forceinline__ void load(const DenseTile& tile, Which which) {
+      dtype_ = tile.operands_.dtype;
       const auto* const data = static_cast<const scalar_t*>(tile.operands_.data[which]);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         vectors_[step] = load_vector(data, tile.first_ + step * kTileThreads);
       }
     }
-    __device__ __forceinline__ void convert(const DenseTile& tile, Which /*which*/) {
-      if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
-        visit_stored<scalar_t>(tile.operands_, [&](auto type) {
-          using half = typename decltype(type)::type;
-#pragma unroll
-          for (int n = 0; n < kSteps * kWidth; ++n) {
-            halves_[n] = to_acc<acc_t>(half{vectors_[n / kWidth].get(n % kWidth).bits});
-          }
-        });
-      }
-    }
-    // Other types are converted here: before, gradients would take up to 20 registers more.
+    __device__ __forceinline__ void convert(const DenseTile& /*tile*/, Which /*which*/) {}
+    // Converted here: before, gradients would take up to 20 registers more.
     __device__ __forceinline__ acc_t at(int step, int i) const {
-      if constexpr (std::is_same_v<scalar_t, AnyHalf>) {
-        return halves_[step * kWidth + i];
-      } else {
-        return to_acc<acc_t>(vectors_[step].get(i));
+      return to_acc_of<acc_t>(vectors_[step].get(i), dtype_);
+    }
+    __device__ __forceinline__ void unfold() {
+#pragma unroll
+      for (int n = 0; n < kSteps * 4; ++n) {
+        vectors_[n / 4].set_word(n % 4, unfolded(vectors_[n / 4].word(n % 4)));
       }
     }
 
    private:
     Vector<scalar_t> vectors_[kSteps];
-    acc_t halves_[kSteps * kWidth];  // of AnyHalf
+    DType dtype_;
   };
 
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps * kWidth]) {
-    visit_stored<scalar_t>(operands_, [&](auto type) {
-      using stored_t = typename decltype(type)::type;
-      auto* const data = static_cast<stored_t*>(operands_.data[which]);
+    auto* const data = static_cast<scalar_t*>(operands_.data[which]);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        acc_t own[kWidth];
+    for (int step = 0; step < kSteps; ++step) {
+      Vector<scalar_t> vector;
+      if constexpr (sizeof(scalar_t) == 8) {
+        vector.set(0, results[2 * step]);
+        vector.set(1, results[2 * step + 1]);
+      } else {
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          own[i] = results[step * kWidth + i];
+        for (int i = 0; i < 4; ++i) {
+          const auto* const values = results + step * kWidth + i * (kWidth / 4);
+          vector.set_word(i, pack_word_of<scalar_t>(values, operands_.dtype));
         }
-        store_vector(data, first_ + step * kTileThreads, pack<stored_t>(own));
       }
-    });
+      store_vector(data, first_ + step * kTileThreads, vector);
+    }
   }
 
  private:
@@ -140,24 +118,20 @@ class DenseRest : public DenseTraits<scalar_t> {
   class Values {
    public:
     __device__ __forceinline__ void load(const DenseRest& rest, Which which) {
-      visit_stored<scalar_t>(rest.operands_, [&](auto type) {
-        using stored_t = typename decltype(type)::type;
-        value_ =
-            to_acc<acc_t>(static_cast<const stored_t*>(rest.operands_.data[which])[rest.index_]);
-      });
+      const auto* const data = static_cast<const scalar_t*>(rest.operands_.data[which]);
+      value_ = to_acc_of<acc_t>(data[rest.index_], rest.operands_.dtype);
     }
     __device__ __forceinline__ void convert(const DenseRest& /*rest*/, Which /*which*/) {}
     __device__ __forceinline__ acc_t at(int /*step*/, int /*i*/) const { return value_; }
+    __device__ __forceinline__ void unfold() { value_ = unfolded(value_); }
 
    private:
     acc_t value_;
   };
 
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[1]) {
-    visit_stored<scalar_t>(operands_, [&](auto type) {
-      using stored_t = typename decltype(type)::type;
-      static_cast<stored_t*>(operands_.data[which])[index_] = from_acc<stored_t>(results[0]);
-    });
+    auto* const data = static_cast<scalar_t*>(operands_.data[which]);
+    data[index_] = from_acc_of<scalar_t>(results[0], operands_.dtype);
   }
 
  private:

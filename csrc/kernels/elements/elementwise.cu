@@ -53,10 +53,6 @@ bool is_summed(const IterationSpace& space, const Operand& gradient) {
   return false;
 }
 
-// Whether losses are computed by a kernel that can also sum a gradient. That for single columns of
-// half types cannot, for little machine code.
-bool has_sums_kernel(const StripPlanner& strips) { return !strips.is_half() || strips.has_quads(); }
-
 // An elementwise operator as its kernel sees it.
 struct Launch {
   Operand operands[kNumOperands];
@@ -76,10 +72,7 @@ struct Launch {
       add(kGradInput, args.grad_input);
     }
     if (is_dense(args)) {
-      const bool has_kernel =
-          traits_of(args.loss).writes_target_gradient || args.input.dtype == DType::kFloat32;
-      if (has_kernel && !has_weights() && !computes_double(args) &&
-          is_vector_aligned(args.grad_target.data)) {
+      if (!has_weights() && !computes_double(args) && is_vector_aligned(args.grad_target.data)) {
         add(kGradTarget, args.grad_target);
       }
     } else if (!has_weights() && !computes_double(args)) {
@@ -152,7 +145,7 @@ struct Launch {
       const Operand& gradient = which == kGradInput ? args.grad_input : args.grad_target;
       if (!is_summed(args.space, gradient)) {
         add(which, gradient);
-      } else if (summed == kNumOperands && has_sums_kernel(strips) && strips.sums(gradient)) {
+      } else if (summed == kNumOperands && strips.sums(gradient)) {
         add(which, gradient);
         summed = which;
       }
@@ -241,6 +234,12 @@ void visit_dense_forward(const ElementwiseArgs& args, const Launch& what, const 
   });
 }
 
+// Calls body with float, or with AnyHalf: half types share a kernel, for little machine code.
+template <typename Body>
+void visit_float_or_any_half(DType dtype, const Body& body) {
+  dtype == DType::kFloat32 ? body(TypeTag<float>{}) : body(TypeTag<AnyHalf>{});
+}
+
 // Forward with a gradient of target.
 template <typename Body>
 void visit_dense_gradients(const ElementwiseArgs& args, const Launch& what, const Body& body) {
@@ -248,15 +247,15 @@ void visit_dense_gradients(const ElementwiseArgs& args, const Launch& what, cons
     using Term = decltype(term);
     if constexpr (Term::kWritesTargetGradient) {
       const AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget> work{what.work};
-      visit_floating(args.input.dtype, [&](auto type) {
-        using scalar_t = typename decltype(type)::type;
-        if constexpr (!std::is_same_v<scalar_t, double>) {
-          body(Dense<scalar_t>{}, what.dense, work, term);
-        }
+      visit_float_or_half(args.input.dtype, [&](auto type) {
+        body(Dense<typename decltype(type)::type>{}, what.dense, work, term);
       });
-    } else {  // of fp32, by the kernel of backward passes, whose tiles are the same
+    } else {  // by the kernel of backward passes, whose tiles are the same
       const AnyTerm<false> any{args.loss, args.params};
-      body(Dense<float>{}, what.dense, AnyWork<kGradientsWork>{what.work}, any);
+      visit_float_or_any_half(args.input.dtype, [&](auto type) {
+        body(Dense<typename decltype(type)::type>{}, what.dense, AnyWork<kGradientsWork>{what.work},
+             any);
+      });
     }
   });
 }
@@ -265,15 +264,13 @@ template <typename Body>
 void visit_dense_backward(const ElementwiseArgs& args, const Launch& what, const Body& body) {
   visit_any_term(args, what, [&](auto terms) {
     using Terms = decltype(terms);
-    visit_floating(args.input.dtype, [&](auto type) {
-      // Half types share a kernel, for little machine code; with weights there are not registers
-      // enough for that.
-      using own_t = typename decltype(type)::type;
-      constexpr bool kShares = sizeof(own_t) == 2 && !Terms::kHasWeight;
-      using scalar_t = std::conditional_t<kShares, AnyHalf, own_t>;
-      constexpr unsigned kWork =
-          std::is_same_v<own_t, float> && !Terms::kHasWeight ? kGradientsWork : kBackwardWork;
-      body(Dense<scalar_t>{}, what.dense, WorkOf<kWork, Terms>{what.work}, terms);
+    if (args.input.dtype == DType::kFloat64) {
+      body(Dense<double>{}, what.dense, WorkOf<kBackwardWork, Terms>{what.work}, terms);
+      return;
+    }
+    constexpr unsigned kWork = Terms::kHasWeight ? kBackwardWork : kGradientsWork;
+    visit_float_or_any_half(args.input.dtype, [&](auto type) {
+      body(Dense<typename decltype(type)::type>{}, what.dense, AnyWork<kWork>{what.work}, terms);
     });
   });
 }
@@ -287,9 +284,8 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   StripPlanner strips(layout, what.operands);
   // Whether a gradient is summed by a launch of its own. If the forward kernel can sum it, backward
   // takes the same plan and steps, so that the gradient has the same bits.
-  const bool must_sum =
-      sums && (is_double || what.has_weights() || what.has(kGradOutput) || boxes.has_boxes() ||
-               !has_sums_kernel(strips) || !strips.sums(what.operands[what.summed]));
+  const bool must_sum = sums && (is_double || what.has_weights() || what.has(kGradOutput) ||
+                                 boxes.has_boxes() || !strips.sums(what.operands[what.summed]));
   if (must_sum) {
     strips = StripPlanner(layout, what.operands, what.summed);
   }
@@ -299,18 +295,8 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     using Taken = decltype(taken);
     body(taken, strips.plan(Taken::kWidth, Taken::kSteps, resident, what.summed), work, terms);
   };
-  // For half types alone there are kernels that take fewer instructions, but for single columns
-  // that are stored.
-  const auto visit_strips = [&](auto work, auto terms) {
-    constexpr unsigned kWork = decltype(work)::kBits;
-    if (strips.is_half()) {
-      strips.has_quads() ? visit(InQuads<true, kWork>{}, work, terms)
-                         : visit(InSingles<kWork != kStoresLosses>{}, work, terms);
-    } else {
-      strips.has_quads() ? visit(InQuads<false, kWork>{}, work, terms)
-                         : visit(InSingles<false>{}, work, terms);
-    }
-  };
+  const DType unit_dtype = strips.common_dtype();
+  const int unit_width = strips.common_width();
   constexpr unsigned kAll = kForwardWork | kBackwardWork;
   const AnyTerm<false> any{args.loss, args.params};
   if (is_double || (sums && what.has_weights())) {
@@ -324,27 +310,49 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     const AnyWork<kBackwardWork & ~kWeightWork> backward{what.work};
     what.is_backward() ? body(InBoxes<true>{}, boxes.plan(), backward, any)
                        : body(InBoxes<false>{}, boxes.plan(), forward, any);
-  } else if (sums && !must_sum && strips.has_quads()) {
+  } else if (sums && !must_sum) {
     constexpr unsigned kWork = kSumsLosses | kWantsGradInput | kWantsGradTarget | kIsBackward;
     visit_loss_type(args.loss, [&](auto loss) {
       const TermOf<decltype(loss)> terms{args.params};
-      const AnyWork<kWork> work{what.work};
-      strips.is_half() ? visit(SumsInQuads<true>{}, work, terms)
-                       : visit(SumsInQuads<false>{}, work, terms);
+      visit_float_or_half(unit_dtype, [&](auto type) {
+        visit(SumsInUnits<typename decltype(type)::type>{}, AnyWork<kWork>{what.work}, terms);
+      });
     });
-  } else if (what.is_backward() && !sums && strips.has_quads()) {
-    visit(BackwardInQuads{}, AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
+  } else if (what.is_backward() && !sums && strips.writes_units(kQuad)) {
+    // For an H100, units of eight are the faster ones but where many columns would be shared.
+    constexpr int64_t kPart = 32;
+    const bool is_wide = strips.writes_units(unit_width, kPart);
+    visit_float_or_any_half(is_wide ? unit_dtype : DType::kFloat32, [&](auto type) {
+      const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
+      visit(BackwardInUnits<typename decltype(type)::type>{}, work, any);
+    });
   } else if (what.is_backward() || sums) {
-    visit(GradientsInSingles{}, AnyWork<kGradientsWork>{what.work}, any);
+    visit(GradientsInSingles{}, AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
   } else if ((what.work & kStoresLosses) != 0) {
-    visit_strips(FixedWork<kStoresLosses>{}, any);
+    const FixedWork<kStoresLosses> work;
+    if (strips.writes_units(unit_width)) {
+      visit_float_or_any_half(unit_dtype, [&](auto type) {
+        visit(InUnits<typename decltype(type)::type, kStoresLosses>{}, work, any);
+      });
+    } else {
+      visit(InSingles{}, work, any);
+    }
   } else {  // asked for most: kernels of one loss need fewer registers
+    const bool has_units = strips.has_units(unit_width);
     visit_loss_type(args.loss, [&](auto loss) {
       const TermOf<decltype(loss)> terms{args.params};
-      if (what.has(kGradInput) || what.has(kGradTarget)) {
-        visit_strips(AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget>{what.work}, terms);
+      const AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget> work{what.work};
+      const auto visit_units = [&](auto work) {
+        visit_float_or_half(unit_dtype, [&](auto type) {
+          visit(InUnits<typename decltype(type)::type, decltype(work)::kBits>{}, work, terms);
+        });
+      };
+      if (!has_units) {  // with gradients or without, for little machine code
+        visit(InSingles{}, work, terms);
+      } else if (what.has(kGradInput) || what.has(kGradTarget)) {
+        visit_units(work);
       } else {
-        visit_strips(FixedWork<kSumsLosses>{}, terms);
+        visit_units(FixedWork<kSumsLosses>{});
       }
     });
   }

@@ -28,8 +28,11 @@ template <typename scalar_t>
 struct Dense {
   using Plan = DenseOperands;
   using acc_t = acc_type_t<scalar_t>;
-  // Of half types, 67 registers instead of 64 cost KL of fp16 11 % of its step.
-  static constexpr int kBlocks = sizeof(scalar_t) == 2 ? 4 : 1;
+  // Of half types, 67 registers instead of 64 cost KL of fp16 11 % of its step. AnyHalf computes
+  // more than 64 have room for.
+  static constexpr int kBlocks = sizeof(scalar_t) != 2               ? 1
+                                 : std::is_same_v<scalar_t, AnyHalf> ? 3
+                                                                     : 4;
 
   static int64_t tiles(const DenseOperands& operands) {
     return std::max<int64_t>(ceil_div(operands.numel, kDenseTile<scalar_t>), 1);
@@ -134,27 +137,28 @@ struct InStrips {
 };
 
 // As many blocks as leave registers for what a thread reads and writes.
-constexpr int blocks_of_quads(bool is_half, unsigned work) {
+constexpr int blocks_of_units(bool is_half, unsigned work) {
   const bool reads_only = work == kSumsLosses || (work == kStoresLosses && !is_half);
   return reads_only ? 4 : 3;
 }
 // Forward passes. Their tiles are the same with gradients and without them, for the same bits.
-template <bool kIsHalf>
-using QuadsOf = QuadStripTile<kIsHalf ? 3 : 2, kIsHalf>;
-template <bool kIsHalf, unsigned kWork>
-using InQuads = InStrips<QuadsOf<kIsHalf>, blocks_of_quads(kIsHalf, kWork)>;
-template <bool kIsHalf>
-using InSingles = InStrips<SingleStripTile<float, 8, kIsHalf>, 4>;
+// scalar_t: a half type, of all operands, AnyHalf, or float, where operands may be of any type.
+template <typename scalar_t>
+using UnitsOf = UnitStripTile<scalar_t, 2>;
+template <typename scalar_t, unsigned kWork>
+using InUnits = InStrips<UnitsOf<scalar_t>, blocks_of_units(sizeof(scalar_t) == 2, kWork)>;
+using InSingles = InStrips<SingleStripTile<float, 8>, 4>;
 // Of reductions, and their backward passes, where a gradient is summed as losses are.
-template <bool kIsHalf>
-using SumsInQuads = InStrips<QuadsOf<kIsHalf>, 3, true>;
-// Backward passes that sum nothing; half types share a kernel, for little machine code.
-using BackwardInQuads = InStrips<QuadsOf<false>, 3>;
-// All others.
-using GradientsInSingles = InStrips<SingleStripTile<float, 8, false>, 3, true>;
+template <typename scalar_t>
+using SumsInUnits = InStrips<UnitsOf<scalar_t>, 3, true>;
+// Backward passes that sum nothing.
+template <typename scalar_t>
+using BackwardInUnits = InStrips<UnitsOf<scalar_t>, 3>;
+// Backward passes of other rows, and sums that are left to launches of their own.
+using GradientsInSingles = InStrips<SingleStripTile<float, 4>, 3, true>;
 // For little machine code.
-using InWeightedSingles = InStrips<SingleStripTile<float, 2, false>, 3>;
-using InDoubles = InStrips<SingleStripTile<double, 1, false>, 2, true>;
+using InWeightedSingles = InStrips<SingleStripTile<float, 2>, 3>;
+using InDoubles = InStrips<SingleStripTile<double, 1>, 2, true>;
 
 template <bool kIsBackward>
 struct InBoxes {

@@ -18,7 +18,7 @@ namespace lossops::cuda {
 enum class UnitKind : int8_t {
   kVector,   // an aligned vector; if a row is no whole units, its last one is not aligned
   kOne,      // one number
-  kWords,    // neighbours of 2 bytes, anywhere
+  kWords,    // neighbours, anywhere
   kStrided,  // at equal distances
 };
 

@@ -71,16 +71,12 @@ __device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, con
 // Calls body with a function of input and target: the loss of an element, by the term's faster way
 // if it has one and the loss is only added up.
 template <typename Tile, typename Work, typename Term, typename Body>
-__device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const Term& term,
-                                              const Body& body) {
+__device__ __forceinline__ void visit_forward(Work work, const Term& term, const Body& body) {
   if constexpr (HasForwardInSum<Term>::value && std::is_same_v<typename Tile::acc_t, float>) {
     if (!work.has(kStoresLosses)) {
-      const auto visit = [&](auto subnormals) {
-        body([&](float x, float t) {
-          return term.template forward_in_sum<Tile::kIsHalf, decltype(subnormals)::value>(x, t);
-        });
-      };
-      tile.has_subnormals() ? visit(std::true_type{}) : visit(std::false_type{});
+      body([&](float x, float t) {
+        return term.template forward_in_sum<Tile::kIsHalf, Tile::has_subnormals()>(x, t);
+      });
       return;
     }
   }
@@ -121,6 +117,13 @@ struct Operands {
     }
   }
 
+  // The compiler would compute all derivatives ahead of a loop over them, or keep what it converted
+  // for the losses, and spill that.
+  __device__ __forceinline__ void unfold() {
+    x.unfold();
+    t.unfold();
+  }
+
  private:
   static __device__ __forceinline__ void load(const Tile& tile, Which which, Values& values) {
     if (tile.is_new(which)) {
@@ -157,8 +160,8 @@ __device__ __forceinline__ double total(const Tile& tile, const acc_t (&values)[
   return static_cast<double>(pairwise_sum(own));
 }
 
-// The gradients of a thread's elements, by a term. kIsLoop: in a loop over them.
-template <typename Tile, bool kIsLoop>
+// The gradients of a thread's elements, by a term.
+template <typename Tile>
 struct Gradients {
   using acc_t = typename Tile::acc_t;
   static constexpr int kCount = Tile::kSteps * Tile::kWidth;
@@ -171,12 +174,8 @@ struct Gradients {
                                          const Derivative& derivative) const {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      acc_t x = operands.x.at(n / Tile::kWidth, n % Tile::kWidth);
-      acc_t t = operands.t.at(n / Tile::kWidth, n % Tile::kWidth);
-      if constexpr (kIsLoop) {  // the compiler would compute all derivatives ahead, and spill them
-        x = unfolded(x);
-        t = unfolded(t);
-      }
+      const acc_t x = operands.x.at(n / Tile::kWidth, n % Tile::kWidth);
+      const acc_t t = operands.t.at(n / Tile::kWidth, n % Tile::kWidth);
       results[n] = factors[n] * derivative(x, t);
     }
   }
@@ -225,7 +224,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     acc_t losses[kCount];
     acc_t weights[kCount];
     visit_term(terms, [&](const auto& term) {
-      visit_forward(tile, work, term, [&](const auto& forward) {
+      visit_forward<Tile>(work, term, [&](const auto& forward) {
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
           weights[n] = weighted ? at(operands.w, n) : acc_t(1);
@@ -252,7 +251,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   // grad_output is read too, that costs registers which are not there.
   constexpr bool kIsLoop = Work::all().has(kWantsGradInput) && Work::all().has(kWantsGradTarget) &&
                            !Work::all().has(kHasGradOutputs);
-  Gradients<Tile, kIsLoop> gradients{operands};
+  Gradients<Tile> gradients{operands};
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
     gradients.factors[n] = own_scale ? at(operands.g, n) : scale;
@@ -290,6 +289,9 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     }
   }
   const auto take = [&](Which which) {
+    if constexpr (kIsLoop) {
+      operands.unfold();
+    }
     acc_t results[kCount];
     visit_term(terms, [&](const auto& term) {
       if (which == kGradInput) {

@@ -1,8 +1,8 @@
 // A thread's elements of an operand of any layout and dtype, one an access: read, converted,
 // written.
 //
-// A Tile says what is computed in (acc_t), how many elements a thread has (kSteps), whether all
-// operands are of half types (kIsHalf), and where they are:
+// A Tile says what is computed in (acc_t), how many elements a thread has (kSteps), and where they
+// are:
 //
 // - operand(which): what the plan says of it, its dtype among that;
 // - for_each_element<kBytes>(which, body): calls body(step, address) for elements that are there.
@@ -33,6 +33,13 @@ class SingleValues {
 
   __device__ __forceinline__ acc_t at(int step, int /*i*/) const { return values_[step]; }
 
+  __device__ __forceinline__ void unfold() {
+#pragma unroll
+    for (acc_t& value : values_) {
+      value = unfolded(value);
+    }
+  }
+
   // Starts to read. Half types stay bits until convert(), so that nothing waits for them here.
   __device__ __forceinline__ void load(const Tile& tile, Which which) {
     const DType dtype = tile.operand(which).dtype;
@@ -40,7 +47,7 @@ class SingleValues {
       tile.template for_each_element<8>(which, [&](int step, const char* from) {
         values_[step] = load_as<acc_t>(from, dtype, 0);
       });
-    } else if (Tile::kIsHalf || is_half_type(dtype)) {
+    } else if (is_half_type(dtype)) {
       tile.template for_each_element<2>(which, [&](int step, const char* from) {
         values_[step] = __uint_as_float(*reinterpret_cast<const uint16_t*>(from));
       });
@@ -56,7 +63,7 @@ class SingleValues {
       const DType dtype = tile.operand(which).dtype;
       if (dtype == DType::kBFloat16) {
         unpack<bfloat16_t>();
-      } else if (Tile::kIsHalf || dtype == DType::kFloat16) {
+      } else if (dtype == DType::kFloat16) {
         unpack<half_t>();
       }
     }
@@ -68,7 +75,7 @@ class SingleValues {
     if constexpr (kIsDouble) {
       tile.template for_each_element<8>(
           which, [&](int step, char* to) { store_as<acc_t>(to, dtype, 0, values_[step]); });
-    } else if (!Tile::kIsHalf && dtype == DType::kFloat32) {
+    } else if (dtype == DType::kFloat32) {
       tile.template for_each_element<4>(
           which, [&](int step, char* to) { *reinterpret_cast<float*>(to) = values_[step]; });
     } else {

@@ -44,7 +44,6 @@ struct StripPlan : PlanOperands<StripOperand> {
   int64_t kept = 1;
   int64_t summed = 1;
   int64_t rest = 1;            // both
-  bool is_half = false;        // all operands are of half types
   bool walks_columns = false;  // along a row: dimension 1 is empty
 
   int32_t width = 1;         // columns of a unit
@@ -52,6 +51,8 @@ struct StripPlan : PlanOperands<StripOperand> {
   Divisor side_walked = {};  // rows side by side along dimension 1
   int32_t side_kept = 1;     // along the kept rest
   int32_t strip_columns = 1;
+  // A row of dimension 1 lies beside the next one in all operands that are written.
+  bool rows_join = false;
 
   // The threads of a tile take some steps at once, in turns.
   int32_t walk_step = 1;  // how much one step more adds to Walk::index(), and one turn
@@ -119,9 +120,10 @@ class StripPlanner {
     const IterationSpace& space = layout.space();
     plan_.set(operands);
     plan_.columns = space.sizes[layout.lead()];
-    plan_.is_half = true;
+    common_dtype_ = operands[kInput].dtype;
     plan_.for_each(operands, [&](const Operand& operand, StripOperand& /*own*/) {
-      plan_.is_half = plan_.is_half && is_half_type(operand.dtype);
+      const bool is_common = operand.dtype == common_dtype_ && is_half_type(operand.dtype);
+      common_dtype_ = is_common ? common_dtype_ : DType::kFloat32;
     });
     if (summed != kNumOperands) {
       must_sum_ = true;
@@ -135,31 +137,39 @@ class StripPlanner {
     }
   }
 
-  // Whether a kernel of the plan can sum a gradient.
+  // Whether a kernel of the plan can sum a gradient. Those of single columns leave it to a launch
+  // of its own.
   bool sums(const Operand& gradient) const {
-    bool sums = sums_;
+    bool sums = sums_ && has_units(common_width());
     for (int dim = 0; dim < layout_->space().ndim; ++dim) {
       sums = sums && is_along(gradient, dim) == along_[dim];
     }
     return sums;
   }
 
-  bool is_half() const { return plan_.is_half; }
+  // The half type that all operands have. float32: their types differ, or are none.
+  DType common_dtype() const { return common_dtype_; }
+  // Columns of 16 bytes.
+  int common_width() const { return is_half_type(common_dtype_) ? kVectorSize<half_t> : kQuad; }
 
-  // Whether units of kQuad columns are faster than single ones.
-  bool has_quads() const {
-    // Units that share columns are read twice: of so long rows, few. With 7 instead, where that is
-    // less than a sixth, H100: forward of bf16 11303254x15 .72 to .78 of its floor, but its step
-    // .77 to .61, and "none" of 17x1021x487x31 .76 to .67: single columns are written faster.
-    constexpr int64_t kLongRow = 32;
-    const bool are_whole = plan_.columns % kQuad == 0;
-    bool has_quads = has_near_columns_ && plan_.columns >= (are_whole ? kQuad : kLongRow);
+  // Whether units of so many columns are faster than single ones. part: the columns that a row's
+  // last two units share are computed twice; at most this part of a row.
+  bool has_units(int width, int64_t part = 2) const {
+    bool has_units = has_near_columns_ && plan_.columns >= width &&
+                     part * shared_columns(width) <= plan_.columns;
     for (int which = kInput; which <= kOutput; ++which) {
       const Operand& operand = operands_[which];
-      has_quads =
-          has_quads && (operand.data == nullptr || kind_of(operand, kQuad) != UnitKind::kStrided);
+      has_units =
+          has_units && (operand.data == nullptr || kind_of(operand, width) != UnitKind::kStrided);
     }
-    return has_quads;
+    return has_units;
+  }
+  // The same where as much is written as is read: short rows of single columns take fewer accesses
+  // of parts of sectors.
+  bool writes_units(int width, int64_t part = 2) const {
+    constexpr int64_t kShortBytes = 64;
+    const bool is_short = plan_.columns * element_size(common_dtype_) < kShortBytes;
+    return has_units(width, part) && (!is_short || shared_columns(width) == 0);
   }
 
   // To be called once. width: of a unit. steps: units that a thread takes at once. resident: blocks
@@ -172,6 +182,13 @@ class StripPlanner {
     const int64_t units = ceil_div(plan_.columns, width);
     const int64_t strip = choose_strip(units);
     walk(choose_walk(units, strip, steps), strip);
+    plan_.rows_join = plan_.columns <= plan_.strip_columns;
+    for (int which = kOutput; which < kNumOperands; ++which) {
+      const StripOperand& own = plan_.operands[which];
+      const bool is_written = own.data != nullptr && which != gradient;
+      plan_.rows_join =
+          plan_.rows_join && (!is_written || own.strides[1] == plan_.columns * own.strides[0]);
+    }
     number_tiles(steps, resident);
     if (gradient != kNumOperands) {
       count_sums(gradient);
@@ -194,6 +211,9 @@ class StripPlanner {
     double use = 0;     // of the threads' time, between 0 and 1
   };
 
+  int64_t shared_columns(int width) const {
+    return ceil_div(plan_.columns, width) * width - plan_.columns;
+  }
   bool is_along(const Operand& operand, int dim) const {
     return operand.strides[dim] == 0 && layout_->space().sizes[dim] > 1;
   }
@@ -205,13 +225,16 @@ class StripPlanner {
     constexpr int64_t kFewRows = 8;  // a choice, not measured
     const IterationSpace& space = layout_->space();
     const int lead = layout_->lead();
+    // At most so many rows lie side by side: two, if a row has several strips.
+    const int64_t row_units = ceil_div(space.sizes[lead], int64_t{kVectorSize<half_t>});
+    const int64_t most_sides = std::max<int64_t>(kTileThreads / row_units, 2);
     int64_t terms = 1;
     for (int dim = 0; dim < space.ndim; ++dim) {
       along_[dim] = is_along(operand, dim);
       terms *= along_[dim] ? space.sizes[dim] : 1;
       const bool is_longer = walk_dim_ < 0 || space.sizes[dim] > space.sizes[walk_dim_];
       if (along_[dim] && dim != lead && is_longer && (must_sum_ || space.sizes[dim] >= kFewRows) &&
-          are_near(operands_, dim, kTileThreads)) {
+          are_near(operands_, dim, most_sides)) {
         walk_dim_ = dim;
       }
     }
@@ -233,14 +256,13 @@ class StripPlanner {
     if (stride != 1 || width == 1) {
       return UnitKind::kStrided;
     }
-    const bool is_half = is_half_type(operand.dtype);
     const int64_t bytes = width * element_size(operand.dtype);
     bool is_aligned =
         reinterpret_cast<uintptr_t>(operand.data) % bytes == 0 && plan_.columns % width == 0;
     for (int dim = 0; dim < space.ndim; ++dim) {
       is_aligned = is_aligned && (dim == layout_->lead() || operand.strides[dim] % width == 0);
     }
-    return is_aligned ? UnitKind::kVector : is_half ? UnitKind::kWords : UnitKind::kStrided;
+    return is_aligned ? UnitKind::kVector : UnitKind::kWords;
   }
 
   static double part(int64_t count, int64_t of) {
@@ -413,6 +435,7 @@ class StripPlanner {
   const Layout* layout_;
   const Operand* operands_;
   bool has_near_columns_;
+  DType common_dtype_ = DType::kFloat32;
   bool sums_ = false;
   bool must_sum_ = false;
   bool along_[kMaxDims] = {};  // dimensions along which a gradient is summed

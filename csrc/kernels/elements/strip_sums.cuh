@@ -22,15 +22,23 @@ class StripSums {
   // Turns after which the sums of rows are folded. A choice, not measured.
   static constexpr int kRowTurns = kSteps < 8 ? 8 / kSteps : 1;
   static constexpr int kRows = kRowTurns * kSteps;
-  static constexpr int kValues = kRows < kWidth ? kWidth : kRows;
-  struct Shared {
-    // Padded, so that neighbouring rows are in other banks.
-    acc_t values[kValues][kTileThreads + 4];
+  union Shared {
+    // The values of rows. Padded, so that neighbouring rows are in other banks.
+    acc_t values[kRows][kTileThreads + 4];
+    // What threads have added up: of columns, two neighbours in a vector. Registers are short.
+    double2 totals[(kWidth + 1) / 2][kTileThreads];
   };
 
   // Of one tile.
   __device__ __forceinline__ StripSums(const StripPlan& plan, Shared& shared)
-      : plan_(plan), shared_(shared) {}
+      : plan_(plan), shared_(shared) {
+    if (plan.sum_of == SumOf::kColumn) {
+#pragma unroll
+      for (auto& totals : shared.totals) {
+        totals[thread()] = make_double2(0, 0);
+      }
+    }
+  }
 
   // Other gradients are written. Plans may have none that is summed.
   __device__ __forceinline__ bool takes(Which gradient) const {
@@ -40,17 +48,21 @@ class StripSums {
   // Adds the values of a turn; those that do not count are 0.
   __device__ __forceinline__ void add(const acc_t (&values)[kSteps * kWidth]) {
     if (plan_.sum_of == SumOf::kColumn) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
+      const auto sum = [&](int i) {
         acc_t column[kSteps];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           column[step] = values[step * kWidth + i];
         }
-        totals_[i] += static_cast<double>(pairwise_sum(column));
+        return static_cast<double>(pairwise_sum(column));
+      };
+#pragma unroll
+      for (int i = 0; i < kWidth; i += 2) {
+        double2& totals = shared_.totals[i / 2][thread()];
+        totals = make_double2(totals.x + sum(i), i + 1 < kWidth ? totals.y + sum(i + 1) : 0);
       }
     } else if (plan_.sum_of == SumOf::kWalk) {
-      totals_[0] += static_cast<double>(pairwise_sum(values));
+      total_ += static_cast<double>(pairwise_sum(values));
     } else {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -86,41 +98,35 @@ class StripSums {
     return static_cast<int>(plan_.strip_units.quotient(threadIdx.x));
   }
 
-  template <int kCount>
-  __device__ __forceinline__ void leave_totals() {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      shared_.values[i][thread()] = static_cast<acc_t>(totals_[i]);
-    }
+  __device__ __forceinline__ double& total(int i, int thread) const {
+    double2& totals = shared_.totals[i / 2][thread];
+    return i % 2 == 0 ? totals.x : totals.y;
   }
 
   __device__ __forceinline__ void finish_columns(const Strip& strip, const Walk<kWidth>& walk) {
     const auto sides = static_cast<int>(plan_.side_walked.value);
     bool has_sums = true;
     if (sides > 1) {
-      leave_totals<kWidth>();
       has_sums = fold(kWidth, side() % sides, sides, static_cast<int>(plan_.strip_units.value));
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        totals_[i] = static_cast<double>(shared_.values[i][thread()]);
-      }
-      __syncthreads();  // before the next tile's values
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       if (has_sums && walk.has(plan_, 0, 0, i)) {
-        store(strip, thread(), i * gradient().strides[0], totals_[i]);
+        store(strip, thread(), i * gradient().strides[0], total(i, thread()));
       }
+    }
+    if (sides > 1) {
+      __syncthreads();  // before the next tile's totals
     }
   }
 
   __device__ __forceinline__ void finish_walk(const Strip& strip, const Walk<kWidth>& walk) {
-    leave_totals<1>();
+    total(0, thread()) = total_;
     const auto sharers = static_cast<int>(plan_.strip_units.value * plan_.side_walked.value);
     if (fold(1, thread() % sharers, sharers, 1) && walk.has(plan_, 0, 0, kWidth - 1)) {
-      store(strip, thread(), 0, shared_.values[0][thread()]);
+      store(strip, thread(), 0, total(0, thread()));
     }
-    __syncthreads();  // before the next tile's values
+    __syncthreads();  // before the next tile's totals
   }
 
   // The sums of rows up to those of a turn. A few neighbouring threads add up the values of a row.
@@ -166,7 +172,7 @@ class StripSums {
     return lanes;
   }
 
-  // Adds up `count` values of each of `sharers` threads that are `distance` apart, in a fixed
+  // Adds up `count` totals of each of `sharers` threads that are `distance` apart, in a fixed
   // order. place: this thread's number among them. Returns whether it has the sums.
   __device__ __forceinline__ bool fold(int count, int place, int sharers, int distance) {
     const int own = thread();
@@ -176,7 +182,7 @@ class StripSums {
       if (place + half < sharers && own + half * distance < kTileThreads) {
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
-          shared_.values[n][own] += shared_.values[n][own + half * distance];
+          total(n, own) += total(n, own + half * distance);
         }
       }
       sharers = half;
@@ -197,8 +203,8 @@ class StripSums {
 
   const StripPlan& plan_;
   Shared& shared_;
-  int rows_ = 0;  // values of rows in shared memory
-  double totals_[kWidth] = {};
+  int rows_ = 0;      // values of rows in shared memory
+  double total_ = 0;  // over all columns
 };
 
 }  // namespace lossops::cuda

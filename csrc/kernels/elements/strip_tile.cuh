@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "kernels/elements/quad_values.cuh"
 #include "kernels/elements/single_values.cuh"
 #include "kernels/elements/tiles.h"
+#include "kernels/elements/unit_values.cuh"
 #include "kernels/primitives/dynamic_shared.cuh"
 
 namespace lossops::cuda {
@@ -52,15 +52,16 @@ class WalkBegins {
   }
 };
 
-// The units that a thread takes at once: kSteps of kWidth columns. kIsHalf: all operands are of
-// half types.
-template <typename acc_t_, int kSteps_, int kWidth_, bool kIsHalf_>
+// The units that a thread takes at once: kSteps of kWidth columns. scalar_t: a half type, of all
+// operands; else each has its own type.
+template <typename acc_t_, int kSteps_, int kWidth_, typename scalar_t_>
 class StripTile {
  public:
   using acc_t = acc_t_;
+  using scalar_t = scalar_t_;
   static constexpr int kWidth = kWidth_;
   static constexpr int kSteps = kSteps_;
-  static constexpr bool kIsHalf = kIsHalf_;
+  static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
 
   // turn: see Walk::goes_on().
   __device__ __forceinline__ StripTile(const StripPlan& plan, const Walk<kWidth>& walk, int turn)
@@ -73,9 +74,8 @@ class StripTile {
     return kIsHalf || is_half_type(operand(which).dtype);
   }
   // Numbers may be subnormal, as float: those of float16 are not.
-  __device__ __forceinline__ bool has_subnormals() const {
-    return !kIsHalf || operand(kInput).dtype == DType::kBFloat16 ||
-           operand(kTarget).dtype == DType::kBFloat16;
+  __device__ __forceinline__ static constexpr bool has_subnormals() {
+    return !std::is_same_v<scalar_t, half_t>;
   }
   __device__ __forceinline__ bool has(int n) const {
     return walk_.has(plan_, turn_, n / kWidth, n % kWidth);
@@ -109,12 +109,12 @@ class StripTile {
   const int turn_;
 };
 
-// Units of four columns.
-template <int kSteps, bool kIsHalf>
-class QuadStripTile : public StripTile<float, kSteps, kQuad, kIsHalf> {
+// Units of 16 bytes; of half types that share a kernel with float32, of as many elements.
+template <typename scalar_t, int kSteps>
+class UnitStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, scalar_t> {
  public:
-  using StripTile<float, kSteps, kQuad, kIsHalf>::StripTile;
-  using Values = QuadValues<QuadStripTile>;
+  using StripTile<float, kSteps, kVectorSize<scalar_t>, scalar_t>::StripTile;
+  using Values = UnitValues<UnitStripTile>;
   static constexpr bool kHasWords = true;
 
   __device__ __forceinline__ UnitKind kind(Which which) const { return this->operand(which).kind; }
@@ -139,10 +139,10 @@ class QuadStripTile : public StripTile<float, kSteps, kQuad, kIsHalf> {
 };
 
 // Units of one column.
-template <typename acc_t, int kSteps, bool kIsHalf>
-class SingleStripTile : public StripTile<acc_t, kSteps, 1, kIsHalf> {
+template <typename acc_t, int kSteps>
+class SingleStripTile : public StripTile<acc_t, kSteps, 1, acc_t> {
  public:
-  using StripTile<acc_t, kSteps, 1, kIsHalf>::StripTile;
+  using StripTile<acc_t, kSteps, 1, acc_t>::StripTile;
   using Values = SingleValues<SingleStripTile>;
 
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps]) const {

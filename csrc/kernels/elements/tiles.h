@@ -88,18 +88,30 @@ class Walk {
     const int column = is_there ? lane * kWidth : kBehind;
     column_ = column < strip.last_column ? column : strip.last_column;
     lacking_ = column - column_;
-    joins_next_ = lane + 1 < static_cast<int>(plan.strip_units.value);
-    joins_previous_ = lane > 0;
     first_ = 0;
-    last_ = static_cast<int>(
-        plan.side_walked.quotient(static_cast<uint32_t>(strip.walked_left - 1 - side_walked_)));
+    const auto sides = static_cast<int>(plan.side_walked.value);
+    last_ = last_of(plan, strip, side_walked_);
+    const bool begins_strip = lane == 0;
+    const bool ends_strip = lane + 1 == static_cast<int>(plan.strip_units.value);
     if (plan.walks_columns) {
       first_ = column;
       last_ = strip.last_column;
       column_ = lacking_ = 0;
+      next_until_ = ends_strip ? -1 : last_ - kWidth;
+      previous_until_ = begins_strip ? -1 : last_;
     } else {
-      joins_next_ = joins_next_ && column + kWidth <= strip.last_column;
-      joins_previous_ = joins_previous_ && lacking_ == 0;
+      const bool has_next = !ends_strip && column + kWidth <= strip.last_column;
+      const bool has_next_row = plan.rows_join && ends_strip && side_walked_ + 1 < sides;
+      const bool has_previous = !begins_strip && lacking_ == 0;
+      const bool has_previous_row = plan.rows_join && begins_strip && side_walked_ > 0;
+      if (is_there && has_next_row) {
+        next_until_ = last_of(plan, strip, side_walked_ + 1);
+      } else if (is_there && has_next) {
+        next_until_ = last_;
+      }
+      if (is_there && (has_previous || has_previous_row)) {
+        previous_until_ = last_;
+      }
     }
   }
 
@@ -135,15 +147,22 @@ class Walk {
     return unbounded(plan, turn, last) <= last_ && lacking_ == 0;
   }
 
-  // Whether the unit of the next thread, or of the one before, lies beside this one.
+  // Whether the unit of the next thread, or of the one before, lies beside this one, in operands
+  // that are written.
   LOSSOPS_HOST_DEVICE bool joins_next(const StripPlan& plan, int turn, int step) const {
-    return joins_next_ && (!plan.walks_columns || unbounded(plan, turn, step) + kWidth <= last_);
+    return unbounded(plan, turn, step) <= next_until_;
   }
   LOSSOPS_HOST_DEVICE bool joins_previous(const StripPlan& plan, int turn, int step) const {
-    return joins_previous_ && (!plan.walks_columns || unbounded(plan, turn, step) <= last_);
+    return unbounded(plan, turn, step) <= previous_until_;
   }
 
  private:
+  // The last index of a row side by side with others; -1: there is no such row.
+  LOSSOPS_HOST_DEVICE static int last_of(const StripPlan& plan, const Strip& strip,
+                                         int side_walked) {
+    const int left = strip.walked_left - 1 - side_walked;
+    return left < 0 ? -1 : static_cast<int>(plan.side_walked.quotient(static_cast<uint32_t>(left)));
+  }
   LOSSOPS_HOST_DEVICE int unbounded(const StripPlan& plan, int turn, int step) const {
     return first_ + turn + step * plan.walk_step;
   }
@@ -154,8 +173,9 @@ class Walk {
   int lacking_;  // their columns that do not count
   int first_;    // indices
   int last_;
-  bool joins_next_;  // if units do, in all steps
-  bool joins_previous_;
+  // The last indices where the next thread, or the one before, has what lies beside this unit.
+  int next_until_ = -1;
+  int previous_until_ = -1;
 };
 
 // A tile of boxes that follow each other along their rows.

@@ -94,12 +94,15 @@ __device__ __forceinline__ T* unfolded(T* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
 }
-__device__ __forceinline__ int unfolded(int value) {
+__device__ __forceinline__ uint32_t unfolded(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+__device__ __forceinline__ int unfolded(int value) {
+  return static_cast<int>(unfolded(static_cast<uint32_t>(value)));
+}
 __device__ __forceinline__ float unfolded(float value) {
-  return __uint_as_float(static_cast<uint32_t>(unfolded(static_cast<int>(__float_as_uint(value)))));
+  return __uint_as_float(unfolded(__float_as_uint(value)));
 }
 __device__ __forceinline__ double unfolded(double value) { return value; }
 
