@@ -57,7 +57,7 @@ Problem draw_problem(int most_dims) {
   space.ndim = static_cast<int>(draw(1, most_dims));
   space.numel = 1;
   const int long_dim = static_cast<int>(draw(0, space.ndim));  // space.ndim: there is none
-  // Few long rows are walked along.
+  // Threads walk within few long rows.
   const int64_t longest = most_dims < 4 && draw(0, 9) == 0 ? 6000 : 140;
   for (int dim = 0; dim < space.ndim; ++dim) {
     space.sizes[dim] = dim == long_dim   ? draw(20, longest)
@@ -175,14 +175,14 @@ struct Seen {
   int sums[4] = {};     // by SumOf
   int splits = 0;       // plans with sums in parts
   int joined_rows = 0;  // units beside the first of the next row
-  int numbers = 0;      // with tiles that go through several numbers of what is summed
+  int summed_numbers = 0;  // plans whose tiles go through several indices of the summed rest
 };
 
 // at_once: steps that a thread takes together, also where some are behind its last one.
 template <int kWidth>
 void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
                   std::vector<int>& taken, Seen& seen) {
-  CHECK(plan.lanes() <= kTileThreads);
+  CHECK(plan.used_threads() <= kTileThreads);
   for_each_strip(plan, [&](const Strip& strip, int64_t /*tile*/) {
     CHECK(Walk<kWidth>::goes_on(plan, strip, 0));
     for (int thread = 0; thread < kTileThreads; ++thread) {
@@ -231,20 +231,20 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
 
 void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& taken) {
   const Extents& extents = plan.extents;
-  const int sides[2] = {kQuad << plan.shifts[0], kQuad << plan.shifts[1]};
+  const int sides[2] = {kBoxUnit << plan.shifts[0], kBoxUnit << plan.shifts[1]};
   CHECK(sides[0] * sides[1] == kBoxElements);
   for (int64_t number = 0; number < plan.tiles; ++number) {
     const BoxesTile tile = BoxesTile::of(plan, number);
     CHECK(0 < tile.boxes && tile.boxes <= kBoxesOfTile);
     for (int n = 0; n < tile.boxes * kBoxElements; ++n) {
       const int own[2] = {
-          tile.first[0] * kQuad + n % sides[0],
-          tile.first_row(plan, n / kBoxElements) * kQuad + n % kBoxElements / sides[0]};
+          tile.first[0] * kBoxUnit + n % sides[0],
+          tile.first_row(plan, n / kBoxElements) * kBoxUnit + n % kBoxElements / sides[0]};
       int placed[2];
       bool counts = true;
       for (int side = 0; side < 2; ++side) {
         placed[side] = place_in_matrix(plan, side, own[side]);
-        counts = counts && placed[side] >= own[side] / kQuad * kQuad;
+        counts = counts && placed[side] >= own[side] / kBoxUnit * kBoxUnit;
       }
       const auto offset = [&](const BoxOperand& operand) {
         return placed[0] * operand.strides[0] + placed[1] * operand.strides[1] +
@@ -253,9 +253,9 @@ void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& 
       take(problem, plan, counts, taken, offset);
       for (const Which which : {kInput, kTarget, kOutput}) {
         const BoxOperand& operand = plan.operands[which];
-        const int side = operand.is_turned ? 1 : 0;
-        if (own[side] % kQuad == 0) {
-          check_kind(operand, kQuad, operand.strides[side],
+        const int side = operand.is_transposed ? 1 : 0;
+        if (own[side] % kBoxUnit == 0) {
+          check_kind(operand, kBoxUnit, operand.strides[side],
                      reinterpret_cast<int64_t>(kData) + offset(operand), placed[side] == own[side]);
         }
       }
@@ -292,7 +292,7 @@ void check_strips(const Problem& problem, int at_once, Seen& seen) {
   const StripPlan& other_plan = other_planner.plan(kWidth, at_once, kResident);
   CHECK(other_planner.has_units(kWidth) == planner.has_units(kWidth));
   CHECK(other_plan.tiles == plan.tiles && other_plan.walk_turn == plan.walk_turn &&
-        other_plan.lanes() == plan.lanes() && other_plan.walks_columns == plan.walks_columns);
+        other_plan.used_threads() == plan.used_threads() && other_plan.walks_columns == plan.walks_columns);
   CHECK(std::equal(plan.operands[kInput].strides, plan.operands[kInput].strides + kPlanDims,
                    other_plan.operands[kInput].strides));
   std::vector<int> taken(problem.space.numel);
@@ -331,7 +331,7 @@ void check_sums(const Problem& problem, int at_once, Seen& seen) {
   plan.sum_into(kData, DType::kFloat32);
   ++seen.sums[static_cast<int>(plan.sum_of)];
   seen.splits += plan.splits > 1 ? 1 : 0;
-  seen.numbers += plan.tile_summed > 1 ? 1 : 0;
+  seen.summed_numbers += plan.tile_summed > 1 ? 1 : 0;
   std::vector<int64_t> sum_of_place(sums, -1);
   std::vector<int64_t> tile_of_part(plan.splits * sums, -1);
   for_each_strip(plan, [&](const Strip& strip, int64_t tile) {
@@ -431,18 +431,18 @@ int main() {
     const int at_once = cuda::draw(0, 1) == 0 ? 4 : 2;
     test::subject() = "problem " + std::to_string(n) + ", " + std::to_string(at_once) + " at once";
     cuda::check_strips<1>(problem, at_once, seen);
-    cuda::check_strips<cuda::kQuad>(problem, at_once, seen);
-    cuda::check_strips<2 * cuda::kQuad>(problem, at_once, seen);
+    cuda::check_strips<cuda::kVectorSize<float>>(problem, at_once, seen);
+    cuda::check_strips<cuda::kVectorSize<half_t>>(problem, at_once, seen);
     cuda::check_sums<1>(problem, at_once, seen);
-    cuda::check_sums<cuda::kQuad>(problem, at_once, seen);
-    cuda::check_sums<2 * cuda::kQuad>(problem, at_once, seen);
+    cuda::check_sums<cuda::kVectorSize<float>>(problem, at_once, seen);
+    cuda::check_sums<cuda::kVectorSize<half_t>>(problem, at_once, seen);
     cuda::check_boxes(problem, seen);
   }
   for (int n = 0; n < 100; ++n) {
     const cuda::Problem problem = cuda::draw_far_sums();
     test::subject() = "far sums " + std::to_string(n);
     cuda::check_sums<1>(problem, 2, seen);
-    cuda::check_sums<cuda::kQuad>(problem, 2, seen);
+    cuda::check_sums<cuda::kVectorSize<float>>(problem, 2, seen);
   }
   test::subject() = "long rows";
   cuda::check_long((int64_t{1} << 31) + 1, 3, (int64_t{1} << 31) + 8);
@@ -466,6 +466,6 @@ int main() {
   }
   CHECK(seen.sums[static_cast<int>(cuda::SumOf::kNothing)] == 0);
   CHECK(seen.splits > 10);
-  CHECK(seen.numbers > 10);
+  CHECK(seen.summed_numbers > 10);
   return test::exit_status();
 }

@@ -1,5 +1,5 @@
-// Operands of one half type, of which the kernel is told when it is launched: for less machine code
-// where arithmetic does not bound a kernel.
+// Half types of which a kernel is told when it is launched: one kernel for both, for less machine
+// code.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,7 @@
 // code without CUDA; kernels read the plan by tiles.h.
 //
 // Two dimensions, columns and rows, make matrices; the others number these. Both are cut into units
-// of kQuad, and a tile is some boxes of both. If fewer are left for the last unit of a side, it
+// of kBoxUnit, and a tile is up to kBoxesOfTile boxes, one after another along the rows. If fewer are left for the last unit of a side, it
 // begins earlier and shares elements with the one before.
 #pragma once
 
@@ -14,14 +14,16 @@
 
 namespace lossops::cuda {
 
+// Elements of a unit.
+constexpr int kBoxUnit = 4;
 // A box has 2^kBoxShift units of columns times units of rows. Its sides are powers of two.
 constexpr int kBoxShift = 7;
-constexpr int kBoxElements = (kQuad * kQuad) << kBoxShift;
+constexpr int kBoxElements = (kBoxUnit * kBoxUnit) << kBoxShift;
 // Boxes of a tile, at the most. A choice, not measured.
 constexpr int kBoxesOfTile = 4;
 
 struct BoxOperand : PlanOperand {
-  bool is_turned = false;  // its neighbours are those of a column
+  bool is_transposed = false;  // its neighbours are those of a column
 };
 
 struct BoxPlan : PlanOperands<BoxOperand> {
@@ -54,8 +56,8 @@ class BoxPlanner {
       }
     }
     plan_.for_each(operands_, [&](const Operand& operand, BoxOperand& own) {
-      own.is_turned = operand.strides[other] == 1 && Layout::is_turned(operand, lead);
-      own.kind = kind_of(own, own.is_turned ? 1 : 0);
+      own.is_transposed = operand.strides[other] == 1 && Layout::is_transposed(operand, lead);
+      own.kind = kind_of(own, own.is_transposed ? 1 : 0);
     });
     Extents& extents = plan_.extents;
     extents.sizes[0] = ceil_div(plan_.matrix_units[0], int64_t{1} << plan_.shifts[0]);
@@ -75,15 +77,15 @@ class BoxPlanner {
   bool chooses_boxes() {
     const IterationSpace& space = layout_.space();
     const int64_t sizes[2] = {space.sizes[layout_.lead()], space.sizes[layout_.other()]};
-    if (layout_.other() == layout_.lead() || std::min(sizes[0], sizes[1]) < kQuad ||
+    if (layout_.other() == layout_.lead() || std::min(sizes[0], sizes[1]) < kBoxUnit ||
         std::max(sizes[0], sizes[1]) > kMaxDividend || !are_near(operands_, layout_.lead())) {
       return false;
     }
     int64_t units[2];
     for (int i = 0; i < 2; ++i) {
-      units[i] = ceil_div(sizes[i], kQuad);
+      units[i] = ceil_div(sizes[i], kBoxUnit);
       plan_.matrix_units[i] = static_cast<int32_t>(units[i]);
-      plan_.matrix_last[i] = static_cast<int32_t>(sizes[i] - kQuad);
+      plan_.matrix_last[i] = static_cast<int32_t>(sizes[i] - kBoxUnit);
     }
     const auto padded = [&](int i, int shift) { return (((units[i] - 1) >> shift) + 1) << shift; };
     int64_t least = 0;
@@ -96,7 +98,7 @@ class BoxPlanner {
         plan_.shifts[1] = kBoxShift - shift;
       }
     }
-    return 2 * sizes[0] * sizes[1] >= kQuad * kQuad * least;
+    return 2 * sizes[0] * sizes[1] >= kBoxUnit * kBoxUnit * least;
   }
 
   // dim: that of the plan along which the operand's units lie.
@@ -111,9 +113,9 @@ class BoxPlanner {
     // twice. From so many columns on, those warps are few. A choice, not measured.
     constexpr int64_t kLongRow = 2048;
     const int64_t size = plan_.extents.sizes[dim];
-    const int64_t bytes = int64_t{kQuad} * own.bytes;
+    const int64_t bytes = int64_t{kBoxUnit} * own.bytes;
     bool is_aligned = reinterpret_cast<uintptr_t>(own.data) % bytes == 0 &&
-                      (size % kQuad == 0 || size >= kLongRow);
+                      (size % kBoxUnit == 0 || size >= kLongRow);
     for (int other = 0; other < plan_.extents.ndim; ++other) {
       is_aligned = is_aligned && (other == dim || own.strides[other] % bytes == 0);
     }

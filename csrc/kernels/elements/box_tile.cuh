@@ -8,30 +8,30 @@
 
 namespace lossops::cuda {
 
-// A box. It is computed in the order of its rows: a thread has quads of columns. Operands whose
-// neighbours lie along the columns are read and written in quads of rows. Shared memory turns them.
+// A box. It is computed in the order of its rows: a thread has units of columns. Operands
+// whose neighbours lie along the columns are read and written in units of rows. Shared memory transposes them.
 //
 // Places in a box count columns and rows of units, as if those did not share any.
 class BoxTile {
  public:
   using acc_t = float;
   using scalar_t = float;
-  static constexpr int kWidth = kQuad;
-  static constexpr int kSteps = kBoxElements / kQuad / kTileThreads;
+  static constexpr int kWidth = kBoxUnit;
+  static constexpr int kSteps = kBoxElements / kBoxUnit / kTileThreads;
   static constexpr bool kIsHalf = false;
   static constexpr bool kHasWords = false;
   using Values = UnitValues<BoxTile>;
 
-  // Rows lie one element further apart than they are long, so that quads of rows are in different
-  // banks. The most rows are those of 4 units.
+  // Rows lie one element further apart than they are long, so that units of rows are in different
+  // banks. A box has the most rows if they are four units long.
   struct Shared {
-    float values[kBoxElements + kBoxElements / (4 * kQuad)];
+    float values[kBoxElements + kBoxElements / (4 * kBoxUnit)];
     char* matrices[kNumOperands];  // where the matrix of the tile begins, by slot
   };
 
   // All threads of the block.
   __device__ __forceinline__ BoxTile(const BoxPlan& plan, const BoxesTile& boxes, Shared& shared)
-      : plan_(plan), boxes_(boxes), shared_(shared), straight_(plan, 0), turned_(plan, 1) {
+      : plan_(plan), boxes_(boxes), shared_(shared), straight_(plan, 0), transposed_(plan, 1) {
     __syncthreads();
     if (const auto slot = static_cast<int>(threadIdx.x); slot < plan.num_slots) {
       const BoxOperand& operand = plan.operands[plan.slots[slot]];
@@ -41,13 +41,13 @@ class BoxTile {
     __syncthreads();
     const int first = boxes.first[0];
     straight_.place_units(plan, 0, first);
-    turned_.place_others(plan, 0, first);
+    transposed_.place_others(plan, 0, first);
   }
 
   // Goes to a box of the tile.
   __device__ __forceinline__ void move_to(int box) {
     first_row_ = boxes_.first_row(plan_, box);
-    turned_.place_units(plan_, 1, first_row_);
+    transposed_.place_units(plan_, 1, first_row_);
     straight_.place_others(plan_, 1, first_row_);
   }
 
@@ -64,19 +64,19 @@ class BoxTile {
   }
 
   __device__ __forceinline__ bool has(int n) const {
-    const int row = first_row_ * kQuad + straight_.other(n / kQuad);
-    return n % kQuad >= straight_.skipped && straight_.others[n / kQuad] >= row / kQuad * kQuad;
+    const int row = first_row_ * kBoxUnit + straight_.other(n / kBoxUnit);
+    return n % kBoxUnit >= straight_.skipped && straight_.others[n / kBoxUnit] >= row / kBoxUnit * kBoxUnit;
   }
   __device__ __forceinline__ bool has_all() const {
     return straight_.skipped == 0 && !straight_.lacks_others;
   }
 
   __device__ __forceinline__ int stride(Which which) const {
-    return static_cast<int>(operand(which).strides[operand(which).is_turned ? 1 : 0]);
+    return static_cast<int>(operand(which).strides[operand(which).is_transposed ? 1 : 0]);
   }
   __device__ __forceinline__ UnitKind kind(Which which) const {
     const UnitKind kind = operand(which).kind;
-    return kind == UnitKind::kVector && column(which) % kQuad != 0 ? UnitKind::kStrided : kind;
+    return kind == UnitKind::kVector && column(which) % kBoxUnit != 0 ? UnitKind::kStrided : kind;
   }
   __device__ __forceinline__ void locate(Which which, char* (&addresses)[kSteps]) const {
     const BoxOperand& own = operand(which);
@@ -84,36 +84,36 @@ class BoxTile {
         shared_.matrices[own.slot] + static_cast<int64_t>(column(which)) * stride(which);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      addresses[step] = first + (own.is_turned ? turned_.others[step] * own.strides[0]
+      addresses[step] = first + (own.is_transposed ? transposed_.others[step] * own.strides[0]
                                                : straight_.others[step] * own.strides[1]);
       __builtin_assume(__isGlobal(addresses[step]));
     }
   }
 
-  // What was read of a turned operand: from quads of rows to quads of columns.
-  __device__ __forceinline__ void turn_read(Which which, Values& values) const {
-    if (!operand(which).is_turned) {
+  // What was read of a transposed operand: from units of rows to units of columns.
+  __device__ __forceinline__ void transpose_read(Which which, Values& values) const {
+    if (!operand(which).is_transposed) {
       return;
     }
     exchange([&](int step, int i, float& cell) { cell = values.at(step, i); }, true);
     collect([&](int step, int i, float cell) { values.set(step, i, cell); }, false);
   }
   // What is to be written: the way back.
-  __device__ __forceinline__ void turn_results(Which which, float (&values)[Values::kCount]) const {
-    if (!operand(which).is_turned) {
+  __device__ __forceinline__ void transpose_results(Which which, float (&values)[Values::kCount]) const {
+    if (!operand(which).is_transposed) {
       return;
     }
-    exchange([&](int step, int i, float& cell) { cell = values[step * kQuad + i]; }, false);
-    collect([&](int step, int i, float cell) { values[step * kQuad + i] = cell; }, true);
+    exchange([&](int step, int i, float& cell) { cell = values[step * kBoxUnit + i]; }, false);
+    collect([&](int step, int i, float cell) { values[step * kBoxUnit + i] = cell; }, true);
   }
 
  private:
-  // The column where the thread's quads begin.
+  // The column where the thread's units begin.
   __device__ __forceinline__ int column(Which which) const {
-    return operand(which).is_turned ? turned_.begin : straight_.begin;
+    return operand(which).is_transposed ? transposed_.begin : straight_.begin;
   }
 
-  // The quads of a thread along one side of the box. In each step it has another row, or column, of
+  // The units of a thread along one side of the box. In each step it has another row, or column, of
   // the other side.
   struct Side {
     __device__ __forceinline__ Side(const BoxPlan& plan, int side)
@@ -123,9 +123,9 @@ class BoxTile {
     __device__ __forceinline__ int other(int step) const {
       return (static_cast<int>(threadIdx.x) >> shift) + step * (kTileThreads >> shift);
     }
-    // side: along which the quads lie. first: its first unit in the box.
+    // side: along which the units lie. first: its first unit in the box.
     __device__ __forceinline__ void place_units(const BoxPlan& plan, int side, int first) {
-      const int own = (first + unit) * kQuad;
+      const int own = (first + unit) * kBoxUnit;
       begin = place_in_matrix(plan, side, own);
       skipped = own - begin;
     }
@@ -134,7 +134,7 @@ class BoxTile {
       lacks_others = false;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const int own = first * kQuad + other(step);
+        const int own = first * kBoxUnit + other(step);
         others[step] = place_in_matrix(plan, side, own);
         lacks_others = lacks_others || others[step] < own;
       }
@@ -142,39 +142,39 @@ class BoxTile {
 
     const int shift;
     const int unit;      // in the box
-    int begin;           // the first of the four, in the matrix
+    int begin;           // its first element, in the matrix
     int skipped;         // how many of them do not count
     int others[kSteps];  // in the matrix
     bool lacks_others;   // some of these do not count
   };
 
-  __device__ __forceinline__ float& cell(bool is_turned, int step, int i) const {
-    const int pitch = (kQuad << straight_.shift) + 1;
-    return is_turned ? shared_.values[(turned_.unit * kQuad + i) * pitch + turned_.other(step)]
-                     : shared_.values[straight_.other(step) * pitch + straight_.unit * kQuad + i];
+  __device__ __forceinline__ float& cell(bool is_transposed, int step, int i) const {
+    const int pitch = (kBoxUnit << straight_.shift) + 1;
+    return is_transposed ? shared_.values[(transposed_.unit * kBoxUnit + i) * pitch + transposed_.other(step)]
+                     : shared_.values[straight_.other(step) * pitch + straight_.unit * kBoxUnit + i];
   }
   template <typename Put>
-  __device__ __forceinline__ void exchange(const Put& put, bool is_turned) const {
+  __device__ __forceinline__ void exchange(const Put& put, bool is_transposed) const {
     __syncthreads();  // nothing is read of what was exchanged before
 #pragma unroll
     for (int n = 0; n < Values::kCount; ++n) {
-      put(n / kQuad, n % kQuad, cell(is_turned, n / kQuad, n % kQuad));
+      put(n / kBoxUnit, n % kBoxUnit, cell(is_transposed, n / kBoxUnit, n % kBoxUnit));
     }
     __syncthreads();
   }
   template <typename Get>
-  __device__ __forceinline__ void collect(const Get& get, bool is_turned) const {
+  __device__ __forceinline__ void collect(const Get& get, bool is_transposed) const {
 #pragma unroll
     for (int n = 0; n < Values::kCount; ++n) {
-      get(n / kQuad, n % kQuad, cell(is_turned, n / kQuad, n % kQuad));
+      get(n / kBoxUnit, n % kBoxUnit, cell(is_transposed, n / kBoxUnit, n % kBoxUnit));
     }
   }
 
   const BoxPlan& plan_;
   const BoxesTile& boxes_;
   Shared& shared_;
-  Side straight_;  // quads of columns
-  Side turned_;    // quads of rows
+  Side straight_;  // units of columns
+  Side transposed_;    // units of rows
   int first_row_;  // the first unit of rows of the box
 };
 

@@ -24,10 +24,10 @@ namespace {
 // Measured on an H200, 16384x16384, forward / step in us with 1, 2, 4, 8 tiles: KL of bf16
 // probabilities 263, 241, 241, 240 / 411, 386, 381, 387, of bf16 log-probabilities 241, 239, 239,
 // 239 / 376, 378, 382, 388; MSE of fp32 32768x32768 1849, 1837, 1831, 1832 / 2953, 2972, 3004,
-// 3045.
+// 3045, where tiles of fp32 were twice as large.
 constexpr int64_t kTilesOfBlock = 4;
 // But no fewer blocks than these where there are as many tiles: a step of MSE of fp32 8192x8192
-// takes 197 us with 4 tiles a block and 195 with 2.
+// took 197 us with 4 tiles a block, as large as that, and 195 with 2.
 constexpr int64_t kFewBlocks = 8192;
 // Tiles of boxes of a block, also where nothing is reduced. A choice, not a measurement.
 constexpr int64_t kBoxTilesOfBlock = 4;
@@ -179,7 +179,7 @@ Finalize make_finalize(const ElementwiseForwardArgs& args) {
   return finalize;
 }
 
-// What a loss can do of kPossible.
+// The bits of kPossible that terms allow: those of weights only if they take weights.
 template <unsigned kPossible, typename Terms>
 using WorkOf = AnyWork<Terms::kHasWeight ? kPossible : kPossible & ~kWeightWork>;
 
@@ -245,7 +245,7 @@ template <typename Body>
 void visit_dense_gradients(const ElementwiseArgs& args, const Launch& what, const Body& body) {
   visit_elementwise_loss(args.loss, args.params, [&](auto term) {
     using Term = decltype(term);
-    if constexpr (Term::kWritesTargetGradient) {
+    if constexpr (Term::kHasTargetGradientKernel) {
       const AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget> work{what.work};
       visit_float_or_half(args.input.dtype, [&](auto type) {
         body(Dense<typename decltype(type)::type>{}, what.dense, work, term);
@@ -289,11 +289,10 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   if (must_sum) {
     strips = StripPlanner(layout, what.operands, what.summed);
   }
-  // All kernels take the same number of resident blocks, so that their tiles are the same.
-  const int64_t resident = int64_t{4} * std::max(current_device_limits().multiprocessors, 1);
+  const int64_t blocks = int64_t{4} * std::max(current_device_limits().multiprocessors, 1);
   const auto visit = [&](auto taken, auto work, auto terms) {
     using Taken = decltype(taken);
-    body(taken, strips.plan(Taken::kWidth, Taken::kSteps, resident, what.summed), work, terms);
+    body(taken, strips.plan(Taken::kWidth, Taken::kSteps, blocks, what.summed), work, terms);
   };
   const DType unit_dtype = strips.common_dtype();
   const int unit_width = strips.common_width();
@@ -318,10 +317,10 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
         visit(SumsInUnits<typename decltype(type)::type>{}, AnyWork<kWork>{what.work}, terms);
       });
     });
-  } else if (what.is_backward() && !sums && strips.writes_units(kQuad)) {
-    // For an H100, units of eight are the faster ones but where many columns would be shared.
-    constexpr int64_t kPart = 32;
-    const bool is_wide = strips.writes_units(unit_width, kPart);
+  } else if (what.is_backward() && !sums && strips.writes_units(kVectorSize<float>)) {
+    // On an H100, units of eight are faster unless more of a row would be computed twice.
+    constexpr int64_t kSharedFraction = 32;
+    const bool is_wide = strips.writes_units(unit_width, kSharedFraction);
     visit_float_or_any_half(is_wide ? unit_dtype : DType::kFloat32, [&](auto type) {
       const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
       visit(BackwardInUnits<typename decltype(type)::type>{}, work, any);

@@ -19,8 +19,8 @@ namespace lossops::cuda {
 //
 // - Plan, tiles(plan): the operands as the kernel is told of them, and how many tiles they make;
 // - bytes(plan): of dynamic shared memory;
-// - kBlocks: resident blocks a multiprocessor, at the least. As many as leave a thread its
-// registers;
+// - kBlocks: resident blocks a multiprocessor, at the least: as many as leave a thread its
+//   registers;
 // - for_each_tile(plan, body): calls body(tile, operands, sums) with each tile of a block, and with
 //   each element that no whole tile has. Blocks stride over tiles. operands: what is read of the
 //   tile. sums: what sums a gradient, if any.
@@ -28,8 +28,8 @@ template <typename scalar_t>
 struct Dense {
   using Plan = DenseOperands;
   using acc_t = acc_type_t<scalar_t>;
-  // Of half types, 67 registers instead of 64 cost KL of fp16 11 % of its step. AnyHalf computes
-  // more than 64 have room for.
+  // More than 64 registers, which 4 blocks leave, cost KL of fp16 11 % of its step. Kernels of
+  // AnyHalf need more.
   static constexpr int kBlocks = sizeof(scalar_t) != 2               ? 1
                                  : std::is_same_v<scalar_t, AnyHalf> ? 3
                                                                      : 4;
@@ -79,7 +79,7 @@ struct InStrips {
   template <typename Body>
   static __device__ __forceinline__ void for_each_tile(const StripPlan& plan, const Body& body) {
     const auto thread = static_cast<int>(threadIdx.x);
-    const bool has_units = thread / kWarpSize * kWarpSize < plan.lanes();
+    const bool has_units = thread / kWarpSize * kWarpSize < plan.used_threads();
     Operands<Tile> operands;
     if constexpr (kSums) {
       if (!has_units && plan.summed_gradient == kNumOperands) {
@@ -138,13 +138,13 @@ struct InStrips {
 
 // As many blocks as leave registers for what a thread reads and writes.
 constexpr int blocks_of_units(bool is_half, unsigned work) {
-  const bool reads_only = work == kSumsLosses || (work == kStoresLosses && !is_half);
-  return reads_only ? 4 : 3;
+  const bool needs_few = work == kSumsLosses || (work == kStoresLosses && !is_half);
+  return needs_few ? 4 : 3;
 }
-// Forward passes. Their tiles are the same with gradients and without them, for the same bits.
 // scalar_t: a half type, of all operands, AnyHalf, or float, where operands may be of any type.
 template <typename scalar_t>
 using UnitsOf = UnitStripTile<scalar_t, 2>;
+// Forward passes. Their tiles are the same with gradients and without them, for the same bits.
 template <typename scalar_t, unsigned kWork>
 using InUnits = InStrips<UnitsOf<scalar_t>, blocks_of_units(sizeof(scalar_t) == 2, kWork)>;
 using InSingles = InStrips<SingleStripTile<float, 8>, 4>;

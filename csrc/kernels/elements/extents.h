@@ -10,8 +10,6 @@ namespace lossops::cuda {
 
 // Dimensions of a plan, at the most.
 constexpr int kPlanDims = kMaxDims + 1;
-// Elements that a thread takes together.
-constexpr int kQuad = 4;
 
 // The dimensions of a plan.
 struct Extents {

@@ -16,8 +16,8 @@ namespace lossops::cuda {
 
 // How a unit, the neighbours that a thread takes at once, lies in an operand.
 enum class UnitKind : int8_t {
-  kVector,   // an aligned vector; if a row is no whole units, its last one is not aligned
-  kOne,      // one number
+  kVector,   // an aligned vector; in boxes, the last one of a side may begin earlier: kStrided then
+  kOne,      // one number for all columns
   kWords,    // neighbours, anywhere
   kStrided,  // at equal distances
 };
@@ -73,15 +73,15 @@ class Layout {
     }
     lead_ = leading_dim(operands, 0, [](const Operand& /*operand*/) { return true; });
     other_ = leading_dim(operands, lead_,
-                         [&](const Operand& operand) { return is_turned(operand, lead_); });
+                         [&](const Operand& operand) { return is_transposed(operand, lead_); });
   }
 
   const IterationSpace& space() const { return space_; }
   int lead() const { return lead_; }
-  // Along which the rows of turned operands lie; lead(): there are none.
+  // Along which the rows of transposed operands lie; lead(): there are none.
   int other() const { return other_; }
 
-  static bool is_turned(const Operand& operand, int lead) {
+  static bool is_transposed(const Operand& operand, int lead) {
     return operand.strides[lead] != 0 && operand.strides[lead] != 1;
   }
 

@@ -117,8 +117,8 @@ struct Operands {
     }
   }
 
-  // The compiler would compute all derivatives ahead of a loop over them, or keep what it converted
-  // for the losses, and spill that.
+  // Hides from the compiler what it knows of the values: it would compute all derivatives ahead of a
+  // loop over gradients, or keep what it converted for the losses, and spill that.
   __device__ __forceinline__ void unfold() {
     x.unfold();
     t.unfold();
@@ -137,7 +137,7 @@ struct Operands {
   }
 };
 
-// A thread's values of a tile; 0 where an element does not count.
+// Sets a thread's values of a tile to 0 where an element does not count.
 template <typename Tile, int kCount, typename acc_t>
 __device__ __forceinline__ void drop_uncounted(const Tile& tile, acc_t (&values)[kCount]) {
   if (!tile.has_all()) {
@@ -245,12 +245,12 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     }
   }
 
-  // What multiplies a derivative. Selected here, once: else the compiler makes loops over the
-  // elements for each case.
   // Of both gradients in a loop, what writes or sums one stands once in the machine code. Where
   // grad_output is read too, that costs registers which are not there.
   constexpr bool kIsLoop = Work::all().has(kWantsGradInput) && Work::all().has(kWantsGradTarget) &&
                            !Work::all().has(kHasGradOutputs);
+  // What multiplies a derivative is selected here, once: else the compiler makes loops over the
+  // elements for each case.
   Gradients<Tile> gradients{operands};
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {

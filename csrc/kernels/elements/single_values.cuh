@@ -5,8 +5,8 @@
 // are:
 //
 // - operand(which): what the plan says of it, its dtype among that;
-// - for_each_element<kBytes>(which, body): calls body(step, address) for elements that are there.
-//   kBytes: of an element; fp64 reads any dtype through it.
+// - for_each_element(which, body): calls body(step, address) for each step. What does not count lies
+//   where another element does.
 #pragma once
 
 #include <cstdint>
@@ -44,15 +44,15 @@ class SingleValues {
   __device__ __forceinline__ void load(const Tile& tile, Which which) {
     const DType dtype = tile.operand(which).dtype;
     if constexpr (kIsDouble) {
-      tile.template for_each_element<8>(which, [&](int step, const char* from) {
+      tile.for_each_element(which, [&](int step, const char* from) {
         values_[step] = load_as<acc_t>(from, dtype, 0);
       });
     } else if (is_half_type(dtype)) {
-      tile.template for_each_element<2>(which, [&](int step, const char* from) {
+      tile.for_each_element(which, [&](int step, const char* from) {
         values_[step] = __uint_as_float(*reinterpret_cast<const uint16_t*>(from));
       });
     } else {
-      tile.template for_each_element<4>(which, [&](int step, const char* from) {
+      tile.for_each_element(which, [&](int step, const char* from) {
         values_[step] = *reinterpret_cast<const float*>(from);
       });
     }
@@ -73,14 +73,14 @@ class SingleValues {
   __device__ __forceinline__ void store(const Tile& tile, Which which) {
     const DType dtype = tile.operand(which).dtype;
     if constexpr (kIsDouble) {
-      tile.template for_each_element<8>(
+      tile.for_each_element(
           which, [&](int step, char* to) { store_as<acc_t>(to, dtype, 0, values_[step]); });
     } else if (dtype == DType::kFloat32) {
-      tile.template for_each_element<4>(
+      tile.for_each_element(
           which, [&](int step, char* to) { *reinterpret_cast<float*>(to) = values_[step]; });
     } else {
       const bool is_bfloat16 = dtype == DType::kBFloat16;
-      tile.template for_each_element<2>(which, [&](int step, char* to) {
+      tile.for_each_element(which, [&](int step, char* to) {
         *reinterpret_cast<uint16_t*>(to) = is_bfloat16 ? from_acc<bfloat16_t>(values_[step]).bits
                                                        : from_acc<half_t>(values_[step]).bits;
       });

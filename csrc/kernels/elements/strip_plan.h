@@ -44,19 +44,20 @@ struct StripPlan : PlanOperands<StripOperand> {
   int64_t kept = 1;
   int64_t summed = 1;
   int64_t rest = 1;            // both
-  bool walks_columns = false;  // along a row: dimension 1 is empty
+  bool walks_columns = false;  // threads walk within a row; dimension 1 then has size 1
 
   int32_t width = 1;         // columns of a unit
   Divisor strip_units;       // units of a strip
   Divisor side_walked = {};  // rows side by side along dimension 1
   int32_t side_kept = 1;     // along the kept rest
   int32_t strip_columns = 1;
-  // A row of dimension 1 lies beside the next one in all operands that are written.
+  // A row is one strip, and the next one of dimension 1 lies beside it in all operands that are
+  // written.
   bool rows_join = false;
 
   // The threads of a tile take some steps at once, in turns.
-  int32_t walk_step = 1;  // how much one step more adds to Walk::index(), and one turn
-  int32_t walk_turn = 1;
+  int32_t walk_step = 1;  // how much a step adds to Walk::index()
+  int32_t walk_turn = 1;  // and a turn
   int32_t tile_turns = 1;
   int64_t tile_walked = 1;  // of dimension 1, from a tile to the next
   int64_t tile_columns = 1;
@@ -73,7 +74,7 @@ struct StripPlan : PlanOperands<StripOperand> {
   int64_t split_strides[3] = {};  // bytes to the next part: along the columns, along 1, summed
 
   // Threads that have units.
-  LOSSOPS_HOST_DEVICE int lanes() const {
+  LOSSOPS_HOST_DEVICE int used_threads() const {
     return static_cast<int>(strip_units.value * side_walked.value) * side_kept;
   }
   // The size of the table of addresses where the walks of a block's threads begin.
@@ -147,16 +148,16 @@ class StripPlanner {
     return sums;
   }
 
-  // The half type that all operands have. float32: their types differ, or are none.
+  // The half type that all operands have. float32: their types differ, or are not half types.
   DType common_dtype() const { return common_dtype_; }
-  // Columns of 16 bytes.
-  int common_width() const { return is_half_type(common_dtype_) ? kVectorSize<half_t> : kQuad; }
+  // Columns of a unit: eight of one half type, else four.
+  int common_width() const { return is_half_type(common_dtype_) ? kVectorSize<half_t> : kVectorSize<float>; }
 
-  // Whether units of so many columns are faster than single ones. part: the columns that a row's
-  // last two units share are computed twice; at most this part of a row.
-  bool has_units(int width, int64_t part = 2) const {
+  // Whether units of so many columns are faster than single ones. fraction: the columns that
+  // a row's last two units share are computed twice; they are at most 1/fraction of a row.
+  bool has_units(int width, int64_t fraction = 2) const {
     bool has_units = has_near_columns_ && plan_.columns >= width &&
-                     part * shared_columns(width) <= plan_.columns;
+                     fraction * shared_columns(width) <= plan_.columns;
     for (int which = kInput; which <= kOutput; ++which) {
       const Operand& operand = operands_[which];
       has_units =
@@ -164,17 +165,17 @@ class StripPlanner {
     }
     return has_units;
   }
-  // The same where as much is written as is read: short rows of single columns take fewer accesses
-  // of parts of sectors.
-  bool writes_units(int width, int64_t part = 2) const {
+  // The same for kernels that write as much as they read. Single columns of short rows write fewer
+  // parts of sectors.
+  bool writes_units(int width, int64_t fraction = 2) const {
     constexpr int64_t kShortBytes = 64;
     const bool is_short = plan_.columns * element_size(common_dtype_) < kShortBytes;
-    return has_units(width, part) && (!is_short || shared_columns(width) == 0);
+    return has_units(width, fraction) && (!is_short || shared_columns(width) == 0);
   }
 
-  // To be called once. width: of a unit. steps: units that a thread takes at once. resident: blocks
-  // that the device holds at once. gradient: one that sums() says can be summed, or kNumOperands.
-  StripPlan& plan(int width, int steps, int64_t resident, Which gradient = kNumOperands) {
+  // To be called once. width: of a unit. steps: units that a thread takes at once. blocks: what
+  // tiles are cut for, whatever the kernel, so that they are the same in all. gradient: one that sums() says can be summed, or kNumOperands.
+  StripPlan& plan(int width, int steps, int64_t blocks, Which gradient = kNumOperands) {
     plan_.width = width;
     plan_.for_each(operands_, [&](const Operand& operand, StripOperand& own) {
       own.kind = kind_of(operand, width);
@@ -189,7 +190,7 @@ class StripPlanner {
       plan_.rows_join =
           plan_.rows_join && (!is_written || own.strides[1] == plan_.columns * own.strides[0]);
     }
-    number_tiles(steps, resident);
+    number_tiles(steps, blocks);
     if (gradient != kNumOperands) {
       count_sums(gradient);
     }
@@ -265,7 +266,8 @@ class StripPlanner {
     return is_aligned ? UnitKind::kVector : UnitKind::kWords;
   }
 
-  static double part(int64_t count, int64_t of) {
+  // Which part of the places is used if `count` is rounded up to a multiple of `of`.
+  static double used_part(int64_t count, int64_t of) {
     return static_cast<double>(count) / static_cast<double>(ceil_div(count, of) * of);
   }
 
@@ -274,18 +276,18 @@ class StripPlanner {
   static int64_t choose_strip(int64_t units) {
     const int64_t fewest = ceil_div(units, kTileThreads);
     int64_t strip = ceil_div(units, fewest);
-    // Whole warps, if few are left over. Choices, not measured.
+    // Whole warps instead, if fewer threads are then idle. Choices, not measured.
     constexpr int64_t kMoreStrips = 2;
     for (int64_t strips = fewest; fewest > 1 && strips <= fewest + kMoreStrips; ++strips) {
       const int64_t own = ceil_div(ceil_div(units, strips), kWarpSize) * kWarpSize;
-      strip = own <= kTileThreads && part(units, own) > part(units, strip) ? own : strip;
+      strip = own <= kTileThreads && used_part(units, own) > used_part(units, strip) ? own : strip;
     }
     return strip;
   }
 
   Walked choose_walk(int64_t units, int64_t strip, int steps) const {
     const IterationSpace& space = layout_->space();
-    // What is read across the rows is near there.
+    // Where operands are read across the rows, neighbouring rows share cache lines.
     if (const Walked other = walked(layout_->other(), strip, steps); other.use > 0 && !must_sum_) {
       return other;
     }
@@ -296,12 +298,12 @@ class StripPlanner {
     if (sums_ && !along_[layout_->lead()]) {
       return best;
     }
-    // Where rows are walked along, their ends are found once, and threads share nothing. A choice,
-    // not measured.
+    // A thread that walks from row to row finds the end of its row once, and shares no columns. A
+    // choice, not measured.
     constexpr double kWorse = 0.9;
     if (has_near_columns_ && units > kTileThreads) {
       best.use =
-          kWorse * part(units, kTileThreads * steps) * part_of_walk(ceil_div(units, kTileThreads));
+          kWorse * used_part(units, kTileThreads * steps) * part_of_walk(ceil_div(units, kTileThreads));
     }
     for (int dim = 0; dim < space.ndim; ++dim) {
       const Walked own = walked(dim, strip, steps);
@@ -331,13 +333,13 @@ class StripPlanner {
     if (!are_near(operands_, dim, own.side_walked)) {
       return own;
     }
-    own.use = part(own.size, own.side_walked * steps) * part(own.kept, own.side_kept) *
+    own.use = used_part(own.size, own.side_walked * steps) * used_part(own.kept, own.side_kept) *
               static_cast<double>(own.side_walked * own.side_kept) /
               static_cast<double>(own.sides) * part_of_walk(ceil_div(own.size, own.side_walked));
     return own;
   }
-  // The steps' part of the time of a walk. What is found once a tile takes as long as some steps:
-  // for an H100, MSE of bf16, 800 instructions a thread, and 30 an element.
+  // The part of a walk's time that its steps take. What is found once a tile takes as long as
+  // kFound steps: measured for units of four columns, on an H100.
   static double part_of_walk(int64_t steps) {
     constexpr double kFound = 6;
     const auto own = static_cast<double>(std::min(steps, kMostSteps));
@@ -383,10 +385,10 @@ class StripPlanner {
     });
   }
 
-  // Tiles have as many turns as leave each resident block some tiles: what a thread works out once
+  // Tiles have as many turns as leave each block some tiles: what a thread works out once
   // a tile then costs little, and blocks end at about the same time. Each tile writes its parts of
   // the sums of columns, so there are fewer then.
-  void number_tiles(int steps, int64_t resident) {
+  void number_tiles(int steps, int64_t blocks) {
     // Choices, not measured.
     const int64_t tiles_of_block = plan_.sum_of == SumOf::kColumn ? 4 : 8;
     const bool walks_columns = plan_.walks_columns;
@@ -397,10 +399,11 @@ class StripPlanner {
     const int64_t strips = walks_columns ? 1 : ceil_div(plan_.columns, plan_.strip_columns);
     const int64_t kept = ceil_div(plan_.kept, plan_.side_kept);
     // Turns that a tile should have, over all the indices that it goes through.
-    const int64_t share = ceil_div(walks * strips * kept * plan_.summed, tiles_of_block * resident);
+    const int64_t share = ceil_div(walks * strips * kept * plan_.summed, tiles_of_block * blocks);
     const int64_t most = std::max<int64_t>(kMostSteps / steps, 1);
     const int64_t turns = std::clamp<int64_t>(share, 1, std::min(most, walks));
-    // Only in a launch for these sums: it takes registers, which forward kernels do not have.
+    // Only in a launch for these sums: a forward pass has the same tiles with a gradient and
+    // without one, and kernels without sums go through one index.
     if (must_sum_ && plan_.sum_of != SumOf::kRow && turns == walks) {
       plan_.tile_summed =
           std::clamp<int64_t>(std::min(share, most) / turns, 1, std::max<int64_t>(plan_.summed, 1));

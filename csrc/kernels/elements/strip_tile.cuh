@@ -84,7 +84,7 @@ class StripTile {
     return walk_.has_all(plan_, turn_, kSteps - 1);
   }
 
-  // Whether what is read is not that of the turn before.
+  // Whether an operand must be read again in this turn.
   __device__ __forceinline__ bool is_new(Which which) const {
     return turn_ == 0 || operand(which).walk_stride != 0;
   }
@@ -109,7 +109,7 @@ class StripTile {
   const int turn_;
 };
 
-// Units of 16 bytes; of half types that share a kernel with float32, of as many elements.
+// Units of 16 bytes of scalar_t. Half types beside float32 have four columns, too: 8 bytes.
 template <typename scalar_t, int kSteps>
 class UnitStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, scalar_t> {
  public:
@@ -133,8 +133,8 @@ class UnitStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, sca
   __device__ __forceinline__ void store(Which which, const float (&values)[Values::kCount]) const {
     Values::store(*this, which, values);
   }
-  __device__ __forceinline__ void turn_read(Which /*which*/, Values& /*values*/) const {}
-  __device__ __forceinline__ void turn_results(Which /*which*/,
+  __device__ __forceinline__ void transpose_read(Which /*which*/, Values& /*values*/) const {}
+  __device__ __forceinline__ void transpose_results(Which /*which*/,
                                                float (& /*values*/)[Values::kCount]) const {}
 };
 
@@ -148,7 +148,7 @@ class SingleStripTile : public StripTile<acc_t, kSteps, 1, acc_t> {
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps]) const {
     Values(results).store(*this, which);
   }
-  template <int kBytes, typename Body>
+  template <typename Body>
   __device__ __forceinline__ void for_each_element(Which which, const Body& body) const {
     char* addresses[kSteps];
     this->locate(which, addresses);

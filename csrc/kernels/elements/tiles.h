@@ -207,9 +207,9 @@ struct BoxesTile {
 
 // Where a column (side 0) or a row (side 1) of a box lies in the matrix. number: the same as if the
 // last unit did not begin earlier. It counts if the result is not before that unit: at least
-// number / kQuad * kQuad.
+// number / kBoxUnit * kBoxUnit.
 LOSSOPS_HOST_DEVICE int place_in_matrix(const BoxPlan& plan, int side, int number) {
-  const int begin = number / kQuad * kQuad;
+  const int begin = number / kBoxUnit * kBoxUnit;
   const int last = plan.matrix_last[side];
   return number - (begin < last ? 0 : begin - last);
 }

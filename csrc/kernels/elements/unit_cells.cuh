@@ -60,7 +60,8 @@ struct UnitCells {
       cells[i] = words[i];
     }
     if constexpr (kBytes == 2) {
-      // The word of the last element: where the first begins a word, one that is read already.
+      // The word of the last element. If the unit begins a word, it is read already: nothing behind
+      // the operand is read.
       const auto* const last = reinterpret_cast<const uint32_t*>(
           reinterpret_cast<const char*>(words) + (is_odd(data) ? 2 * kWidth : 2 * kWidth - 4));
       __builtin_assume(__isGlobal(last));
@@ -139,18 +140,18 @@ struct UnitCells {
       *reinterpret_cast<uint2*>(data) = make_uint2(cells[0], cells[1]);
     }
   }
-  // Anywhere, by aligned pieces of 8 bytes, as L2 takes pieces, whatever their size. All lanes of
-  // the warp. A piece that two lanes fill is written by the second of them. joins_previous,
-  // joins_next: the lane before has, or the next one, what lies beside this unit.
+  // At any address, in aligned groups of 8 bytes: L2 takes one at a time, whatever its size. All
+  // lanes of the warp must call it. Of a group that two lanes fill, the second writes all.
+  // joins_previous, joins_next: the lane before has, or the next one, what lies beside this unit.
   template <int kBytes>
   __device__ __forceinline__ void store_words(char* data, bool joins_previous,
                                               bool joins_next) const {
     constexpr int kCount = kWords<kBytes>;
-    // From the begin of a piece to the first element, in halves of words.
+    // From the beginning of a group to the first element, in halves of words.
     const uint32_t before = low_bits(data) / 2 % 4;
     const bool odd = kBytes == 2 && before % 2 != 0;
     const bool skips_word = before >= 2;
-    // From the word before the first piece on, but for half a word.
+    // What to write, from the word before the first group on, not yet shifted by half a word.
     uint32_t words[kCount + 2];
     const uint32_t previous = __shfl_up_sync(kAllLanes, cells[kCount - 1], 1);
     words[0] = 0;
@@ -164,30 +165,30 @@ struct UnitCells {
       words[i + 1] = skips_word ? cells[i - 1] : cells[i];
     }
     words[kCount + 1] = cells[kCount - 1];
-    uint32_t pieces[kCount + 1];
+    uint32_t aligned[kCount + 1];
 #pragma unroll
     for (int i = 0; i <= kCount; ++i) {
-      pieces[i] = kBytes == 2 ? __funnelshift_l(words[i], words[i + 1], before * 16)  // modulo 32
+      aligned[i] = kBytes == 2 ? __funnelshift_l(words[i], words[i + 1], before * 16)  // modulo 32
                               : words[i + 1];
     }
     char* const to = data - before * 2;
     if (before == 0 || joins_previous) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(pieces[0], pieces[1]);
+      *reinterpret_cast<uint2*>(to) = make_uint2(aligned[0], aligned[1]);
     } else {
       if (odd) {
         *reinterpret_cast<uint16_t*>(data) = static_cast<uint16_t>(cells[0]);
       }
       if (before != 3) {
-        *reinterpret_cast<uint32_t*>(to + 4) = pieces[1];
+        *reinterpret_cast<uint32_t*>(to + 4) = aligned[1];
       }
     }
 #pragma unroll
     for (int i = 2; i < kCount; i += 2) {
-      *reinterpret_cast<uint2*>(to + 4 * i) = make_uint2(pieces[i], pieces[i + 1]);
+      *reinterpret_cast<uint2*>(to + 4 * i) = make_uint2(aligned[i], aligned[i + 1]);
     }
     if (!joins_next && before != 0) {
       if (skips_word) {
-        *reinterpret_cast<uint32_t*>(to + 4 * kCount) = pieces[kCount];
+        *reinterpret_cast<uint32_t*>(to + 4 * kCount) = aligned[kCount];
       }
       if (odd) {
         *reinterpret_cast<uint16_t*>(data + 2 * (kWidth - 1)) =

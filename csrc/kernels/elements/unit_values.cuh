@@ -9,7 +9,7 @@
 // - stride(which): bytes from an element of a unit to the next;
 // - kHasWords: neighbours may lie anywhere, and what is read are neighbours; then joins_next(step)
 //   and joins_previous(step) say whether the neighbouring lanes have what lies beside a unit;
-// - turn_read(which, units), turn_results(which, values): called after values were read, and before
+// - transpose_read(which, units), transpose_results(which, values): called after values were read, and before
 //   they are written.
 #pragma once
 
@@ -45,7 +45,7 @@ class UnitValues {
     } else {
       settle<4>(tile.kind(which));
     }
-    tile.turn_read(which, *this);
+    tile.transpose_read(which, *this);
   }
   // Half types stay packed, for few registers.
   __device__ __forceinline__ float at(int step, int i) const {
@@ -78,7 +78,7 @@ class UnitValues {
     for (int n = 0; n < kCount; ++n) {
       values[n] = results[n];
     }
-    tile.turn_results(which, values);
+    tile.transpose_results(which, values);
     if constexpr (kIsHalf) {
       store_as<scalar_t>(tile, which, values);
     } else if (is_half(tile, which)) {

@@ -88,7 +88,8 @@ __device__ __forceinline__ void store_vector_if(bool wanted, scalar_t* pointer,
 }
 
 // A value of which the compiler does not know how it came to be: it would compute it anew for each
-// of several uses, or an address for each of several accesses at constant distances.
+// of several uses, or an address for each of several accesses at constant distances. Of double it
+// does.
 template <typename T>
 __device__ __forceinline__ T* unfolded(T* pointer) {
   asm volatile("" : "+l"(pointer));

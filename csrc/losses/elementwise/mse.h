@@ -13,7 +13,9 @@ namespace lossops {
 struct MseTerm {
   static constexpr bool kHasWeight = true;
   static constexpr bool kPreparesTarget = false;
-  static constexpr bool kWritesTargetGradient = true;
+  // CUDA, dense operands: whether a kernel of this loss alone, for each dtype, writes the gradient of
+  // target beside the loss. Else the kernel of backward passes does.
+  static constexpr bool kHasTargetGradientKernel = true;
 
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t forward(acc_t x, acc_t t) const {
@@ -40,8 +42,7 @@ struct MseLoss {
                                       /*has_batchmean=*/false,
                                       /*expands_first=*/true,
                                       /*target_first=*/false,
-                                      /*target_has_factor=*/false,
-                                      /*writes_target_gradient=*/MseTerm::kWritesTargetGradient};
+                                      /*target_has_factor=*/false};
 
   // Calls body with the term that the run-time parameters choose.
   template <typename Body>

@@ -18,10 +18,6 @@ struct LossTraits {
   // A factor of the derivative with respect to target is computed at target's own size: over no
   // elements the sum is 0 times that factor, which may be NaN.
   bool target_has_factor;
-  // CUDA: a kernel of dense operands of each dtype writes the gradient of target beside the loss.
-  // If every loss had it, the wheel would have 10.2 MB; its limit is 10. In fp32 every loss has a
-  // way.
-  bool writes_target_gradient;
 };
 
 // Their C++ types: bool, int64_t or double.
