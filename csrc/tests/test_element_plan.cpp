@@ -170,11 +170,12 @@ int64_t begin_of(const StripPlan& plan, const Walk<kWidth>& walk, const Strip& s
 struct Seen {
   int boxes = 0;
   int column_walks = 0;
-  int sides = 0;        // plans with rows side by side along two dimensions
-  int kinds[4] = {};    // by UnitKind, of strips
-  int sums[4] = {};     // by SumOf
-  int splits = 0;       // plans with sums in parts
-  int joined_rows = 0;  // units beside the first of the next row
+  int sides = 0;           // plans with rows side by side along two dimensions
+  int kinds[4] = {};       // by UnitKind, of strips
+  int sums[4] = {};        // by SumOf
+  int splits = 0;          // plans with sums in parts
+  int parts = 0;           // units of vectors that are not aligned
+  int joined_rows = 0;     // units beside the first of the next row
   int summed_numbers = 0;  // plans whose tiles go through several indices of the summed rest
 };
 
@@ -200,10 +201,12 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
           return begin_of(plan, walk, strip, operand) +
                  int64_t{walk.index(plan, turn, step)} * operand.walk_stride;
         };
+        const bool is_aligned = walk.is_aligned(plan, turn, at_once - 1);
         for (const Which which : {kInput, kTarget, kOutput}) {
           const StripOperand& operand = plan.operands[which];
           check_kind(operand, kWidth, operand.strides[0],
-                     reinterpret_cast<int64_t>(kData) + offset(operand), true);
+                     reinterpret_cast<int64_t>(kData) + offset(operand), is_aligned);
+          seen.parts += operand.kind == UnitKind::kVector && !is_aligned ? 1 : 0;
         }
         for (int i = 0; i < kWidth; ++i) {
           take(problem, plan, walk.has(plan, turn, step, i), taken,
@@ -292,7 +295,8 @@ void check_strips(const Problem& problem, int at_once, Seen& seen) {
   const StripPlan& other_plan = other_planner.plan(kWidth, at_once, kResident);
   CHECK(other_planner.has_units(kWidth) == planner.has_units(kWidth));
   CHECK(other_plan.tiles == plan.tiles && other_plan.walk_turn == plan.walk_turn &&
-        other_plan.used_threads() == plan.used_threads() && other_plan.walks_columns == plan.walks_columns);
+        other_plan.used_threads() == plan.used_threads() &&
+        other_plan.walks_columns == plan.walks_columns);
   CHECK(std::equal(plan.operands[kInput].strides, plan.operands[kInput].strides + kPlanDims,
                    other_plan.operands[kInput].strides));
   std::vector<int> taken(problem.space.numel);
@@ -458,6 +462,7 @@ int main() {
   CHECK(seen.column_walks > 5);
   CHECK(seen.sides > 5);
   CHECK(seen.joined_rows > 100);
+  CHECK(seen.parts > 100);
   for (const int kind : seen.kinds) {
     CHECK(kind > 10);
   }

@@ -2,8 +2,8 @@
 // code without CUDA; kernels read the plan by tiles.h.
 //
 // Two dimensions, columns and rows, make matrices; the others number these. Both are cut into units
-// of kBoxUnit, and a tile is up to kBoxesOfTile boxes, one after another along the rows. If fewer are left for the last unit of a side, it
-// begins earlier and shares elements with the one before.
+// of kBoxUnit, and a tile is up to kBoxesOfTile boxes, one after another along the rows. If fewer
+// are left for the last unit of a side, it begins earlier and shares elements with the one before.
 #pragma once
 
 #include <algorithm>

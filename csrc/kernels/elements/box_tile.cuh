@@ -9,7 +9,8 @@
 namespace lossops::cuda {
 
 // A box. It is computed in the order of its rows: a thread has units of columns. Operands
-// whose neighbours lie along the columns are read and written in units of rows. Shared memory transposes them.
+// whose neighbours lie along the columns are read and written in units of rows. Shared memory
+// transposes them.
 //
 // Places in a box count columns and rows of units, as if those did not share any.
 class BoxTile {
@@ -65,7 +66,8 @@ class BoxTile {
 
   __device__ __forceinline__ bool has(int n) const {
     const int row = first_row_ * kBoxUnit + straight_.other(n / kBoxUnit);
-    return n % kBoxUnit >= straight_.skipped && straight_.others[n / kBoxUnit] >= row / kBoxUnit * kBoxUnit;
+    return n % kBoxUnit >= straight_.skipped &&
+           straight_.others[n / kBoxUnit] >= row / kBoxUnit * kBoxUnit;
   }
   __device__ __forceinline__ bool has_all() const {
     return straight_.skipped == 0 && !straight_.lacks_others;
@@ -85,7 +87,7 @@ class BoxTile {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       addresses[step] = first + (own.is_transposed ? transposed_.others[step] * own.strides[0]
-                                               : straight_.others[step] * own.strides[1]);
+                                                   : straight_.others[step] * own.strides[1]);
       __builtin_assume(__isGlobal(addresses[step]));
     }
   }
@@ -99,7 +101,8 @@ class BoxTile {
     collect([&](int step, int i, float cell) { values.set(step, i, cell); }, false);
   }
   // What is to be written: the way back.
-  __device__ __forceinline__ void transpose_results(Which which, float (&values)[Values::kCount]) const {
+  __device__ __forceinline__ void transpose_results(Which which,
+                                                    float (&values)[Values::kCount]) const {
     if (!operand(which).is_transposed) {
       return;
     }
@@ -150,8 +153,9 @@ class BoxTile {
 
   __device__ __forceinline__ float& cell(bool is_transposed, int step, int i) const {
     const int pitch = (kBoxUnit << straight_.shift) + 1;
-    return is_transposed ? shared_.values[(transposed_.unit * kBoxUnit + i) * pitch + transposed_.other(step)]
-                     : shared_.values[straight_.other(step) * pitch + straight_.unit * kBoxUnit + i];
+    return is_transposed
+               ? shared_.values[(transposed_.unit * kBoxUnit + i) * pitch + transposed_.other(step)]
+               : shared_.values[straight_.other(step) * pitch + straight_.unit * kBoxUnit + i];
   }
   template <typename Put>
   __device__ __forceinline__ void exchange(const Put& put, bool is_transposed) const {
@@ -173,9 +177,9 @@ class BoxTile {
   const BoxPlan& plan_;
   const BoxesTile& boxes_;
   Shared& shared_;
-  Side straight_;  // units of columns
-  Side transposed_;    // units of rows
-  int first_row_;  // the first unit of rows of the box
+  Side straight_;    // units of columns
+  Side transposed_;  // units of rows
+  int first_row_;    // the first unit of rows of the box
 };
 
 }  // namespace lossops::cuda

@@ -16,7 +16,7 @@ namespace lossops::cuda {
 
 // How a unit, the neighbours that a thread takes at once, lies in an operand.
 enum class UnitKind : int8_t {
-  kVector,   // an aligned vector; in boxes, the last one of a side may begin earlier: kStrided then
+  kVector,   // an aligned vector, but for a last one that begins earlier: that is as kStrided
   kOne,      // one number for all columns
   kWords,    // neighbours, anywhere
   kStrided,  // at equal distances

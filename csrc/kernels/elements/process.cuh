@@ -117,8 +117,8 @@ struct Operands {
     }
   }
 
-  // Hides from the compiler what it knows of the values: it would compute all derivatives ahead of a
-  // loop over gradients, or keep what it converted for the losses, and spill that.
+  // Hides from the compiler what it knows of the values: it would compute all derivatives ahead of
+  // a loop over gradients, or keep what it converted for the losses, and spill that.
   __device__ __forceinline__ void unfold() {
     x.unfold();
     t.unfold();

@@ -47,6 +47,7 @@ struct StripPlan : PlanOperands<StripOperand> {
   bool walks_columns = false;  // threads walk within a row; dimension 1 then has size 1
 
   int32_t width = 1;         // columns of a unit
+  bool has_parts = false;    // rows are not whole units, so their last ones are not aligned
   Divisor strip_units;       // units of a strip
   Divisor side_walked = {};  // rows side by side along dimension 1
   int32_t side_kept = 1;     // along the kept rest
@@ -151,7 +152,9 @@ class StripPlanner {
   // The half type that all operands have. float32: their types differ, or are not half types.
   DType common_dtype() const { return common_dtype_; }
   // Columns of a unit: eight of one half type, else four.
-  int common_width() const { return is_half_type(common_dtype_) ? kVectorSize<half_t> : kVectorSize<float>; }
+  int common_width() const {
+    return is_half_type(common_dtype_) ? kVectorSize<half_t> : kVectorSize<float>;
+  }
 
   // Whether units of so many columns are faster than single ones. fraction: the columns that
   // a row's last two units share are computed twice; they are at most 1/fraction of a row.
@@ -174,9 +177,11 @@ class StripPlanner {
   }
 
   // To be called once. width: of a unit. steps: units that a thread takes at once. blocks: what
-  // tiles are cut for, whatever the kernel, so that they are the same in all. gradient: one that sums() says can be summed, or kNumOperands.
+  // tiles are cut for, whatever the kernel, so that they are the same in all. gradient: one that
+  // sums() says can be summed, or kNumOperands.
   StripPlan& plan(int width, int steps, int64_t blocks, Which gradient = kNumOperands) {
     plan_.width = width;
+    plan_.has_parts = plan_.columns % width != 0;
     plan_.for_each(operands_, [&](const Operand& operand, StripOperand& own) {
       own.kind = kind_of(operand, width);
     });
@@ -258,8 +263,7 @@ class StripPlanner {
       return UnitKind::kStrided;
     }
     const int64_t bytes = width * element_size(operand.dtype);
-    bool is_aligned =
-        reinterpret_cast<uintptr_t>(operand.data) % bytes == 0 && plan_.columns % width == 0;
+    bool is_aligned = reinterpret_cast<uintptr_t>(operand.data) % bytes == 0;
     for (int dim = 0; dim < space.ndim; ++dim) {
       is_aligned = is_aligned && (dim == layout_->lead() || operand.strides[dim] % width == 0);
     }
@@ -302,8 +306,8 @@ class StripPlanner {
     // choice, not measured.
     constexpr double kWorse = 0.9;
     if (has_near_columns_ && units > kTileThreads) {
-      best.use =
-          kWorse * used_part(units, kTileThreads * steps) * part_of_walk(ceil_div(units, kTileThreads));
+      best.use = kWorse * used_part(units, kTileThreads * steps) *
+                 part_of_walk(ceil_div(units, kTileThreads));
     }
     for (int dim = 0; dim < space.ndim; ++dim) {
       const Walked own = walked(dim, strip, steps);

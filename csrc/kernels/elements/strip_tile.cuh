@@ -117,7 +117,11 @@ class UnitStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, sca
   using Values = UnitValues<UnitStripTile>;
   static constexpr bool kHasWords = true;
 
-  __device__ __forceinline__ UnitKind kind(Which which) const { return this->operand(which).kind; }
+  __device__ __forceinline__ UnitKind kind(Which which) const {
+    const UnitKind kind = this->operand(which).kind;
+    const bool is_aligned = this->walk_.is_aligned(this->plan_, this->turn_, kSteps - 1);
+    return kind == UnitKind::kVector && !is_aligned ? UnitKind::kStrided : kind;
+  }
   __device__ __forceinline__ int stride(Which which) const {
     return static_cast<int>(this->operand(which).strides[0]);
   }
@@ -135,7 +139,7 @@ class UnitStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, sca
   }
   __device__ __forceinline__ void transpose_read(Which /*which*/, Values& /*values*/) const {}
   __device__ __forceinline__ void transpose_results(Which /*which*/,
-                                               float (& /*values*/)[Values::kCount]) const {}
+                                                    float (& /*values*/)[Values::kCount]) const {}
 };
 
 // Units of one column.

@@ -147,6 +147,11 @@ class Walk {
     return unbounded(plan, turn, last) <= last_ && lacking_ == 0;
   }
 
+  // Whether no step of the turn up to `last` has the last unit of a row that is not whole units.
+  LOSSOPS_HOST_DEVICE bool is_aligned(const StripPlan& plan, int turn, int last) const {
+    return !plan.has_parts ||
+           (plan.walks_columns ? unbounded(plan, turn, last) <= last_ : lacking_ == 0);
+  }
   // Whether the unit of the next thread, or of the one before, lies beside this one, in operands
   // that are written.
   LOSSOPS_HOST_DEVICE bool joins_next(const StripPlan& plan, int turn, int step) const {

@@ -169,7 +169,7 @@ struct UnitCells {
 #pragma unroll
     for (int i = 0; i <= kCount; ++i) {
       aligned[i] = kBytes == 2 ? __funnelshift_l(words[i], words[i + 1], before * 16)  // modulo 32
-                              : words[i + 1];
+                               : words[i + 1];
     }
     char* const to = data - before * 2;
     if (before == 0 || joins_previous) {

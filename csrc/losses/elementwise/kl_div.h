@@ -206,13 +206,12 @@ struct KlDivTerm {
 struct KlDivLoss {
   using Params = ParamTypes<bool, bool>;
   static constexpr char kSchema[] = ", bool log_target=False, bool log_input=True";
-  static constexpr LossTraits kTraits{
-      /*has_weight=*/KlDivTerm<false, false>::kHasWeight,
-      /*takes_integers=*/false,
-      /*has_batchmean=*/true,
-      /*expands_first=*/false,
-      /*target_first=*/true,
-      /*target_has_factor=*/true};
+  static constexpr LossTraits kTraits{/*has_weight=*/KlDivTerm<false, false>::kHasWeight,
+                                      /*takes_integers=*/false,
+                                      /*has_batchmean=*/true,
+                                      /*expands_first=*/false,
+                                      /*target_first=*/true,
+                                      /*target_has_factor=*/true};
 
   template <typename Body>
   LOSSOPS_HOST_DEVICE static void visit(const LossParams& params, Body&& body) {

@@ -13,8 +13,8 @@ namespace lossops {
 struct MseTerm {
   static constexpr bool kHasWeight = true;
   static constexpr bool kPreparesTarget = false;
-  // CUDA, dense operands: whether a kernel of this loss alone, for each dtype, writes the gradient of
-  // target beside the loss. Else the kernel of backward passes does.
+  // CUDA, dense operands: whether a kernel of this loss alone, for each dtype, writes the gradient
+  // of target beside the loss. Else the kernel of backward passes does.
   static constexpr bool kHasTargetGradientKernel = true;
 
   template <typename acc_t>
