@@ -94,13 +94,13 @@ docs: $(DOCS)/.installed
 		sphinx-build -W --keep-going -n -q -E -b html docs build/docs
 	@ls build/docs/index.html
 
-wheel: build/.wheel
+wheel: dist/.wheel
 	@ls dist/*.whl
 
-matrix: build/.wheel
+matrix: dist/.wheel
 	@$(BIN)/python tools/matrix.py dist/*.whl $(MATRIX_ARGS)
 
-abi-audit: build/.wheel
+abi-audit: dist/.wheel
 	@$(BIN)/python tools/abi_audit.py dist/*.whl
 
 source-builds: $(VENV)/.made
@@ -173,7 +173,7 @@ build/.config: FORCE
 
 # Objects stay in build/temp*, so that only what changed is compiled again; build/lib* goes,
 # because setuptools would pack what has since been deleted from src/.
-build/.wheel: $(SOURCES) build/.config $(VENV)/.made
+dist/.wheel: $(SOURCES) build/.config $(VENV)/.made
 	@command -v $${CXX:-c++} > /dev/null || { echo 'no C++ compiler: install g++' >&2; exit 1; }
 	@echo '==> building the wheel (the first time takes minutes; log: build/wheel.log)'
 	@rm -rf build/lib* build/bdist* dist/*.whl
@@ -183,10 +183,10 @@ build/.wheel: $(SOURCES) build/.config $(VENV)/.made
 	@sed -n 's/^ *\(lossops: .*\)/\1/p' build/wheel.log
 	@touch $@
 
-$(VENV)/.installed: build/.wheel
+$(VENV)/.installed: dist/.wheel
 	@$(VENV)/bin/$(PIP_INSTALL) --force-reinstall --no-deps dist/*.whl
 	@touch $@
 
-$(DOCS)/.installed: build/.wheel $(DOCS)/.made
+$(DOCS)/.installed: dist/.wheel $(DOCS)/.made
 	@$(DOCS)/bin/$(PIP_INSTALL) --force-reinstall --no-deps dist/*.whl
 	@touch $@
