@@ -49,7 +49,8 @@ inline const char* name_of(DType dtype) {
 enum class Layout {
   kDense,
   kReversed,  // dense with dimension 0 the slowest
-  kSparse,    // gaps between elements and between rows
+  kPadded,    // gaps between rows
+  kSparse,    // and between elements
 };
 
 // Sizes and strides with dimension 0 the fastest, as in IterationSpace.
@@ -66,6 +67,7 @@ struct TestTensor {
              const std::vector<bool>& broadcast = {})
       : dtype(dtype_), sizes(std::move(sizes_)), strides(sizes.size(), 0) {
     const int ndim = static_cast<int>(sizes.size());
+    const bool has_gaps = layout == Layout::kSparse || layout == Layout::kPadded;
     int64_t stride = layout == Layout::kSparse ? 2 : 1;
     for (int i = 0; i < ndim; ++i) {
       const int dim = layout == Layout::kReversed ? ndim - 1 - i : i;
@@ -73,7 +75,7 @@ struct TestTensor {
         continue;
       }
       strides[dim] = stride;
-      stride = stride * sizes[dim] + (layout == Layout::kSparse ? 3 : 0);
+      stride = stride * sizes[dim] + (has_gaps ? 3 : 0);
     }
     bytes.resize(static_cast<size_t>((stride + 1) * element_size(dtype)));
   }

@@ -120,8 +120,22 @@ void check_same(const TestTensor& got, const TestTensor& want, bool acc_double, 
   }
 }
 
+// What lies between the elements of a result is as poison() left it.
+void check_gaps(const TestTensor& got) {
+  std::vector<bool> is_element(got.bytes.size());
+  const auto size = element_size(got.dtype);
+  for (int64_t i = 0; i < got.numel(); ++i) {
+    std::fill_n(is_element.begin() + got.offset(i) * size, size, true);
+  }
+  bool are_untouched = true;
+  for (size_t i = 0; i < got.bytes.size(); ++i) {
+    are_untouched = are_untouched && (is_element[i] || got.bytes[i] == 0xff);
+  }
+  CHECK(are_untouched);
+}
+
 // Runs on a fresh copy twice, and checks that the results have the same bits and are close
-// to what the CPU left in the tensors.
+// to what the CPU left in the tensors, and that nothing else is written.
 template <typename Run>
 void run_on_device(const std::vector<const TestTensor*>& results, bool acc_double, int64_t shift,
                    const Run& run, double magnitude = 0) {
@@ -141,6 +155,7 @@ void run_on_device(const std::vector<const TestTensor*>& results, bool acc_doubl
       if (repeat == 0) {
         first.push_back(got);
         check_same(got, *results[i], acc_double, magnitude);
+        check_gaps(got);
       }
       CHECK(got.bytes == first[i].bytes);
     }
@@ -440,7 +455,8 @@ int main() {
                                          {31, 5}, {1000, 700}, {64, 96}};
   for (int trial = 0; trial < 8; ++trial) {
     for (const auto& shape : shapes) {
-      const Layout layout = random.pick({Layout::kDense, Layout::kReversed, Layout::kSparse});
+      const Layout layout =
+          random.pick({Layout::kDense, Layout::kReversed, Layout::kPadded, Layout::kSparse});
       test_elementwise(random, shape, layout, trial % 3);
     }
   }

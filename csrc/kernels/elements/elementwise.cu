@@ -68,11 +68,16 @@ struct Launch {
     }
     work = (args.reduction == Reduction::kNone ? kStoresLosses : kSumsLosses) |
            bit_if(args.weight, kHasWeights);
-    if (!is_summed(args.space, args.grad_input)) {
+    // Gradients do not choose the kernel: the loss has the same bits with them and without.
+    const bool dense = is_dense(args);
+    const auto is_left = [&](const Operand& gradient) {
+      return is_summed(args.space, gradient) || (dense && !is_vector_aligned(gradient.data));
+    };
+    if (!is_left(args.grad_input)) {
       add(kGradInput, args.grad_input);
     }
-    if (is_dense(args)) {
-      if (!has_weights() && !computes_double(args) && is_vector_aligned(args.grad_target.data)) {
+    if (dense) {
+      if (!has_weights() && !computes_double(args) && !is_left(args.grad_target)) {
         add(kGradTarget, args.grad_target);
       }
     } else if (!has_weights() && !computes_double(args)) {

@@ -13,8 +13,6 @@ namespace lossops::cuda {
 __device__ __forceinline__ uint32_t low_bits(const char* data) {
   return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(data));
 }
-// Whether an address is that of the second half of a word.
-__device__ __forceinline__ bool is_odd(const char* data) { return (low_bits(data) & 2) != 0; }
 
 // What was read of a unit of kWidth elements. In the layout of an aligned vector, an element of 4
 // bytes has a cell of its own; elements of 2 bytes lie in the first kWidth / 2 cells, two in each.
@@ -60,12 +58,9 @@ struct UnitCells {
       cells[i] = words[i];
     }
     if constexpr (kBytes == 2) {
-      // The word of the last element. If the unit begins a word, it is read already: nothing behind
-      // the operand is read.
-      const auto* const last = reinterpret_cast<const uint32_t*>(
-          reinterpret_cast<const char*>(words) + (is_odd(data) ? 2 * kWidth : 2 * kWidth - 4));
-      __builtin_assume(__isGlobal(last));
-      cells[kPairs] = *last;
+      // The last element by itself, if its word is not read yet: nothing behind the operand is
+      // read.
+      cells[kPairs] = *reinterpret_cast<const uint16_t*>(data + 2 * (kWidth - 1));
     }
   }
 
