@@ -430,7 +430,7 @@ void check_long(int64_t columns, int64_t rows, int64_t row_stride, int64_t colum
 int main() {
   using namespace lossops;
   cuda::Seen seen;
-  for (int n = 0; n < 300; ++n) {
+  for (int n = 0; n < 500; ++n) {
     const cuda::Problem problem = cuda::draw_problem(n % 5 == 0 ? 4 : 3);
     const int at_once = cuda::draw(0, 1) == 0 ? 4 : 2;
     test::subject() = "problem " + std::to_string(n) + ", " + std::to_string(at_once) + " at once";
