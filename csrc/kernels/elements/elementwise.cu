@@ -230,11 +230,8 @@ void visit_dense_forward(const ElementwiseArgs& args, const Launch& what, const 
     return;
   }
   visit_elementwise_loss(args.loss, args.params, [&](auto term) {
-    visit_floating(args.input.dtype, [&](auto type) {
-      using scalar_t = typename decltype(type)::type;
-      if constexpr (!std::is_same_v<scalar_t, double>) {
-        visit_dense_term<scalar_t>(what, term, body);
-      }
+    visit_float_or_half(args.input.dtype, [&](auto type) {
+      visit_dense_term<typename decltype(type)::type>(what, term, body);
     });
   });
 }

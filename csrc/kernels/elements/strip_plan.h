@@ -168,8 +168,8 @@ class StripPlanner {
     }
     return has_units;
   }
-  // The same for kernels that write as much as they read. Single columns of short rows write fewer
-  // parts of sectors.
+  // Whether units are faster in kernels that write as much as they read. Single columns of short
+  // rows write fewer parts of sectors.
   bool writes_units(int width, int64_t fraction = 2) const {
     constexpr int64_t kShortBytes = 64;
     const bool is_short = plan_.columns * element_size(common_dtype_) < kShortBytes;
@@ -389,9 +389,9 @@ class StripPlanner {
     });
   }
 
-  // Tiles have as many turns as leave each block some tiles: what a thread works out once
-  // a tile then costs little, and blocks end at about the same time. Each tile writes its parts of
-  // the sums of columns, so there are fewer then.
+  // Tiles have as many turns as leave each block some tiles: what a thread works out once a tile
+  // then costs little, and blocks end at about the same time. Each tile writes its parts of the
+  // sums of columns, so there are fewer then.
   void number_tiles(int steps, int64_t blocks) {
     // Choices, not measured.
     const int64_t tiles_of_block = plan_.sum_of == SumOf::kColumn ? 4 : 8;

@@ -10,8 +10,7 @@
 // - kHasWords: neighbours may lie anywhere, and what is read are neighbours; then joins_next(step)
 //   and joins_previous(step) say whether the neighbouring lanes have what lies beside a unit;
 // - transpose_read(which, units), transpose_results(which, values): called after values were read,
-// and before
-//   they are written.
+//   and before they are written.
 #pragma once
 
 #include <cstdint>
