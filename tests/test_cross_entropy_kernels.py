@@ -69,6 +69,7 @@ KERNELS = {
     "long_rows": "long_rows_kernel",
     "split_rows": "split_rows_kernel",
     "staged_rows": "staged_kernel",
+    "soft_tiles": "forward_soft_kernel",
     "team_rows": "cross_entropy_forward_kernel",
     "strided_rows": "forward_strided_kernel",
 }
@@ -307,6 +308,20 @@ def test_losses_of_half_logits_in_float32() -> None:
         assert ours.dtype == torch.float32
         bound = torch.maximum((theirs.double() - exact).abs(), 3 * ulp(exact, torch.float32))
         assert ((ours.double() - exact).abs() <= bound).all(), (row, ours, theirs, exact)
+
+
+@pytest.mark.parametrize(("dtype", "units"), [(torch.float32, 5.0), (torch.float16, 8.0)], ids=str)
+@pytest.mark.parametrize("classes", [64, 128, 253, 1000])
+def test_smoothed_losses_of_equal_terms(classes: int, dtype: torch.dtype, units: float) -> None:
+    """Equal terms of a sum are rounded the same way each time."""
+    x = torch.full((4, classes), -6.25, dtype=dtype, device="cuda")
+    x[:, 1] = 0
+    t = torch.ones(4, dtype=torch.int64, device="cuda")
+    with torch.autocast("cuda"):
+        loss = lossops.cross_entropy(x, t, label_smoothing=1e-3, reduction="none")
+    exact = torch.nn.functional.cross_entropy(x.double(), t, label_smoothing=1e-3, reduction="none")
+    assert loss.dtype == torch.float32
+    assert_within(loss, exact, units * ulp(exact, torch.float32), f"{classes} classes")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)

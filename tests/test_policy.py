@@ -71,9 +71,10 @@ def test_class_indices(
 @pytest.mark.parametrize(
     ("classes", "dtype", "without", "with_gradient"),
     [
-        (32, "fp32", "strided_rows", "strided_rows"),
-        (33, "fp32", "team_rows", "team_rows"),
-        (200, "fp32", "team_rows", "team_rows"),
+        (1, "fp32", "strided_rows", "strided_rows"),
+        (2, "fp32", "soft_tiles", "soft_tiles"),
+        (500, "fp32", "soft_tiles", "soft_tiles"),
+        (1000, "fp16", "soft_tiles", "soft_tiles"),
         (4096, "fp32", "staged_rows", "staged_rows"),
         (1008, "bf16", "probability_rows", "probability_rows"),
         (4088, "fp16", "probability_rows", "probability_rows"),
@@ -88,6 +89,19 @@ def test_probabilities(classes: int, dtype: str, without: str, with_gradient: st
         assert name == name_of(
             (64, classes), dtype, probabilities=True, gradient=gradient, device="h200"
         )
+
+
+def test_smoothing_of_short_rows() -> None:
+    for classes, dtype in ((2, "bf16"), (100, "fp32"), (1000, "fp16")):
+        plan = _plan.plan(
+            (64, classes), dtype, label_smoothing=0.1, reduction="none", device="h200"
+        )
+        assert (plan["name"], plan["backward"]) == ("soft_tiles", "soft_tiles")
+    # Longer rows, where no kernel of Hopper's takes them.
+    for options in ({"weights": True, "device": "h200"}, {"device": "a100"}):
+        for classes, name in ((1024, "soft_tiles"), (1025, "team_rows")):
+            plan = _plan.plan((64, classes), "fp32", label_smoothing=0.1, **options)
+            assert plan["name"] == name
 
 
 def test_other_options() -> None:

@@ -13,6 +13,7 @@
 #include "kernels/class_index/tiles_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/policy.h"
+#include "kernels/rows/soft_tiles_plan.h"
 #include "tests/check.h"
 
 namespace lossops::cuda {
@@ -244,6 +245,39 @@ void test_tile_bytes() {
   test::subject() = "";
 }
 
+// Tiles of rows with more than one coefficient: their lanes depend on the row alone, and their
+// shared memory is what the launch allows, also where there are gaps between rows.
+void test_soft_tiles() {
+  using namespace soft_tiles;
+  const DType dtypes[] = {DType::kFloat32, DType::kFloat16};
+  for (const NamedDevice& device : kNamedDevices) {
+    for (const DType dtype : dtypes) {
+      for (int64_t classes = 2; classes * element_size(dtype) <= kMaxRowBytes; ++classes) {
+        test::subject() = device.name + (" " + std::to_string(classes));
+        for (const bool has_probabilities : {false, true}) {
+          CrossEntropyForwardArgs args = short_rows(dtype, classes, classes);
+          args.label_smoothing = 0.1;
+          args.target_is_probability = has_probabilities;
+          args.target.dtype = has_probabilities ? DType::kFloat32 : DType::kInt64;
+          args.target.strides[0] = has_probabilities ? classes : 1;
+          args.target_class_stride = 1;
+          args.weight = memory;
+          const int team = soft_tiles::plan({args, device.limits, false}).team;
+          for (const int64_t stride : {classes, classes + 8, classes * 3 / 2, 3 * classes}) {
+            args.input.strides[0] = stride;
+            args.target.strides[0] = has_probabilities ? stride : 1;
+            const RowPlan plan = soft_tiles::plan({args, device.limits, false});
+            CHECK(plan.team == team && plan.steps >= 1);
+            CHECK(plan.shared_bytes <= kMaxSharedBytes);
+            CHECK(plan.shared_bytes + kStaticSharedBytes <= device.limits.shared_bytes);
+          }
+        }
+      }
+    }
+  }
+  test::subject() = "";
+}
+
 // A gradient for each row's grad_output is computed again only by kernels that take one.
 void test_gradients_of_rows() {
   Random random(11);
@@ -256,7 +290,7 @@ void test_gradients_of_rows() {
     args.grad_input_class_stride = args.input_class_stride;
     for (const NamedDevice& device : kNamedDevices) {
       const auto plan = plan_again(args, device.limits);
-      CHECK(!plan || kPolicy[static_cast<int>(plan->family)].again == Again::kForEachRow);
+      CHECK(!plan || kPolicy[static_cast<int>(plan->family)].again >= Again::kForRowsInVectors);
     }
   }
 }
@@ -271,6 +305,7 @@ int main() {
   lossops::cuda::test_plane_cuts();
   lossops::cuda::test_float_tile_lanes();
   lossops::cuda::test_tile_bytes();
+  lossops::cuda::test_soft_tiles();
   lossops::cuda::test_gradients_of_rows();
   return lossops::test::exit_status();
 }

@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "kernels/class_index/few_classes_plan.h"
-#include "kernels/class_index/row_walk.cuh"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/async_copy.cuh"
@@ -14,6 +13,7 @@
 #include "kernels/primitives/warp_reduce.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_gradient.cuh"
+#include "kernels/rows/row_walk.cuh"
 
 namespace lossops::cuda {
 namespace few_classes {

@@ -6,7 +6,6 @@
 #include <type_traits>
 
 #include "kernels/class_index/float_tiles_plan.h"
-#include "kernels/class_index/row_walk.cuh"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/async_copy.cuh"
@@ -17,6 +16,7 @@
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_gradient.cuh"
+#include "kernels/rows/row_walk.cuh"
 
 namespace lossops::cuda {
 namespace float_tiles {

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/class_index/row_walk.cuh"
 #include "kernels/class_index/tiles_plan.h"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
@@ -16,6 +15,7 @@
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_gradient.cuh"
+#include "kernels/rows/row_walk.cuh"
 #include "kernels/rows/row_words.cuh"
 
 namespace lossops::cuda {
@@ -517,7 +517,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.padding = plan.padding;
   shape.bytes = plan.warp_bytes;
   shape.pitch = plan.row_bytes / static_cast<int>(sizeof(half_t));
-  shape.stride = static_cast<int>(logit_row_stride(args));
+  shape.stride = static_cast<int>(row_stride(args, args.input));
   shape.in_bulk = current_device_limits().hopper;
   shape.by_words = plan.by_words;
   const bool gradients_follow = rows_follow(args, args.grad_input, args.grad_input_class_stride);

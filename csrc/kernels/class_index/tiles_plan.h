@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/rows/row_plan.h"
+#include "kernels/rows/tile_layout.h"
 
 namespace lossops::cuda::tiles {
 
@@ -34,37 +35,14 @@ constexpr int kMaxLaneWords = 56;
 // run are copied word by word, which puts them at other distances.
 constexpr int kMaxConflict = 4;
 
-// How many accesses of a warp meet in one bank, when its teams read their rows' first words.
-inline int bank_conflict(int pitch_words, int team) {
-  int used[32] = {};
-  int worst = 1;
-  for (int lane = 0; lane < 32; ++lane) {
-    const int bank = (lane / team * pitch_words + lane % team) % 32;
-    worst = std::max(worst, ++used[bank]);
-  }
-  return worst;
-}
-
-// Elements from the start of a row of logits to the next. For a single row: the number of classes.
-inline int64_t logit_row_stride(const CrossEntropyArgs& args) {
-  return args.rows.ndim == 1 ? args.input.strides[0] : args.num_classes;
-}
-
-// Whether rows are copied as one run, together with the gaps between them. A gap may have one
-// sector or half a row: memory reads whole sectors anyway.
-inline bool copied_as_run(const RowProblem& problem) {
-  const int64_t gap = (logit_row_stride(problem.args) - problem.classes) * problem.element_bytes;
-  return problem.args.rows.ndim <= 1 && gap >= 0 &&
-         gap <= std::max(int64_t{kSectorBytes}, problem.bytes / 2);
-}
-
 // How rows lie in shared memory: sets `by_words`, `padding` and `row_bytes`.
 inline void place_rows(const RowProblem& problem, RowPlan& plan) {
   const int words = (static_cast<int>(problem.bytes) + 3) / 4;
-  plan.by_words = !copied_as_run(problem);
+  plan.by_words = !copied_as_run(problem.args, problem.args.input);
   if (!plan.by_words) {
     // Rows have the same distance as in global memory, or 16 bytes more.
-    plan.row_bytes = static_cast<int>(logit_row_stride(problem.args) * problem.element_bytes);
+    plan.row_bytes =
+        static_cast<int>(row_stride(problem.args, problem.args.input) * problem.element_bytes);
     const int conflict = bank_conflict(plan.row_bytes / 4, plan.team);
     if (plan.row_bytes % kVectorBytes == 0) {  // all rows begin at the same place of a granule
       plan.padding = bank_conflict((plan.row_bytes + kVectorBytes) / 4, plan.team) < conflict;

@@ -26,6 +26,7 @@ LaunchRows launch_probability_rows;
 LaunchRows launch_long_rows;
 LaunchRows launch_split_rows;
 LaunchRows launch_staged_rows;
+LaunchRows launch_soft_tiles;
 
 // Writes the gradients of a backward pass of which takes_gradients() of plane_rows_plan.h is true.
 void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);

@@ -15,6 +15,7 @@
 #include "kernels/rows/probability_rows_plan.h"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/side_by_side_rows_plan.h"
+#include "kernels/rows/soft_tiles_plan.h"
 #include "kernels/rows/split_rows_plan.h"
 #include "kernels/rows/staged_rows_plan.h"
 #include "kernels/rows/team_rows_plan.h"
@@ -69,7 +70,7 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) {
        return p.hopper_fp32 && p.indices && p.classes >= 2 && p.classes <= few_classes::kMaxClasses;
      },
-     few_classes::plan, always, Again::kForEachRow, never},
+     few_classes::plan, always, Again::kForRowsInVectors, never},
     {Family::kFloatTiles, "float_tiles", "class_index/float_tiles.cu",
      "fp32, up to 500 classes, class indices; with Hopper not 2 to 15 classes",
      "a warp copies a tile of rows, with Hopper in bulk, writes their gradients over them and "
@@ -79,7 +80,7 @@ const PolicyRow kPolicy[kFamilies] = {
      "/ 291 us. Without Hopper 1048576x100 by a thread a row .25 / .27, 524288x256 by team rows "
      ".53 / .55; this .91 / .88, .92 / .89",
      [](P p) { return p.contiguous_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
-     float_tiles::plan, always, Again::kForEachRow, never},
+     float_tiles::plan, always, Again::kForRowsInVectors, never},
     {Family::kTiles, "tiles", "class_index/tiles.cu", "fp16 and bf16, to 2000 bytes, class indices",
      "a warp copies a tile of rows, with Hopper in bulk; 1, 2 or 8 lanes a row, in turn",
      "bf16 262144x64 by a thread a row .08 / .11; rows of 4000 bytes are read 1.2 times as fast "
@@ -148,16 +149,20 @@ const PolicyRow kPolicy[kFamilies] = {
      "each logit is read once, for the gradient too; by team rows fp32 65536x21843 .67 / .41",
      staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); },
      Again::kNever, [](P p) { return p.indices; }},
-    {Family::kTeamRows, "team_rows", "rows/team_rows.cuh",
-     "class indices from 4097 bytes a row, fp64 from 129 classes; smoothing and probabilities from "
-     "33 classes",
-     "a team of threads a row: part of a warp, or a block",
-     "100 classes with the gradient: a thread a row reaches .6 of this speed", team_rows::fits,
+    {Family::kSoftTiles, "soft_tiles", "rows/soft_tiles.cu",
+     "smoothing, and probabilities of any dtype but fp64; from 2 classes to 4096 bytes a row",
+     "a warp copies a tile of rows, logits and probabilities; 1 to 32 lanes a row, in turn",
+     "on an H100, bf16 917504x64 with smoothing by a team a row .30 / .38, bf16 167772160x2 with "
+     "probabilities by a thread a row .12 / .09; this .68 / .61, .28 / .27",
+     soft_tiles::fits, soft_tiles::plan, contiguous_gradient, Again::kForEachRow, always},
+    {Family::kTeamRows, "team_rows", "rows/team_rows.cuh", "from 4097 bytes a row",
+     "a block of 64 to 256 threads a row",
+     "any row of contiguous classes that the kernels above do not take", team_rows::fits,
      team_rows::plan,
      [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; },
      Again::kNever, always},
     {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
-     "the rest, any layout and dtypes: strided classes, few classes",
+     "the rest, any layout and dtypes: strided classes with smoothing or probabilities, fp64",
      "a thread a row, so that a warp reads neighbouring rows",
      "10 classes: 6 times as fast as a team a row; 100 classes forward 5 times", always,
      strided_rows::plan, never, Again::kNever, never},
@@ -212,7 +217,7 @@ RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& devic
 std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
                                   const DeviceLimits& device) {
   const bool has_grad_output_of_rows = args.reduction == Reduction::kNone && args.rows.ndim <= 1;
-  if (!args.kept && !has_grad_output_of_rows) {
+  if ((!args.kept && !has_grad_output_of_rows) || args.grad_target.data != nullptr) {
     return std::nullopt;
   }
   const CrossEntropyForwardArgs forward = forward_of(args);
@@ -223,13 +228,14 @@ std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
   if (args.kept) {
     return plan;
   }
-  // Tiles would copy fp32 rows with gaps, or at misaligned addresses, word by word a second time.
-  // Step of "none", 228035x128 padded by 3: .19 of the floor by tiles in a run that may have been
-  // disturbed, .27 by flat_gradients_kernel. (H200, 2026-11)
-  const bool by_vectors = is_half_type(args.input.dtype) ||
-                          rows_follow_in_vectors(args, args.input, args.input_class_stride);
-  const bool for_each_row = kPolicy[static_cast<int>(plan.family)].again == Again::kForEachRow;
-  return for_each_row && by_vectors ? std::make_optional(plan) : std::nullopt;
+  // Others are copied word by word, and would be a second time. Step of "none", fp32 228035x128
+  // padded by 3: .19 of the floor by float_tiles in a run that may have been disturbed, .27 by
+  // flat_gradients_kernel. (H200, 2026-11)
+  const Again again = kPolicy[static_cast<int>(plan.family)].again;
+  const bool takes_rows = again == Again::kForEachRow ||
+                          (again == Again::kForRowsInVectors &&
+                           rows_follow_in_vectors(args, args.input, args.input_class_stride));
+  return takes_rows ? std::make_optional(plan) : std::nullopt;
 }
 
 // A warp a part of a row would leave most of its lanes without work on shorter rows. A choice, not

@@ -13,8 +13,9 @@ namespace lossops::cuda {
 // Whether a kernel of forward computes its gradient again in a backward pass.
 enum class Again : int8_t {
   kNever,
-  kForAll,     // for one grad_output of all rows, where forward kept the gradient for another
-  kForEachRow  // also for a grad_output of each row
+  kForAll,  // for one grad_output of all rows, where forward kept the gradient for another
+  kForRowsInVectors,  // also for a grad_output of each row, if rows are a run of vectors
+  kForEachRow         // also for a grad_output of each row
 };
 
 // A row of the table. The first row that takes a problem decides.

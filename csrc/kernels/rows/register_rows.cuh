@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
       finish_row(args, target, state, x_at_index, row, offsets[2], partial);
     }
     if constexpr (kGradient) {
-      const auto summary = share_summary<true>(summarize(state, x_at_index), 0);
+      const auto summary = share_summary(summarize(state, x_at_index));
       const RowGradient<acc_t, false, kExactExponentials<scalar_t>> gradient(args, target, summary,
                                                                              unit.get());
       auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data) + offsets[3];

@@ -247,25 +247,17 @@ __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBack
   return summary;
 }
 
-// The summary of a row from the team's first thread to all of them.
-template <bool kTeamIsBlock, typename acc_t>
-__device__ __forceinline__ RowSummary<acc_t> share_summary(const RowSummary<acc_t>& summary,
-                                                           int team) {
-  if constexpr (kTeamIsBlock) {
-    __shared__ RowSummary<acc_t> shared;
-    if (threadIdx.x == 0) {
-      shared = summary;
-    }
-    __syncthreads();
-    const RowSummary<acc_t> result = shared;
-    __syncthreads();  // it may be used again
-    return result;
-  } else {
-    return {__shfl_sync(kAllLanes, summary.max, 0, team),
-            __shfl_sync(kAllLanes, summary.rest, 0, team),
-            __shfl_sync(kAllLanes, summary.q_sum, 0, team),
-            __shfl_sync(kAllLanes, summary.x_at_index, 0, team)};
+// The summary of a row from the block's first thread to all of them.
+template <typename acc_t>
+__device__ __forceinline__ RowSummary<acc_t> share_summary(const RowSummary<acc_t>& summary) {
+  __shared__ RowSummary<acc_t> shared;
+  if (threadIdx.x == 0) {
+    shared = summary;
   }
+  __syncthreads();
+  const RowSummary<acc_t> result = shared;
+  __syncthreads();  // it may be used again
+  return result;
 }
 
 template <typename acc_t, typename State>

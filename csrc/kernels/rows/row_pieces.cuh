@@ -64,8 +64,9 @@ __device__ __forceinline__ void finish_kept_row(const CrossEntropyForwardArgs& a
   softmax.max = kept.max;
   softmax.ones = kept.ones;
   softmax.below = kept.below;
-  finish_indexed_row<kKind>(args, index, weight, softmax, kept.distance, q_sum, x_at_index, row,
-                            output_offset, partial);
+  finish_indexed_row<kKind>(
+      args, SmoothedIndex(args), index, weight, softmax, kept.distance, q_sum, x_at_index, row,
+      [&](int64_t) { return output_offset; }, partial);
 }
 
 // The state of a piece whose maximum is known. add_terms(sum, terms) adds this lane's terms;

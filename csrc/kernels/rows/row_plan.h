@@ -28,6 +28,7 @@ enum class Family : int8_t {
   kLongRows,
   kSplitRows,
   kStagedRows,
+  kSoftTiles,
   kTeamRows,
   kStridedRows,
 };

@@ -185,6 +185,14 @@ struct TermSum {
     below += total;
   }
 
+  // add() without a branch, for warps that sum several rows at a time: each row has its maximum
+  // elsewhere, so the warp would take the branch nearly every time.
+  template <int kCount>
+  __device__ __forceinline__ void add_by_lane(float (&terms)[kCount], float unit) {
+    ones += count_ones(terms, unit);
+    below += pairwise_sum(terms);
+  }
+
   __device__ __forceinline__ float all_below() const { return below + below_apart; }
   __device__ __forceinline__ float all_distance() const { return distance + distance_apart; }
 };
@@ -201,6 +209,11 @@ struct Smoothing {
   __device__ __forceinline__ float operator()(float probability) const {
     return smoothed(probability, smoothing, per_class);
   }
+};
+
+// For values that are coefficients already.
+struct GivenCoefficients {
+  __device__ __forceinline__ float operator()(float q) const { return q; }
 };
 
 // Terms of a thread that are added at a time.
@@ -222,17 +235,23 @@ __device__ __forceinline__ float weighted_distance(const float (&x)[kCount],
   return kCount == 1 ? sums[0] : sums[0] + sums[1];
 }
 
-// The terms of kCount logits, whose probabilities are p.
-template <RowKind kKind, int kCount, typename Terms>
+// Adds the terms of kCount logits. Values p become their coefficients by to_coefficient(p).
+// kByLane: see TermSum::add_by_lane().
+template <RowKind kKind, bool kByLane = false, int kCount, typename Terms,
+          typename ToCoefficient = Smoothing>
 __device__ __forceinline__ void add_logits(TermSum& sum, const Terms& terms,
                                            const float (&x)[kCount], const float (&p)[kCount],
-                                           const Smoothing& smoothing) {
+                                           const ToCoefficient& to_coefficient) {
   float values[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     values[i] = terms(x[i]);
   }
-  sum.add<kKind == RowKind::kProbability>(values, terms.unit);
+  if constexpr (kByLane) {
+    sum.add_by_lane(values, terms.unit);
+  } else {
+    sum.add<kKind == RowKind::kProbability>(values, terms.unit);
+  }
   if constexpr (kKind == RowKind::kSmooth) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -243,7 +262,7 @@ __device__ __forceinline__ void add_logits(TermSum& sum, const Terms& terms,
     float q[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      q[i] = smoothing(p[i]);
+      q[i] = to_coefficient(p[i]);
     }
     sum.q_sum += pairwise_sum(q);
     const float distance = weighted_distance<false>(x, q, terms.shift);

@@ -121,7 +121,8 @@ class UnitScale {
   __device__ __forceinline__ UnitScale(const CrossEntropyForwardArgs& args,
                                        const Denominator& denominator, acc_t grad_output = 1)
       : grad_output_(grad_output) {
-    if (args.reduction != Reduction::kMean || denominator.is_computed()) {
+    if (args.reduction != Reduction::kMean || denominator.is_computed() ||
+        args.grad_input.data == nullptr) {
       return;
     }
     if (args.target_is_probability) {

@@ -24,7 +24,7 @@ template <typename scalar_t, RowKind kKind>
 __device__ __forceinline__ StagedRow<kKind> find_row(const CrossEntropyForwardArgs& args,
                                                      int64_t row) {
   const auto offset_of = [&](const Operand& operand) {
-    return row_offset(args.rows, operand, row);
+    return row_offset_by_call(args.rows, operand, row);
   };
   StagedRow<kKind> result;
   result.logits = static_cast<const scalar_t*>(args.input.data) + offset_of(args.input);
@@ -130,12 +130,13 @@ struct RowBatches {
         x_at_index = this->x_at_index(row);
       }
       Partial partial;
-      finish_kept_row<kKind>(
-          args, row.index, row.weight, block.states[batch % 2][lane],
-          kKind == RowKind::kProbability ? block.q_sums[batch % 2][lane] : 0.0f, x_at_index,
-          number(n),
-          args.reduction == Reduction::kNone ? row_offset(args.rows, args.output, number(n)) : 0,
-          partial);
+      finish_kept_row<kKind>(args, row.index, row.weight, block.states[batch % 2][lane],
+                             kKind == RowKind::kProbability ? block.q_sums[batch % 2][lane] : 0.0f,
+                             x_at_index, number(n),
+                             args.reduction == Reduction::kNone
+                                 ? row_offset_by_call(args.rows, args.output, number(n))
+                                 : 0,
+                             partial);
       block.sums[0][lane] += partial.sum;
       block.sums[1][lane] += partial.weight;
     }

@@ -1,5 +1,5 @@
-// Cross entropy of rows of contiguous classes, whatever they are: a team of threads a row, part of
-// a warp for few classes, a block for many.
+// Cross entropy of rows of contiguous classes, whatever they are: a block a row, and in backward
+// passes a part of a warp for few classes.
 //
 // Only cross_entropy.cu includes this: machine code of several translation units packs worse, by 20
 // KB for each architecture.
@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <stdexcept>
 #include <type_traits>
 
 #include "kernels/grid/device.cuh"
@@ -211,38 +210,28 @@ __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_
 // Blocks whose rows leave a gradient that shall fit a multiprocessor: as rows of 64 KB do.
 constexpr int kMinGradientBlocks = 3;
 
-// kTeamIsBlock: one row a block at a time; else `team` lanes, a power of two, a row. kGradient:
-// writes the row's gradient too, and keeps the row for that in shared memory where use_cache says
-// so; else it is read again.
-template <typename scalar_t, bool kDense, bool kTeamIsBlock, bool kGradient>
-__global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kTeamThreads,
-                                  !kTeamIsBlock ? (kDense ? kMinDenseBlocks<scalar_t> : 1)
-                                  : kGradient   ? kMinGradientBlocks
-                                  : kDense      ? kMinDenseBlocks<scalar_t>
-                                                : kMinRowBlocks<scalar_t>)
-    cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int team,
+// A row a block at a time. kGradient: writes the row's gradient too, and keeps the row for that in
+// shared memory where use_cache says so; else it is read again.
+template <typename scalar_t, bool kDense, bool kGradient>
+__global__ void __launch_bounds__(kMaxRowThreads, kGradient ? kMinGradientBlocks
+                                                  : kDense  ? kMinDenseBlocks<scalar_t>
+                                                            : kMinRowBlocks<scalar_t>)
+    cross_entropy_forward_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                  bool use_cache, Denominator denominator, Partial* partials,
                                  Finalize finalize) {
   LOSSOPS_DYNAMIC_SHARED(uint4, row_cache);
   using acc_t = acc_type_t<scalar_t>;
   using State = RowState<acc_t, kDense>;
-  const int lane =
-      kTeamIsBlock ? static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x) & (team - 1);
-  const int rows_per_block = kTeamIsBlock ? 1 : kTeamThreads / team;
-  const int first = kTeamIsBlock ? 0 : static_cast<int>(threadIdx.x) / team;
+  const auto lane = static_cast<int>(threadIdx.x);
+  const auto team = static_cast<int>(blockDim.x);
   const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
-  auto* const cache =
-      kTeamIsBlock && kGradient && use_cache ? reinterpret_cast<scalar_t*>(row_cache) : nullptr;
+  auto* const cache = kGradient && use_cache ? reinterpret_cast<scalar_t*>(row_cache) : nullptr;
   let_next_kernel_start();
   std::conditional_t<kGradient, UnitScale<acc_t>, NoScale> unit(args, denominator);
   unit.wait(args, denominator);
   const acc_t scale = unit.get();
   Partial partial;
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * rows_per_block; base < args.rows.numel;
-       base += static_cast<int64_t>(gridDim.x) * rows_per_block) {
-    const bool exists = base + first < args.rows.numel;
-    // A team past the end takes part in the shuffles with the last row.
-    const int64_t row = exists ? base + first : args.rows.numel - 1;
+  for (int64_t row = blockIdx.x; row < args.rows.numel; row += gridDim.x) {
     int64_t offsets[4];
     row_offsets(args.rows, operands, row, offsets);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
@@ -257,19 +246,16 @@ __global__ void __launch_bounds__(kTeamIsBlock ? kMaxRowThreads : kTeamThreads,
     if (target.has_loss()) {
       state = reduce_row<State>(reader, target, cache);
     }
-    state = kTeamIsBlock ? block_reduce(state) : warp_reduce(state, team);
-    if (lane == 0 && exists) {
+    state = block_reduce(state);
+    if (lane == 0) {
       finish_row(args, target, state, x_at_index, row, offsets[2], partial);
     }
     if constexpr (kGradient) {
-      const auto summary = share_summary<kTeamIsBlock>(summarize(state, x_at_index), team);
-      if (exists) {
-        const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(args, target,
-                                                                                summary, scale);
-        write_row_gradient<scalar_t, kRowUnroll<kDense>>(
-            logits, static_cast<int>(args.num_classes), lane, team, gradient,
-            static_cast<scalar_t*>(args.grad_input.data) + offsets[3], cache);
-      }
+      const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(
+          args, target, share_summary(summarize(state, x_at_index)), scale);
+      write_row_gradient<scalar_t, kRowUnroll<kDense>>(
+          logits, static_cast<int>(args.num_classes), lane, team, gradient,
+          static_cast<scalar_t*>(args.grad_input.data) + offsets[3], cache);
     }
   }
   if (args.reduction != Reduction::kNone) {
@@ -359,20 +345,10 @@ template <typename scalar_t, bool kDense, bool kGradient>
 void forward_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                   const Denominator& denominator, Partial* partials, const Finalize& finalize,
                   cudaStream_t stream) {
-  const int team = plan.team;
-  if (team > kWarpSize) {
-    const auto kernel = cross_entropy_forward_kernel<scalar_t, kDense, true, kGradient>;
-    const int64_t cache = kGradient ? row_cache_bytes(args, kernel) : 0;
-    launch_kernel("cross_entropy_forward_kernel", kernel, {plan.blocks, team, cache}, stream, args,
-                  team, cache > 0, denominator, partials, finalize);
-  } else if constexpr (kDense || sizeof(scalar_t) == 8) {  // team_rows::fits() admits no others
-    launch_kernel("cross_entropy_forward_kernel",
-                  cross_entropy_forward_kernel<scalar_t, kDense, false, kGradient>,
-                  {plan.blocks, plan.threads}, stream, args, team, false, denominator, partials,
-                  finalize);
-  } else {
-    throw std::logic_error("lossops: short rows of class indices are not for teams");
-  }
+  const auto kernel = cross_entropy_forward_kernel<scalar_t, kDense, kGradient>;
+  const int64_t cache = kGradient ? row_cache_bytes(args, kernel) : 0;
+  launch_kernel("cross_entropy_forward_kernel", kernel, {plan.blocks, plan.team, cache}, stream,
+                args, cache > 0, denominator, partials, finalize);
 }
 
 // Where args.grad_input is given, for fp32 and half types, writes it too.

@@ -12,23 +12,14 @@ namespace lossops::cuda {
 constexpr int kStridedThreads = 256;
 // Threads of a block whose rows share it.
 constexpr int kTeamThreads = 256;
-// A row of more bytes than this is worth a block of its own.
+// A row of more bytes than this is worth a block of its own. In forward, shorter rows of fp64 take
+// a thread each.
 constexpr int64_t kWarpRowBytes = 4096;
 // Threads of a block with one row: few enough that each has several vectors in flight.
 constexpr int kMaxRowThreads = 256;
-// Rows of so few classes take a thread each, as strided rows do: what a team shares costs more than
-// the classes. A gradient is written with better order by a team, from fewer classes on. Measured
-// on an H200, with a thread of the team for each vector: 10 classes 6 times as fast, 100 classes
-// forward 5 times, but with its gradient 0.6 times.
-constexpr int64_t kFewClassesForward = 128;
+// Rows of so few classes take a thread each in backward passes, as strided rows do: what a team
+// shares costs more than the classes. With more, a team writes the gradient in better order.
 constexpr int64_t kFewClassesBackward = 32;
-
-// Rows with many coefficients take a team in forward from as many classes on as in backward: a load
-// of a thread a row touches 32 cache lines. So fp32 487697x64 with probabilities reached .32 / .20
-// of the floor (H200, 2026-11).
-inline int64_t few_classes_forward(const CrossEntropyArgs& args) {
-  return args.dense() ? kFewClassesBackward : kFewClassesForward;
-}
 
 // Vectors of a row for each thread that shares it, unless the row is too long for that. What a warp
 // does once for its rows, the reduction and the target, then counts for more of them. With one
@@ -79,7 +70,7 @@ inline bool fits(const RowProblem& problem) {
       problem.args.input.dtype == DType::kFloat64
           ? 0
           : int64_t{kMaxRowThreads} * register_vectors(problem.element_bytes) * kVectorBytes;
-  return rows_are_contiguous(problem.args, kFewClassesForward) && problem.indices &&
+  return rows_are_contiguous(problem.args, 0) && problem.indices &&
          problem.bytes >= kMinStagedBytes && problem.bytes <= most;
 }
 
@@ -99,11 +90,10 @@ inline RowPlan plan(const RowProblem& problem) {
 
 namespace team_rows {
 
-// fp32 and half-type rows with class indices that a part of a warp would take always have another
-// kernel: tiles, register_rows, or one of Hopper's.
+// fp32 and half-type rows of fewer bytes have other kernels: tiles, soft_tiles, register_rows, or
+// one of Hopper's.
 inline bool fits(const RowProblem& problem) {
-  return rows_are_contiguous(problem.args, few_classes_forward(problem.args)) &&
-         (problem.args.dense() || problem.args.acc_double || team_size(problem.args) > kWarpSize);
+  return rows_are_contiguous(problem.args, 0) && problem.bytes > kWarpRowBytes;
 }
 
 inline RowPlan plan(const RowProblem& problem) {
