@@ -14,6 +14,10 @@ struct AnyHalf {
   uint16_t bits;
 };
 
+// Whether elements may be subnormal, as float: those of float16 are not.
+template <typename scalar_t>
+constexpr bool kMayBeSubnormal = !std::is_same_v<scalar_t, half_t>;
+
 // dtype: of an AnyHalf. Other types are their own.
 template <typename acc_t, typename scalar_t>
 __device__ __forceinline__ acc_t to_acc_of(scalar_t value, DType dtype) {

@@ -20,6 +20,7 @@ class BoxTile {
   static constexpr int kWidth = kBoxUnit;
   static constexpr int kSteps = kBoxElements / kBoxUnit / kTileThreads;
   static constexpr bool kIsHalf = false;
+  static constexpr bool kHasSubnormals = true;
   static constexpr bool kHasWords = false;
   using Values = UnitValues<BoxTile>;
 
@@ -56,7 +57,6 @@ class BoxTile {
     return plan_.operands[which];
   }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
-  __device__ __forceinline__ static constexpr bool has_subnormals() { return true; }
   __device__ __forceinline__ bool is_half(Which which) const {
     return is_half_type(operand(which).dtype);
   }

@@ -31,10 +31,7 @@ template <typename scalar_t>
 struct DenseTraits {
   using acc_t = acc_type_t<scalar_t>;
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
-  // Numbers may be subnormal, as float: those of float16 are not.
-  __device__ __forceinline__ static constexpr bool has_subnormals() {
-    return !std::is_same_v<scalar_t, half_t>;
-  }
+  static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   __device__ __forceinline__ static bool is_half(Which /*which*/) { return kIsHalf; }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
   __device__ __forceinline__ static bool has(int /*n*/) { return true; }

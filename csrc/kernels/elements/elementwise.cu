@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "kernels/elements/elementwise.cuh"
+#include "kernels/elements/gradient_sums.cuh"
 #include "kernels/grid/column_reduce.cuh"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/grid_reduce.cuh"
@@ -386,97 +387,6 @@ int64_t blocks_of(Taken /*taken*/, const typename Taken::Plan& plan, const Launc
   }
 }
 
-// The element of a gradient that a sum belongs to.
-struct GradientSink {
-  IterationSpace space;  // of the dimensions that are kept
-  Operand gradient;      // strides over them
-  ElementScales scales;
-
-  void add(int64_t size, int64_t stride) {
-    space.sizes[space.ndim] = size;
-    gradient.strides[space.ndim++] = stride;
-    space.numel *= size;
-  }
-  __device__ void operator()(int64_t output, double sum) const {
-    if (holds_gradients(scales)) {
-      return;
-    }
-    const Operand* const operands[1] = {&gradient};
-    int64_t offsets[1] = {};
-    strided_offsets(space, operands, output, offsets);
-    store_operand<double>(gradient, offsets[0], sum);
-  }
-};
-
-GradientSink make_sink(const Launch& what, const Operand& gradient) {
-  GradientSink sink;
-  sink.space.numel = 1;
-  sink.gradient.data = gradient.data;
-  sink.gradient.dtype = gradient.dtype;
-  sink.scales = what.scales;
-  return sink;
-}
-
-// Sums that several tiles have parts of.
-struct SumParts {
-  const void* data;
-  DType dtype;
-  int64_t sums;
-  ElementScales scales;
-
-  __device__ __forceinline__ double operator()(int64_t sum, int64_t part) const {
-    // No part was written if the gradients are there.
-    return holds_gradients(scales) ? 0 : load_as<double>(data, dtype, part * sums + sum);
-  }
-};
-
-// Folds the parts of a plan's sums, and tells its kernel to write them.
-class SumFold {
- public:
-  template <typename acc_t>
-  SumFold(StripPlan& plan, const Launch& what, double* parts, acc_t /*of the parts*/) {
-    if (plan.splits == 1) {
-      return;
-    }
-    const StripOperand& gradient = plan.operands[plan.summed_gradient];
-    sink_ = make_sink(what, what.operands[plan.summed_gradient]);
-    for (int dim = 0; dim < plan.extents.ndim; ++dim) {
-      if (plan.is_kept(dim)) {
-        sink_.add(plan.extents.sizes[dim], gradient.strides[dim] / gradient.bytes);
-      }
-    }
-    constexpr DType kDType = sizeof(acc_t) == 8 ? DType::kFloat64 : DType::kFloat32;
-    parts_ = {parts, kDType, plan.sums, what.scales};
-    splits_ = plan.splits;
-    scratch_ = parts + doubles_of_parts(plan, acc_t());
-    plan.sum_into(parts, kDType);
-  }
-  void launch(cudaStream_t stream) const {
-    if (splits_ > 1) {
-      column_reduce(parts_, sink_, parts_.sums, splits_, scratch_, stream);
-    }
-  }
-
-  // Doubles of the parts, and of the reduction of many.
-  template <typename acc_t>
-  static int64_t scratch(const StripPlan& plan, acc_t like) {
-    return plan.splits > 1 ? doubles_of_parts(plan, like) +
-                                 ColumnReducePlan(plan.sums, plan.splits).scratch(plan.sums)
-                           : 0;
-  }
-
- private:
-  template <typename acc_t>
-  static int64_t doubles_of_parts(const StripPlan& plan, acc_t /*like*/) {
-    return ceil_div(plan.splits * plan.sums, int64_t{sizeof(double) / sizeof(acc_t)});
-  }
-
-  GradientSink sink_;
-  SumParts parts_ = {};
-  int64_t splits_ = 1;
-  double* scratch_ = nullptr;
-};
-
 struct ScratchSizes {
   int64_t blocks = 0;  // of a reduction, partials
   int64_t sums = 0;    // doubles, of a gradient that is summed
@@ -509,7 +419,7 @@ int64_t launch(const ElementwiseArgs& args, const Launch& what, int64_t most_blo
                     work, terms, what.scales, reduction_scale(args, acc_t(1)), partials, finalize);
     };
     if constexpr (std::is_same_v<typename Taken::Plan, StripPlan>) {
-      const SumFold fold(plan, what, sums, acc_t());
+      const SumFold fold(plan, what.operands, what.scales, sums, acc_t());
       launch();
       fold.launch(stream);
     } else {
@@ -597,7 +507,7 @@ void launch_elementwise_backward_reduce(const ElementwiseBackwardReduceArgs& arg
     launch(args, what, most_blocks, nullptr, scratch, Finalize{}, stream);
   } else if (what.summed != kNumOperands) {  // sums of nothing
     const Operand& gradient = what.operands[what.summed];
-    GradientSink sink = make_sink(what, gradient);
+    GradientSink sink = make_sink(what.scales, gradient);
     for (int dim = 0; dim < args.space.ndim; ++dim) {
       if (gradient.strides[dim] != 0 || args.space.sizes[dim] == 1) {
         sink.add(args.space.sizes[dim], gradient.strides[dim]);

@@ -75,7 +75,7 @@ __device__ __forceinline__ void visit_forward(Work work, const Term& term, const
   if constexpr (HasForwardInSum<Term>::value && std::is_same_v<typename Tile::acc_t, float>) {
     if (!work.has(kStoresLosses)) {
       body([&](float x, float t) {
-        return term.template forward_in_sum<Tile::kIsHalf, Tile::has_subnormals()>(x, t);
+        return term.template forward_in_sum<Tile::kIsHalf, Tile::kHasSubnormals>(x, t);
       });
       return;
     }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "kernels/elements/any_half.cuh"
 #include "kernels/elements/single_values.cuh"
 #include "kernels/elements/tiles.h"
 #include "kernels/elements/unit_values.cuh"
@@ -62,6 +63,7 @@ class StripTile {
   static constexpr int kWidth = kWidth_;
   static constexpr int kSteps = kSteps_;
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
+  static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
 
   // turn: see Walk::goes_on().
   __device__ __forceinline__ StripTile(const StripPlan& plan, const Walk<kWidth>& walk, int turn)
@@ -72,10 +74,6 @@ class StripTile {
   }
   __device__ __forceinline__ bool is_half(Which which) const {
     return kIsHalf || is_half_type(operand(which).dtype);
-  }
-  // Numbers may be subnormal, as float: those of float16 are not.
-  __device__ __forceinline__ static constexpr bool has_subnormals() {
-    return !std::is_same_v<scalar_t, half_t>;
   }
   __device__ __forceinline__ bool has(int n) const {
     return walk_.has(plan_, turn_, n / kWidth, n % kWidth);
