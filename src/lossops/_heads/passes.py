@@ -158,19 +158,19 @@ class Problem:
         """
         dtype = self.options.compute_dtype
         if grad_logits.dtype == dtype:
-            return grad_logits
+            return products.with_clear_gaps(grad_logits)
         rows, classes = grad_logits.shape
         capacity, stride = self.buffer.shape
         found = self.buffer.view(dtype).view(2 * capacity, stride)[:rows, :classes]
         if grad_logits.data_ptr() != self.buffer.data_ptr():
-            return found.copy_(grad_logits)
+            return products.with_clear_gaps(found.copy_(grad_logits))
         done = min(rows, max(1, rows // _ROWS_PER_ROW_BESIDE))
         found[:done] = grad_logits[:done].to(dtype)
         while done < rows:
             piece = slice(done, min(2 * done, rows))
             found[piece] = grad_logits[piece]
             done = piece.stop
-        return found
+        return products.with_clear_gaps(found)
 
     def by_class(self, logits: Tensor) -> Tensor:
         """The matrix of logits as the row operators take it, (rows, C, d1, ...)."""

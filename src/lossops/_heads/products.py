@@ -19,6 +19,21 @@ _HAS_OUT_DTYPE = all(
 )
 
 
+def with_clear_gaps(matrix: Tensor) -> Tensor:
+    """Writes 0 between the rows of a matrix on the CPU, and returns it.
+
+    Products of bfloat16 with AMX (torch 2.13) read what lies behind a row and multiply it by 0,
+    which is NaN of an infinity or a NaN.
+    """
+    rows, columns = matrix.shape
+    stride, offset = matrix.stride(0), matrix.storage_offset()
+    if matrix.device.type == "cpu" and stride > columns and rows > 0:
+        numel = matrix.untyped_storage().nbytes() // matrix.element_size()
+        ends = rows if offset + rows * stride <= numel else rows - 1
+        matrix.as_strided((ends, stride - columns), (stride, 1), offset + columns).zero_()
+    return matrix
+
+
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b."""
     if out.dtype == a.dtype:
