@@ -43,12 +43,12 @@ inline void place_rows(const RowProblem& problem, RowPlan& plan) {
     // Rows have the same distance as in global memory, or 16 bytes more.
     plan.row_bytes =
         static_cast<int>(row_stride(problem.args, problem.args.input) * problem.element_bytes);
-    const int conflict = bank_conflict(plan.row_bytes / 4, plan.team);
     if (plan.row_bytes % kVectorBytes == 0) {  // all rows begin at the same place of a granule
-      plan.padding = bank_conflict((plan.row_bytes + kVectorBytes) / 4, plan.team) < conflict;
+      plan.padding = padding_of(plan.row_bytes, plan.team);
       plan.row_bytes += plan.padding * kVectorBytes;
     } else {
-      plan.by_words = conflict > kMaxConflict && plan.row_bytes % 4 == 0;
+      plan.by_words =
+          bank_conflict(plan.row_bytes / 4, plan.team) > kMaxConflict && plan.row_bytes % 4 == 0;
     }
   }
   if (plan.by_words) {
@@ -66,14 +66,10 @@ inline RowPlan plan(const RowProblem& problem) {
     if (team * kMaxLaneWords < words && team != kTeams[2]) {
       continue;
     }
-    for (int padding = 0; padding <= (problem.whole_vectors ? 1 : 0); ++padding) {
-      // Of a row, in instructions: those of a lane's words, of their conflicts, of the row.
-      const int conflict = bank_conflict(words + padding * kVectorBytes / 4, team);
-      const double cost = team * ((words + team - 1) / team * (48.0 + 4.0 * conflict) + 250.0);
-      if (best == 0 || cost < best) {
-        best = cost;
-        plan.team = team;
-      }
+    const double cost = team_cost(words, problem.whole_vectors, team, 48, 250);
+    if (best == 0 || cost < best) {
+      best = cost;
+      plan.team = team;
     }
   }
   place_rows(problem, plan);
@@ -84,11 +80,8 @@ inline RowPlan plan(const RowProblem& problem) {
   plan.shared_bytes = kWarps * plan.warp_bytes;
   const int64_t tile_rows = int64_t{plan.steps} * (kWarpSize / plan.team);
   const int64_t tiles = ceil_div(problem.rows, tile_rows);
-  const int64_t resident =
-      problem.device.multiprocessors *
-      problem.device.resident_blocks(kThreads, kWarps * plan.warp_bytes + kStaticSharedBytes) *
-      kWarps;
-  plan.blocks = ceil_div(workers_for(tiles, resident, kTilesPerWarp, kMaxWorkers * kWarps), kWarps);
+  plan.blocks = blocks_of_tiles(tiles, problem.device, kThreads,
+                                kWarps * plan.warp_bytes + kStaticSharedBytes, kTilesPerWarp);
   return plan;
 }
 

@@ -289,18 +289,14 @@ struct SmoothedIndex {
 
   // The sum of q (max - x). distance: the sum of max - x.
   __device__ __forceinline__ float weighted(float distance, float max, float x_at_index) const {
-    return other * distance + (at_index - other) * gap(max, x_at_index);
+    return with_index(other * distance, max, x_at_index);
   }
   // The same, of the sum of `other` times max - x.
   __device__ __forceinline__ float with_index(float weighted_others, float max,
                                               float x_at_index) const {
-    return weighted_others + (at_index - other) * gap(max, x_at_index);
-  }
-
- private:
-  // Infinite only where the class index has a coefficient of its own.
-  __device__ __forceinline__ float gap(float max, float x_at_index) const {
-    return at_index == other ? 0.0f : max - x_at_index;
+    // Infinite only where the class index has a coefficient of its own.
+    const float gap = at_index == other ? 0.0f : max - x_at_index;
+    return weighted_others + (at_index - other) * gap;
   }
 };
 

@@ -476,7 +476,8 @@ void launch_soft_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   };
   visit_float_or_half(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
-    // Kernels without a gradient have more registers; one of them less is less machine code.
+    // A kernel without a gradient needs fewer registers, so that more blocks are resident.
+    // Probabilities have none, for less machine code.
     if (args.target_is_probability || args.weight != nullptr) {
       launch(cross_entropy_forward_soft_kernel<scalar_t, RowKind::kProbability, true>);
     } else if (gradient) {

@@ -61,13 +61,8 @@ inline int team_of(const RowProblem& problem) {
     if (kWarpSize / team * all_bytes > kMostTeamBytes && team < kWarpSize) {
       continue;
     }
-    int conflict = bank_conflict(words, team);
-    if (problem.whole_vectors) {
-      conflict = std::min(conflict, bank_conflict(words + kVectorBytes / 4, team));
-    }
-    // Of a row, in instructions: those of a lane's words, of their conflicts, of the row. Counted
-    // roughly, not fitted.
-    const double cost = team * ((words + team - 1) / team * (45.0 + 4.0 * conflict) + 350.0);
+    // 45 and 350 were counted roughly, not fitted.
+    const double cost = team_cost(words, problem.whole_vectors, team, 45, 350);
     if (cost < least) {
       least = cost;
       best = team;
@@ -106,11 +101,9 @@ inline RowPlan plan(const RowProblem& problem) {
       args.weight == nullptr ? 0 : (static_cast<int>(args.num_classes) + 3) / 4 * kVectorBytes;
   plan.shared_bytes = kWarps * plan.warp_bytes + weight_bytes;
   const int64_t tiles = ceil_div(problem.rows, int64_t{tile_rows});
-  const int64_t resident = problem.device.multiprocessors *
-                           problem.device.resident_blocks(
-                               kThreads, static_cast<int>(plan.shared_bytes) + kStaticSharedBytes) *
-                           kWarps;
-  plan.blocks = ceil_div(workers_for(tiles, resident, kTilesPerWarp, kMaxWorkers * kWarps), kWarps);
+  plan.blocks =
+      blocks_of_tiles(tiles, problem.device, kThreads,
+                      static_cast<int>(plan.shared_bytes) + kStaticSharedBytes, kTilesPerWarp);
   return plan;
 }
 

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/grid/device_limits.h"
+#include "kernels/primitives/integers.h"
 #include "kernels/primitives/sizes.h"
 #include "launchers.h"
 
@@ -18,6 +20,32 @@ inline int bank_conflict(int pitch_words, int team) {
     worst = std::max(worst, ++used[bank]);
   }
   return worst;
+}
+
+// Granules of 16 bytes to add between rows of row_bytes in shared memory, so that fewer accesses
+// meet in a bank: 1 or 0. Only rows of whole granules then still begin at one place of a granule.
+inline int padding_of(int row_bytes, int team) {
+  const int words = row_bytes / 4;
+  return row_bytes % kVectorBytes == 0 &&
+         bank_conflict(words + kVectorBytes / 4, team) < bank_conflict(words, team);
+}
+
+// What a team costs for a row of so many words, in instructions: of_word and 4 a conflict for each
+// word of a lane, and of_row for each of its lanes. Rows of whole vectors may have padding.
+inline double team_cost(int words, bool whole_vectors, int team, double of_word, double of_row) {
+  const int padding = whole_vectors ? padding_of(4 * words, team) : 0;
+  const int conflict = bank_conflict(words + padding * kVectorBytes / 4, team);
+  return team * ((words + team - 1) / team * (of_word + 4.0 * conflict) + of_row);
+}
+
+// Blocks of `threads` whose warps take `tiles` in turn, each warp at least `fewest` of them.
+// shared_bytes: of a block.
+inline int64_t blocks_of_tiles(int64_t tiles, const DeviceLimits& device, int threads,
+                               int shared_bytes, int64_t fewest) {
+  const int64_t warps = threads / kWarpSize;
+  const int64_t resident =
+      device.multiprocessors * device.resident_blocks(threads, shared_bytes) * warps;
+  return ceil_div(workers_for(tiles, resident, fewest, kMaxWorkers * warps), warps);
 }
 
 // Elements from the start of a row to the next. For a single row: the number of classes.
@@ -56,13 +84,8 @@ struct TileLayout {
       return;
     }
     pitch = static_cast<int>(stride);
-    const int bytes = pitch * element_bytes;
-    if (bytes % kVectorBytes == 0 && is_vector_aligned(operand.data)) {
-      const int words = bytes / 4;
-      constexpr int kMore = kVectorBytes / 4;
-      padding = bank_conflict(words + kMore, team) < bank_conflict(words, team) ? 1 : 0;
-      pitch += padding * kVectorBytes / element_bytes;
-    }
+    padding = is_vector_aligned(operand.data) ? padding_of(pitch * element_bytes, team) : 0;
+    pitch += padding * kVectorBytes / element_bytes;
   }
 
   // Bytes of a tile. Its first and its last granule may belong to it in part, and a word beyond its

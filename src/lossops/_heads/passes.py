@@ -158,19 +158,19 @@ class Problem:
         """
         dtype = self.options.compute_dtype
         if grad_logits.dtype == dtype:
-            return products.with_clear_gaps(grad_logits)
+            return grad_logits
         rows, classes = grad_logits.shape
         capacity, stride = self.buffer.shape
         found = self.buffer.view(dtype).view(2 * capacity, stride)[:rows, :classes]
         if grad_logits.data_ptr() != self.buffer.data_ptr():
-            return products.with_clear_gaps(found.copy_(grad_logits))
+            return found.copy_(grad_logits)
         done = min(rows, max(1, rows // _ROWS_PER_ROW_BESIDE))
         found[:done] = grad_logits[:done].to(dtype)
         while done < rows:
             piece = slice(done, min(2 * done, rows))
             found[piece] = grad_logits[piece]
             done = piece.stop
-        return products.with_clear_gaps(found)
+        return found
 
     def by_class(self, logits: Tensor) -> Tensor:
         """The matrix of logits as the row operators take it, (rows, C, d1, ...)."""
@@ -324,7 +324,7 @@ class Sums:
         if self.linear_bias is not None:
             self.linear_bias += grad_logits.sum(0, dtype=self.linear_bias.dtype)
         if self.input is not None or self.linear_weight is not None:
-            grad_logits = problem.factor(grad_logits)
+            grad_logits = products.with_clear_gaps(problem.factor(grad_logits))
         if self.input is not None:
             products.multiply(grad_logits, problem.linear_weight, self.input[rows])
         if self.linear_weight is not None:
