@@ -290,6 +290,26 @@ def test_bytes_of_rows(text: str) -> None:
     assert moved == {"read": read, "written": written, "step": step}
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kept", "read"),
+    [
+        ((1, 5, 40), "bf16", [0, 17], 32),  # 16 pixels a sector, and 8 at the end
+        ((1, 5, 40), "fp32", [0, 39], 16),
+        ((2, 5, 10), "bf16", [12], 10),  # the second of two short planes
+        ((40, 2), "fp32", [3, 5], 8),  # 4 rows a sector
+        ((40, 100), "fp32", [3, 5], 2),
+    ],
+)
+def test_sectors_are_read_whole(
+    shape: tuple[int, ...], dtype: str, kept: list[int], read: int
+) -> None:
+    logits = torch.zeros(shape, dtype=cases.DTYPES[dtype])
+    mask = torch.zeros(shape[0], *shape[2:], dtype=torch.bool)
+    mask.view(-1)[kept] = True
+    data = rows.Rows(logits, torch.zeros(mask.shape, dtype=torch.int64), None, mask)
+    assert (data.kept_rows, data.read_rows) == (len(kept), read)
+
+
 def test_a_loss_for_each_row_reaches_two_thirds() -> None:
     draw = RowDraw("none", (1024, 65536), "bf16", reduction="none")
     three_passes = 3 * draw.nbytes

@@ -187,7 +187,7 @@ def test_images(dtype: torch.dtype, classes: int) -> None:
             check(CE, sample(x, t, **options))
 
 
-@pytest.mark.parametrize("classes", [2, 5, 21, 24, 88])
+@pytest.mark.parametrize("classes", [2, 5, 21, 24, 88, 100, 300, 3000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
     """The same bits in groups of rows and row by row, for rows of all kinds side by side."""

@@ -490,6 +490,15 @@ int main() {
       }
     }
   }
+  // Planes at any address, of more positions than the lanes of a block.
+  const std::vector<int64_t> planes[] = {{1031}, {1100, 2}, {390, 3}};
+  for (int trial = 0; trial < 4; ++trial) {
+    for (const auto& shape : planes) {
+      for (const int64_t num_classes : {90, 211}) {
+        test_cross_entropy(random, shape, num_classes, ClassLayout::kOuter, trial);
+      }
+    }
+  }
   for (const int64_t num_classes : {21, 100, 500}) {
     for (int trial = 0; trial < 30; ++trial) {
       test_last_places(random, num_classes, ClassLayout::kInner);

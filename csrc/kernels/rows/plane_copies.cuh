@@ -12,28 +12,25 @@
 
 namespace lossops::cuda::plane_rows {
 
-// Of any half type: the logits of one class, of a group of rows.
-using GroupWords = VectorOf<uint32_t, kGroupBytes / 4>;
-
 // Classes to copy for a thread: `count` of them, of a group with so many rows. Another lane of its
 // warp may copy them.
 template <typename scalar_t>
 struct ClassCopies {
-  GroupWords* to;  // class k: to[k * blockDim.x]
+  GroupWords* to;  // class k: to[k * grid.pitch]
   const scalar_t* from;
-  int64_t step;  // from a class to the next
   int count;
   int rows;  // that exist
-  int64_t row_stride;
 
   // Starts them. Not inlined: many places call it, each once for many classes. All lanes of a warp.
-  static __device__ __attribute__((noinline)) void start(const PlaneGrid& grid, ClassCopies what) {
-    const int pitch = static_cast<int>(blockDim.x);
-    if (grid.in_pairs) {
+  static __device__ __attribute__((noinline)) void start(const CrossEntropyArgs& args,
+                                                         const PlaneGrid& grid, ClassCopies what) {
+    const int pitch = grid.pitch;
+    const int64_t step = grid.share_step(args);
+    if (grid.reads == PlaneReads::kPairs) {
       // Vectors of 16 bytes, two groups each: half of the lanes copy one class and the others the
       // next, for all lanes. So neighbouring lanes copy neighbouring vectors.
       __syncwarp();  // all lanes have read what is overwritten
-      const int width = grid.lanes < kWarpSize ? grid.lanes : kWarpSize;
+      const int width = grid.width;
       const int own = static_cast<int>(threadIdx.x) & (width - 1);
       const int odd = own >= width / 2 ? 1 : 0;
       const int pair = 2 * own - odd * width;  // its first group, among those of the lanes
@@ -42,11 +39,11 @@ struct ClassCopies {
           __shfl_sync(kAllLanes, static_cast<unsigned long long>(address), pair, width));
       const int count = __shfl_sync(kAllLanes, what.count, pair, width);
       copy_units(reinterpret_cast<uint4*>(what.to + pair - own + odd * pitch), pitch,
-                 from + odd * what.step, 2 * what.step, (count + 1 - odd) / 2);
-    } else if (grid.whole) {
-      copy_units(what.to, pitch, what.from, what.step, what.count);
+                 from + odd * step, 2 * step, (count + 1 - odd) / 2);
+    } else if (grid.reads == PlaneReads::kGroups) {
+      copy_units(what.to, pitch, what.from, step, what.count);
     } else {
-      copy_elements(what, pitch);
+      copy_elements(what, pitch, step, args.input.strides[0]);
     }
   }
 
@@ -83,7 +80,8 @@ struct ClassCopies {
       to += pitch;
     }
   }
-  static __device__ __forceinline__ void copy_elements(const ClassCopies& what, int pitch) {
+  static __device__ __forceinline__ void copy_elements(const ClassCopies& what, int pitch,
+                                                       int64_t step, int64_t row_stride) {
     const scalar_t* from = what.from;
     GroupWords* to = what.to;
     if constexpr (kPerWord == 1) {
@@ -91,9 +89,9 @@ struct ClassCopies {
       for (int k = 0; k < what.count; ++k) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          start_own_copy(to->values + i, from + (i < what.rows ? i * what.row_stride : 0));
+          start_own_copy(to->values + i, from + (i < what.rows ? i * row_stride : 0));
         }
-        from += what.step;
+        from += step;
         to += pitch;
       }
       return;
@@ -101,7 +99,7 @@ struct ClassCopies {
     int64_t offsets[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      offsets[i] = i < what.rows ? i * what.row_stride : 0;
+      offsets[i] = i < what.rows ? i * row_stride : 0;
     }
 #pragma unroll 1
     for (int k = 0; k < what.count; k += kAtOnce) {
@@ -111,7 +109,7 @@ struct ClassCopies {
         if (k + u < what.count) {
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            put_element(gathered[u], i, from[u * what.step + offsets[i]]);
+            put_element(gathered[u], i, from[u * step + offsets[i]]);
           }
         }
       }
@@ -121,7 +119,7 @@ struct ClassCopies {
           to[u * pitch] = gathered[u];
         }
       }
-      from += kAtOnce * what.step;
+      from += kAtOnce * step;
       to += kAtOnce * pitch;
     }
   }

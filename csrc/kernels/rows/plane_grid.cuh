@@ -5,6 +5,7 @@
 //   position  the number of a row in its plane
 //   group     neighbouring rows of a plane, 8 bytes of each class: 2 of fp32, 4 of half types
 //   lane      the number of a group in a block, 0 to lanes - 1: not the lane of a warp
+//   segment   the groups of 32 neighbouring lanes, or of all lanes if they are fewer
 //   share     the classes c of a group with c % shares == share; one thread has one lane and share
 //   range     the classes that are copied at a time
 //   buffer    a place for a range in shared memory
@@ -22,6 +23,17 @@
 
 namespace lossops::cuda::plane_rows {
 
+// Of any dtype: the logits of one class, of a group of rows.
+using GroupWords = VectorOf<uint32_t, kGroupBytes / 4>;
+
+// How a block reads the logits of a class.
+enum class PlaneReads : int8_t {
+  kPairs,    // two groups at a time, aligned to 16 bytes
+  kGroups,   // a group at a time, aligned to 8 bytes
+  kRuns,     // half types, a segment at a time, at any address: plane_runs.cuh
+  kElements  // an element at a time: fp32 at any address, strided rows, planes of few
+};
+
 // How the rows are dealt out, for the kernel.
 struct PlaneGrid {
   uint32_t groups;
@@ -34,14 +46,15 @@ struct PlaneGrid {
   int buffers;
   int parts;
   int merging_threads;  // that merge the parts of a row
-  bool whole;           // all groups are whole and aligned, of logits and gradient
-  bool in_pairs;        // so are pairs of neighbouring groups, of logits
+  int width;            // lanes of a segment
+  int padding;          // between two segments in shared memory, in groups
+  int pitch;            // groups from a class to the next there
+  PlaneReads reads;
+  bool writes_groups;  // gradients are aligned to 8 bytes
 
   PlaneGrid(const CrossEntropyArgs& args, const Cut& cut, const Operand& gradient,
             int64_t gradient_class_stride)
-      : groups(static_cast<uint32_t>(groups_of(args))),
-        groups_of_plane(static_cast<uint32_t>(plane_rows::groups_of_plane(args))),
-        positions(positions_of(args)),
+      : positions(positions_of(args)),
         lanes(cut.lanes),
         lane_bits(log2_of(cut.lanes)),
         share_bits(log2_of(cut.shares)),
@@ -50,12 +63,33 @@ struct PlaneGrid {
         parts(cut.parts),
         merging_threads(
             merging_threads_of(cut, static_cast<int>(group_rows(element_size(args.input.dtype))))),
-        whole(side_by_side::lies_in_columns(args, args.input, args.input_class_stride) &&
-              (gradient.data == nullptr ||
-               side_by_side::lies_in_columns(args, gradient, gradient_class_stride))),
-        in_pairs(whole && side_by_side::lies_in_columns(args, args.input, args.input_class_stride,
-                                                        2 * kGroupBytes)) {}
+        width(cut.segment()) {
+    using side_by_side::lies_in_columns;
+    const auto& input = args.input;
+    const Segments segments(args, cut);
+    reads = lies_in_columns(args, input, args.input_class_stride, 2 * kGroupBytes)
+                ? PlaneReads::kPairs
+            : lies_in_columns(args, input, args.input_class_stride) ? PlaneReads::kGroups
+            : is_half_type(input.dtype) && segments.are_full && input.strides[0] == 1
+                ? PlaneReads::kRuns
+                : PlaneReads::kElements;
+    writes_groups =
+        gradient.data == nullptr || lies_in_columns(args, gradient, gradient_class_stride);
+    // Groups are copied through the L1 cache, which has the memory that blocks leave: so they are
+    // not padded. Others are faster with it.
+    padding = reads == PlaneReads::kGroups ? 0 : kSegmentPadding;
+    pitch = cut.threads() / width * (width + padding);
+    const int64_t of_plane = reads == PlaneReads::kRuns ? segments.groups_of_plane
+                                                        : plane_rows::groups_of_plane(args);
+    groups_of_plane = Divisor(static_cast<uint32_t>(of_plane));
+    groups = static_cast<uint32_t>(args.rows.numel == 0 ? 0
+                                                        : args.rows.numel / positions * of_plane);
+  }
 
+  // From a logit to that of the share's next class.
+  __device__ __forceinline__ int64_t share_step(const CrossEntropyArgs& args) const {
+    return args.input_class_stride << share_bits;
+  }
   // The classes that a share has at most, of a range.
   __device__ __forceinline__ int places_of_range() const {
     return (range + (1 << share_bits) - 1) >> share_bits;
@@ -72,6 +106,12 @@ struct PlaneGrid {
     return threads;
   }
 
+  // Of a block, with the numbers of its rows.
+  int64_t shared_bytes(const Cut& cut) const {
+    return cut.bytes - (cut.pitch() - pitch) * cut.buffers * ceil_div(cut.range, cut.shares) *
+                           kGroupBytes;
+  }
+
   static int log2_of(int power) {
     int bits = 0;
     while (1 << bits < power) {
@@ -86,7 +126,8 @@ struct PlanePlace {
   const IterationSpace& space;
   int64_t position;  // of the first row, in its plane
   uint32_t plane;
-  int rows;  // of the group that exist: fewer at the end of a plane, 0 beyond the last group
+  int rows;  // of the group that exist: fewer at the end of a plane, or none
+  bool is_there;  // the group is not beyond the last one
 
   template <int kRows>
   static __device__ __forceinline__ PlanePlace of(const IterationSpace& space,
@@ -96,9 +137,10 @@ struct PlanePlace {
     const int64_t position = int64_t{own - plane * grid.groups_of_plane.value} * kRows;
     const int64_t left = grid.positions - position;
     return {space, position, plane,
-            group >= grid.groups ? 0
-            : left < kRows       ? static_cast<int>(left)
-                                 : kRows};
+            group >= grid.groups || left <= 0 ? 0
+            : left < kRows                    ? static_cast<int>(left)
+                                              : kRows,
+            group < grid.groups};
   }
 
   __device__ __forceinline__ int64_t row(const PlaneGrid& grid) const {

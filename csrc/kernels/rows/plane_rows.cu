@@ -163,7 +163,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
 // all classes fit, those of the next groups are copied as soon as the block needs its own no more,
 // to the same place. Else, while it needs one range, the next one is copied to the other buffer.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
+__global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t)) / kMostThreads)
     plane_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                       const __grid_constant__ PlaneBackward backward,
                       const __grid_constant__ PlaneGrid grid, const RowType<scalar_t> type,
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
   using Share = GroupShare<scalar_t>;
   constexpr int kRows = Share::kRows;
   constexpr bool kExact = Share::kExact;
-  LOSSOPS_DYNAMIC_SHARED(uint4, shared);
+  LOSSOPS_DYNAMIC_SHARED(uint4, dynamic);
   float scale = 1;
   if (grad_output.is_one(scale)) {
     return;
@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread & (grid.lanes - 1);
   const RowNumbers numbers{
-      reinterpret_cast<float*>(reinterpret_cast<uint2*>(shared) +
-                               grid.buffers * grid.places_of_range() * threads),
+      reinterpret_cast<float*>(reinterpret_cast<uint2*>(dynamic) +
+                               grid.buffers * grid.places_of_range() * grid.pitch),
       grid.lanes * kRows};
   const int last_range =
       (static_cast<int>(args.num_classes) - 1) / grid.range * grid.range;  // its first class
@@ -219,12 +219,11 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
       numbers.index(row, turn) = index;
     }
   };
-  Share share(grid, args, shared);
+  Share share(grid, args, dynamic);
   uint32_t first = blockIdx.x * grid.lanes;
   // Starts to copy a range of the groups from `of_first` on.
   const auto start = [&](uint32_t of_first, int range, int of_buffer) {
-    const PlanePlace place = place_of(of_first + lane);
-    share.start(logits_of(place), place.rows, range, of_buffer);
+    share.start(place_of(of_first + lane), range, of_buffer);
   };
   start(first, 0, 0);
   end_group_of_copies();
@@ -258,6 +257,9 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
     const auto wait_for_range = [&] {
       grid.buffers > 1 ? share.wait_for_all_but_last_group() : share.wait_for_all();
     };
+    const auto settle = [&](int range, int of_buffer) {
+      share.settle(place_of(first + lane), range, of_buffer);
+    };
     const auto take_indices_out = [&](int range, int of_buffer) {
       type.visit([&](auto like) {
         share.take_indices_out(TypeTag<decltype(like)>{}, range, of_buffer,
@@ -270,6 +272,7 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
       for (int range = 0; range <= last_range; range += grid.range) {
         start_next(range);
         wait_for_range();
+        settle(range, buffer);
         take_indices_out(range, buffer);
         type.visit([&](auto like) {
           if constexpr (kExact) {
@@ -292,6 +295,7 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
               if (grid.buffers > 1) {
                 start(first, range, free);
                 share.wait_for_all();
+                settle(range, free);
                 take_indices_out(range, free);
               }
               type.visit(
@@ -330,9 +334,11 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
           start_next(range);
         }
         wait_for_range();
+        if (!sums || done >= 2 * grid.range) {
+          settle(range, buffer);
+        }
         type.visit([&](auto like) {
-          share.write_range(TypeTag<decltype(like)>{}, range, buffer, gradients, to,
-                            args.grad_input_class_stride, args.grad_input.strides[0]);
+          share.write_range(TypeTag<decltype(like)>{}, range, buffer, gradients, to);
         });
         if (descends) {
           if (range >= 2 * grid.range) {
@@ -357,10 +363,11 @@ __global__ void __launch_bounds__(kMostThreads, kResidentThreads / kMostThreads)
 }
 
 void launch(const CrossEntropyForwardArgs& args, const PlaneBackward& backward,
-            const LaunchShape& shape, const Cut& cut, const Denominator& denominator,
+            LaunchShape shape, const Cut& cut, const Denominator& denominator,
             const GradOutput& grad_output, Partial* partials, const Finalize& finalize,
             cudaStream_t stream) {
   const PlaneGrid grid(args, cut, args.grad_input, args.grad_input_class_stride);
+  shape.shared_bytes = grid.shared_bytes(cut);
   const auto launch_as = [&](auto type) {
     const auto kernel = plane_rows_kernel<typename decltype(type)::scalar_type>;
     allow_shared_bytes(kernel, shape.shared_bytes, kStaticBytes,

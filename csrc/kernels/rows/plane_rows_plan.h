@@ -17,7 +17,10 @@ using side_by_side::kGroupBytes;
 using side_by_side::positions_of;
 
 constexpr int kMostThreads = 256;
-constexpr int kResidentThreads = 512;  // of a multiprocessor, at the least
+// Of a multiprocessor, at the least. Half types have four rows a thread, and spill with fewer
+// registers: 17x150x340x235 .71 / .57 of the floor, with 768 threads .54 / .51; fp32 8x367x13440
+// .43 / .53 with 512, .51 / .60 with 768. (H100, 2026-11)
+constexpr int resident_threads(int64_t element_bytes) { return element_bytes == 4 ? 768 : 512; }
 constexpr int kMostLanes = 128;
 // 64 bytes of a class at once: two sectors of memory.
 constexpr int kLeastLanes = 8;
@@ -26,7 +29,11 @@ constexpr int kShareClasses = 40;
 // Logits of a block, while it has more than kLeastLanes.
 constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
-constexpr int kStaticBytes = 2048;
+constexpr int kStaticBytes = 1024;
+// Groups between two segments of a class: a vector of memory at any address is the end of one.
+constexpr int kSegmentPadding = kVectorBytes / kGroupBytes;
+// Of so many lanes one may be without work, for the sake of whole segments. A choice, not measured.
+constexpr int kIdleLanes = 8;
 // Numbers of a row in shared memory: two class indices, and those of its gradient.
 constexpr int kRowNumbers = 9;
 
@@ -57,7 +64,7 @@ struct Cut {
     const int64_t row_bytes = group_rows(element_bytes) * int64_t{sizeof(float)};
     const int64_t most_parts = may_share ? 2 * ceil_div(classes, kShareClasses) : 0;
     const int64_t lane_bytes =
-        kGroupBytes * (classes + (may_share ? kMostThreads / kLeastLanes : 0)) +
+        padded(kGroupBytes * (classes + (may_share ? kMostThreads / kLeastLanes : 0))) +
         row_bytes * (kRowNumbers + 2 * most_parts);
     while (lanes > kLeastLanes &&
            (lanes * kGroupBytes * classes > kBlockBytes || lanes * lane_bytes > most)) {
@@ -74,19 +81,42 @@ struct Cut {
     const int64_t numbers = lanes * row_bytes * (kRowNumbers + 2 * (parts - 1));
     const int64_t room = most - numbers;
     const auto bytes_of = [&](int64_t of_range) {
-      return ceil_div(of_range, shares) * threads() * kGroupBytes;
+      return ceil_div(of_range, shares) * pitch() * kGroupBytes;
     };
     range = static_cast<int>(classes);
     if (shares > 1 && bytes_of(classes) > room) {
       // For two blocks a multiprocessor.
       buffers = 2;
-      const int64_t of_share = room / (2 * buffers) / (threads() * kGroupBytes);
+      const int64_t of_share = room / (2 * buffers) / (pitch() * kGroupBytes);
       range = static_cast<int>(std::max<int64_t>(of_share, 1) * shares);
     }
     bytes = buffers * bytes_of(range) + numbers;
   }
 
   int threads() const { return lanes * shares; }
+  int segment() const { return std::min(lanes, kWarpSize); }
+  // Groups from a class to the next in shared memory. Each segment has room for what shares a
+  // vector with it.
+  int64_t pitch() const { return int64_t{threads()} / segment() * (segment() + kSegmentPadding); }
+
+ private:
+  // The largest that pitch() makes of so many bytes.
+  static int64_t padded(int64_t bytes) {
+    return bytes * (kLeastLanes + kSegmentPadding) / kLeastLanes;
+  }
+};
+
+// The groups of a plane in whole segments: the last of each plane has lanes without work.
+struct Segments {
+  int64_t groups_of_plane;
+  bool are_full;  // nearly
+
+  Segments(const CrossEntropyArgs& args, const Cut& cut) {
+    const int64_t groups = plane_rows::groups_of_plane(args);
+    groups_of_plane = ceil_div(groups, cut.segment()) * cut.segment();
+    are_full = args.rows.ndim > 0 && groups_of_plane - groups <= groups / kIdleLanes &&
+               args.rows.numel / positions_of(args) * groups_of_plane <= kMaxDividend - kMostLanes;
+  }
 };
 
 // Decided by the classes, not by the rows: a row's bits shall not depend on the rows beside it.
@@ -106,9 +136,10 @@ inline bool takes_gradients(const CrossEntropyBackwardArgs& args) {
 // As many as the device runs at a time: each takes rows one after the other, and copies the next
 // while it computes.
 inline int64_t blocks_of(const CrossEntropyArgs& args, const Cut& cut, const DeviceLimits& device) {
+  const int block_bytes = static_cast<int>(cut.bytes) + kStaticBytes;
   const int64_t resident =
-      std::min<int64_t>(kResidentThreads / cut.threads(),
-                        device.resident_blocks(cut.threads(), static_cast<int>(cut.bytes)));
+      std::min<int64_t>(resident_threads(element_size(args.input.dtype)) / cut.threads(),
+                        device.resident_blocks(cut.threads(), block_bytes));
   return std::clamp<int64_t>(ceil_div(groups_of(args), cut.lanes), 1,
                              std::max<int64_t>(device.multiprocessors * resident, 1));
 }

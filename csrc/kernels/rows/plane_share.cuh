@@ -10,6 +10,7 @@
 #include "kernels/rows/others_sum.cuh"
 #include "kernels/rows/plane_copies.cuh"
 #include "kernels/rows/plane_grid.cuh"
+#include "kernels/rows/plane_runs.cuh"
 #include "kernels/rows/row_groups.cuh"
 #include "kernels/rows/row_reader.cuh"
 
@@ -27,35 +28,51 @@ class GroupShare {
   const int share;
   int indices[kRows];
 
-  __device__ __forceinline__ GroupShare(const PlaneGrid& grid, const CrossEntropyArgs& args,
+  __device__ __forceinline__ GroupShare(const PlaneGrid& grid, const CrossEntropyForwardArgs& args,
                                         void* stage)
       : share(static_cast<int>(threadIdx.x) >> grid.lane_bits),
         args_(args),
         grid_(grid),
-        stage_(static_cast<Words*>(stage) + threadIdx.x),
-        pitch_(static_cast<int>(blockDim.x)),
+        slot_(static_cast<int>(threadIdx.x) / grid.width * (grid.width + grid.padding) +
+              own_lane()),
+        stage_(static_cast<Words*>(stage) + slot_),
         places_of_range_(grid.places_of_range()),
         own_classes_((static_cast<int>(args.num_classes) - share + (1 << grid.share_bits) - 1) >>
                      grid.share_bits) {}
 
-  // Starts to copy the classes of a range. from: class 0 of the rows, of which `rows` exist. All
-  // lanes of a warp.
-  __device__ __forceinline__ void start(const scalar_t* from, int rows, int first,
-                                        int buffer) const {
-    ClassCopies<scalar_t>::start(
-        grid_, {own_of(buffer), from + (first + share) * args_.input_class_stride,
-                args_.input_class_stride << grid_.share_bits, rows == 0 ? 0 : count_of(first), rows,
-                args_.input.strides[0]});
+  // Starts to copy the classes of a range. All lanes of a warp.
+  __device__ __forceinline__ void start(const PlanePlace& place, int first, int buffer) const {
+    const scalar_t* const from = logits_of(place, first);
+    int count = place.rows == 0 ? 0 : count_of(first);
+    if constexpr (kMayRun) {
+      if (grid_.reads == PlaneReads::kRuns) {
+        const bool in_run = is_in_run(place);
+        SegmentRuns<scalar_t>::start(args_, grid_, slots(buffer), from - own_lane() * kRows,
+                                     in_run ? count : 0);
+        if (__all_sync(kAllLanes, in_run)) {
+          return;
+        }
+        count = in_run ? 0 : count;
+      }
+    }
+    ClassCopies<scalar_t>::start(args_, grid_, {own_of(buffer), from, count, place.rows});
   }
   // Waits for all that start() began, or for all but the group of copies that ended last, which may
-  // be empty. All lanes of a warp.
-  __device__ __forceinline__ void wait_for_all() const {
-    wait_for_own_copies();
-    meet_neighbour();
-  }
-  __device__ __forceinline__ void wait_for_all_but_last_group() const {
-    wait_for_groups_but<1>();
-    meet_neighbour();
+  // be empty. settle() comes next.
+  __device__ __forceinline__ void wait_for_all() const { wait_for_own_copies(); }
+  __device__ __forceinline__ void wait_for_all_but_last_group() const { wait_for_groups_but<1>(); }
+  // Makes what start() began this thread's. All lanes of a warp.
+  __device__ __forceinline__ void settle(const PlanePlace& place, int first, int buffer) const {
+    if (grid_.reads == PlaneReads::kPairs) {
+      __syncwarp();
+    }
+    if constexpr (kMayRun) {
+      if (grid_.reads == PlaneReads::kRuns) {
+        SegmentRuns<scalar_t>::settle(
+            args_, grid_, slots(buffer), logits_of(place, first) - own_lane() * kRows,
+            is_in_run(place) ? count_of(first) : 0, least_count_of(first));
+      }
+    }
   }
 
   // Goes over to other rows: `rows` that exist, of these class indices.
@@ -64,8 +81,7 @@ class GroupShare {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       sums_[i] = {};
-      references_[i] = kExact ? -math::infinity<float>() : OthersSum<kExact>::kPlain;
-      reach_[i] = 0;
+      references_[i] = -math::infinity<float>();
       indices[i] = class_indices[i];
     }
     reaches_ = {};
@@ -81,16 +97,20 @@ class GroupShare {
     for (int i = 0; i < kRows; ++i) {
       const int place = place_of_index(i, first);
       if (place >= 0) {
-        scalar_t& logit = elements[place * pitch_ * kRows + i];
+        scalar_t& logit = elements[place * grid_.pitch * kRows + i];
         const float x = to_acc<float>(bits_as<element_t>(logit));
         logits[i] = x;
-        reach_[i] = ::fabsf(x);
+        if constexpr (!kExact) {
+          RowGroup<element_t> alone = {};
+          alone.words[i / 2] = uint32_t{bits_as<uint16_t>(logit)} << (16 * (i % 2));
+          reinterpret_cast<RowGroup<element_t>*>(&reaches_)->reach_to(alone);
+        }
         const int last = own_classes_ - 1;
         logit =
             grid_.buffers > 1
                 ? from[((int64_t{last} << grid_.share_bits) + share) * args_.input_class_stride +
                        i * args_.input.strides[0]]
-                : elements[last * pitch_ * kRows + i];
+                : elements[last * grid_.pitch * kRows + i];
       }
     }
   }
@@ -101,28 +121,29 @@ class GroupShare {
     auto* const reaches = reinterpret_cast<RowGroup<element_t>*>(&reaches_);
     const Part<element_t> part(*this, first, buffer);
     sum_group<kExact, element_t>(
-        part.own, pitch_, part.count, sums_, [](int, float x) { return plain_exp(x); },
+        part.own, grid_.pitch, part.count, sums_, [](int, float x) { return plain_exp(x); },
         [&](const auto& x) { reaches->reach_to(x); },
         [&](auto& added) {
+          if (part.has_last) {
+            reaches->reach_to(part.own[part.count * part.pitch]);
 #pragma unroll
-          for (int i = 0; i < kRows; ++i) {
-            if (part.has_last && !has_index(i)) {
-              const float x = part.last(i);
-              added[i] += plain_exp(x);
-              reach_[i] = ::fabsf(x);
+            for (int i = 0; i < kRows; ++i) {
+              added[i] += has_index(i) ? 0.0f : plain_exp(part.last(i));
             }
           }
         });
   }
-  // Which rows are not plain, a bit each: the same in all lanes of a warp that share a group.
+  // Which rows are not plain, a bit each: the same in all lanes of a warp that share a group. The
+  // others' sums are plain from here on.
   template <typename element_t>
-  __device__ __forceinline__ int shifted_rows(TypeTag<element_t>) const {
+  __device__ __forceinline__ int shifted_rows(TypeTag<element_t>) {
     const auto& reaches = reinterpret_cast<const RowGroup<element_t>&>(reaches_);
     int shifted = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float total = sums_[i].total();
-      const float reach = math::max_number(::fabsf(reaches.get(i)), reach_[i]);
+      const float reach = ::fabsf(reaches.get(i));
+      references_[i] = OthersSum<kExact>::kPlain;
       // No other class may be this thread's, if others are.
       const bool is_plain = reach <= kMaxPlainLogit &&
                             (total > 0.0f || (grid_.share_bits > 0 && total == 0.0f) || rows_ == 0);
@@ -165,7 +186,7 @@ class GroupShare {
     }
 #pragma unroll 4
     for (int k = 0; k < part.count; ++k) {
-      largest.raise_to(part.own[k * pitch_]);
+      largest.raise_to(part.own[k * grid_.pitch]);
     }
     RowTerms<kExact> terms[kRows];
     float last[kRows];
@@ -200,7 +221,7 @@ class GroupShare {
       }
     };
     sum_group<kExact, element_t>(
-        part.own, pitch_, part.count, sums_, term, [](const auto&) {},
+        part.own, grid_.pitch, part.count, sums_, term, [](const auto&) {},
         [&](auto& added) {
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
@@ -237,8 +258,7 @@ class GroupShare {
   template <typename element_t>
   __device__ __forceinline__ void write_range(TypeTag<element_t>, int first, int buffer,
                                               const IndexGradient<kExact> (&gradients)[kRows],
-                                              scalar_t* to, int64_t class_stride,
-                                              int64_t row_stride) const {
+                                              scalar_t* to) const {
     using Group = RowGroup<element_t>;
     const auto* const own = reinterpret_cast<const Group*>(own_of(buffer));
     const int own_classes = rows_ == 0 ? 0 : count_of(first);
@@ -255,7 +275,7 @@ class GroupShare {
       }
 #pragma unroll 4
       for (int k = 0; k < own_classes; ++k) {
-        const Group x = own[k * pitch_];
+        const Group x = own[k * grid_.pitch];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           least[i] = ::fminf(x.get(i), least[i]);
@@ -266,58 +286,64 @@ class GroupShare {
         usual = usual && least[i] > gradients[i].of_logit.lowest;
       }
     }
-    scalar_t* const of_share = to + (first + share) * class_stride;
-    const int64_t step = class_stride << grid_.share_bits;
-    const auto write = [&](auto&& replace) {
-      scalar_t* place = of_share;
-#pragma unroll 2
+    scalar_t* const of_share = to + (first + share) * args_.grad_input_class_stride;
+    const int64_t step = args_.grad_input_class_stride << grid_.share_bits;
+    // replace(values): of the logits of a class. store(gradients, place)
+    const auto write = [&](auto&& replace, auto&& store) {
+      scalar_t* group = of_share;
+#pragma unroll 4
       for (int k = 0; k < own_classes; ++k) {
-        const Group x = own[k * pitch_];
+        const Group x = own[k * grid_.pitch];
         float values[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           values[i] = x.get(i);
         }
         replace(values);
-        const Group results = Group::of(values);
-        if (grid_.whole) {
-          *reinterpret_cast<Group*>(place) = results;
-        } else {
-          scatter(results, place, row_stride);
-        }
-        place += step;
+        store(Group::of(values), group);
+        group += step;
       }
     };
-    if (usual) {
-      write([&](auto& x) {
+    const auto replace_usual = [&](auto& x) {
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          x[i] = gradients[i].of_logit.usual(x[i]);
-        }
-      });
+      for (int i = 0; i < kRows; ++i) {
+        x[i] = gradients[i].of_logit.usual(x[i]);
+      }
+    };
+    const auto replace_any = [&](auto& x) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        float value[1] = {x[i]};
+        gradients[i].replace(value);
+        x[i] = value[0];
+      }
+    };
+    const auto store_group = [](const Group& results, scalar_t* place) {
+      *reinterpret_cast<Group*>(place) = results;
+    };
+    const auto store_any = [&](const Group& results, scalar_t* place) {
+      grid_.writes_groups ? store_group(results, place) : scatter(results, place);
+    };
+    if (usual && grid_.writes_groups) {
+      write(replace_usual, store_group);
+    } else if (usual) {
+      write(replace_usual, store_any);
     } else {
-      write([&](auto& x) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          float value[1] = {x[i]};
-          gradients[i].replace(value);
-          x[i] = value[0];
-        }
-      });
+      write(replace_any, store_any);
     }
     // Overwrites what the same thread wrote above at the class index, so no barrier is needed.
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int place = place_of_index(i, first);
-      if (place >= 0) {
-        auto* const at_index = of_share + place * step + i * row_stride;
+      const int k = place_of_index(i, first);
+      if (k >= 0) {
+        scalar_t* const at_index = of_share + k * step + i * args_.grad_input.strides[0];
         *at_index = bits_as<scalar_t>(from_acc<element_t>(gradients[i].at_index));
       }
     }
   }
 
  private:
-  static constexpr int kPerWord = kWordElements<scalar_t>;
+  static constexpr bool kMayRun = sizeof(scalar_t) == 2;
 
   // What is summed of a range: `count` classes, and the last one of all where it is in the range.
   template <typename element_t>
@@ -329,7 +355,7 @@ class GroupShare {
 
     __device__ __forceinline__ Part(const GroupShare& share, int first, int buffer)
         : own(reinterpret_cast<const RowGroup<element_t>*>(share.own_of(buffer))),
-          pitch(share.pitch_) {
+          pitch(share.grid_.pitch) {
       const int places = share.rows_ == 0 ? 0 : share.count_of(first);
       has_last = places > 0 && (first >> share.grid_.share_bits) + places == share.own_classes_;
       count = places - (has_last ? 1 : 0);
@@ -338,7 +364,12 @@ class GroupShare {
   };
 
   __device__ __forceinline__ Words* own_of(int buffer) const {
-    return stage_ + buffer * places_of_range_ * pitch_;
+    return stage_ + buffer * places_of_range_ * grid_.pitch;
+  }
+  // The classes of a range that each thread has at least: one has at most one more.
+  __device__ __forceinline__ int least_count_of(int first) const {
+    const int left = (static_cast<int>(args_.num_classes) - first) >> grid_.share_bits;
+    return left < places_of_range_ ? left : places_of_range_;
   }
   // The classes of a range that are this thread's.
   __device__ __forceinline__ int count_of(int first) const {
@@ -368,19 +399,38 @@ class GroupShare {
       references_[i] = largest;
     }
   }
-  __device__ __forceinline__ void meet_neighbour() const {
-    if (grid_.in_pairs) {
-      __syncwarp();
-    }
+  // The lane's number in its segment.
+  __device__ __forceinline__ int own_lane() const {
+    return static_cast<int>(threadIdx.x) & (grid_.width - 1);
+  }
+  // The rows' logits of the share's first class of a range.
+  __device__ __forceinline__ const scalar_t* logits_of(const PlanePlace& place, int first) const {
+    return static_cast<const scalar_t*>(args_.input.data) + place.offset(args_.input) +
+           (first + share) * args_.input_class_stride;
+  }
+  // Whether the segment is copied by its runs: all of its rows exist, and so much of the plane
+  // behind them that a vector which goes on there reads nothing else.
+  __device__ __forceinline__ bool is_in_run(const PlanePlace& place) const {
+    const int64_t left = grid_.positions - place.position + own_lane() * kRows;
+    return place.is_there && left >= grid_.width * kRows + kVectorSize<scalar_t>;
+  }
+  // The first slot of the segment.
+  __device__ __forceinline__ int slots(int buffer) const {
+    return slot_ - own_lane() + buffer * places_of_range_ * grid_.pitch;
   }
 
+  // Stores a group that is not aligned, or some rows of it.
   template <typename element_t>
-  __device__ __forceinline__ void scatter(const RowGroup<element_t>& results, scalar_t* to,
-                                          int64_t row_stride) const {
+  __device__ __forceinline__ void scatter(const RowGroup<element_t>& results, scalar_t* to) const {
+    const int64_t row_stride = args_.grad_input.strides[0];
+    if (row_stride == 1 && rows_ == kRows) {
+      OddGroup<element_t>::store(results, reinterpret_cast<element_t*>(to));
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (i < rows_) {
-        if constexpr (kPerWord == 1) {
+        if constexpr (sizeof(scalar_t) == 4) {
           to[i * row_stride] = __uint_as_float(results.words[i]);
         } else {
           to[i * row_stride] =
@@ -390,10 +440,10 @@ class GroupShare {
     }
   }
 
-  const CrossEntropyArgs& args_;
+  const CrossEntropyForwardArgs& args_;
   const PlaneGrid& grid_;
-  Words* const stage_;  // class k of the share, in the first buffer: stage_[k * pitch_]
-  const int pitch_;
+  const int slot_;      // of the group, of a share's first class
+  Words* const stage_;  // class k of the share, in the first buffer: stage_[k * grid_.pitch]
   const int places_of_range_;
   const int own_classes_;
 
@@ -401,7 +451,6 @@ class GroupShare {
   GroupSum<kExact> sums_[kRows];
   float references_[kRows];  // what they are relative to
   Words reaches_;            // the largest magnitudes of logits: of plain rows
-  float reach_[kRows];       // of logits that reaches_ does not have
 };
 
 }  // namespace lossops::cuda::plane_rows

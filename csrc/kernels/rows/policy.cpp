@@ -51,13 +51,15 @@ const PolicyRow kPolicy[kFamilies] = {
        return side_by_side::lies_side_by_side(p.args, p.args.grad_input,
                                               p.args.grad_input_class_stride);
      },
-     Again::kForAll, never},
+     Again::kForRowsOfPlanes, never},
     {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
      "strided classes (images, transposed logits), class indices",
      "a block copies all classes of 8 to 128 groups of rows to shared memory, and the next ones to "
      "the place of those that it needs no more; more than 88 are dealt out to 4 to 32 threads a "
-     "group; the gradient reads what does not fit once more",
-     "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .52 / .57",
+     "group; the gradient reads what does not fit once more; half types at odd addresses by the "
+     "vectors that contain a run of rows",
+     "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .75 / .80 "
+     "(H100)",
      [](P p) { return p.plain && p.indices && plane_rows::lies_in_planes(p.args); },
      plane_rows::plan, always, Again::kForAll, never},
     {Family::kFewClasses, "few_classes", "class_index/few_classes.cu",
@@ -216,7 +218,7 @@ RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& devic
 
 std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
                                   const DeviceLimits& device) {
-  const bool has_grad_output_of_rows = args.reduction == Reduction::kNone && args.rows.ndim <= 1;
+  const bool has_grad_output_of_rows = args.reduction == Reduction::kNone;
   if ((!args.kept && !has_grad_output_of_rows) || args.grad_target.data != nullptr) {
     return std::nullopt;
   }
@@ -232,7 +234,8 @@ std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
   // padded by 3: .19 of the floor by float_tiles in a run that may have been disturbed, .27 by
   // flat_gradients_kernel. (H200, 2026-11)
   const Again again = kPolicy[static_cast<int>(plan.family)].again;
-  const bool takes_rows = again == Again::kForEachRow ||
+  const bool takes_rows = again == Again::kForRowsOfPlanes ||
+                          (again == Again::kForEachRow && args.rows.ndim <= 1) ||
                           (again == Again::kForRowsInVectors &&
                            rows_follow_in_vectors(args, args.input, args.input_class_stride));
   return takes_rows ? std::make_optional(plan) : std::nullopt;

@@ -15,7 +15,8 @@ enum class Again : int8_t {
   kNever,
   kForAll,  // for one grad_output of all rows, where forward kept the gradient for another
   kForRowsInVectors,  // also for a grad_output of each row, if rows are a run of vectors
-  kForEachRow         // also for a grad_output of each row
+  kForEachRow,        // also for a grad_output of each row
+  kForRowsOfPlanes    // the same, and rows may have several dimensions
 };
 
 // A row of the table. The first row that takes a problem decides.

@@ -23,10 +23,11 @@ namespace lossops::cuda {
 namespace side_by_side {
 namespace {
 
-// Resident blocks a multiprocessor, at the least. Measured on an H200: with 7, fp16 spills and its
-// step takes 10 % longer.
-template <typename scalar_t>
-constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7 : 6;
+// Resident blocks a multiprocessor, at the least. Half types: 7 would spill, and so do 6 with a
+// gradient (step of fp16 16x21x512x512 .81 of the floor, with 5 .85; at odd addresses 8x19x769x769
+// .55 and .53, H100).
+template <typename scalar_t, bool kGradient>
+constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7 : kGradient ? 5 : 6;
 // Classes that a thread loads at a time, of groups at any address. With 4, half types spill.
 constexpr int kOddUnroll = 2;
 // Where groups of rows are.
@@ -95,43 +96,8 @@ __device__ __forceinline__ int shared_rows(const IterationSpace& rows, const Col
   return static_cast<int>(place.begin - place.position);
 }
 
-// A group of one class at any address, by the words that its elements lie in.
-template <typename scalar_t>
-struct OddGroup {
-  using Group = RowGroup<scalar_t>;
-  UnalignedWords<scalar_t, Group::kWords> words;
-
-  __device__ __forceinline__ void load(const scalar_t* from) { words.load(from); }
-  __device__ __forceinline__ Group get() const {
-    Group group;
-#pragma unroll
-    for (int i = 0; i < Group::kWords; ++i) {
-      group.words[i] = words.word(i);
-    }
-    return group;
-  }
-  static __device__ __forceinline__ void store(const Group& group, scalar_t* to) {
-    const auto address = reinterpret_cast<uintptr_t>(to);
-    if (sizeof(scalar_t) == 4 || (address & 2) == 0) {
-#pragma unroll
-      for (int i = 0; i < Group::kWords; ++i) {
-        reinterpret_cast<uint32_t*>(to)[i] = group.words[i];
-      }
-      return;
-    }
-    auto* const halves = reinterpret_cast<uint16_t*>(to);
-    halves[0] = static_cast<uint16_t>(group.words[0]);
-#pragma unroll
-    for (int i = 0; i + 1 < Group::kWords; ++i) {
-      reinterpret_cast<uint32_t*>(halves + 1)[i] =
-          __funnelshift_r(group.words[i], group.words[i + 1], 16);
-    }
-    halves[Group::kRows - 1] = static_cast<uint16_t>(group.words[Group::kWords - 1] >> 16);
-  }
-};
-
 template <typename scalar_t, bool kGradient>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
     cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                         const ColumnShape shape, Denominator denominator,
                                         GradOutput grad_output, Partial* partials,
@@ -246,14 +212,14 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
   start();
   unit.wait(args, denominator);
   const float scale = unit.get();
-  // Of rows without class weights.
-  [[maybe_unused]] const bool scale_is_plain =
-      args.weight == nullptr && IndexRow::gradient_is_plain(scale);
   // Class indices come with the logits, or when a group is begun. Measured on an H200: sooner is
   // 1 % faster for fp32, and 2 % slower for fp16, whose registers it takes.
   if (kExact && group < shape.groups) {
     load_targets();
   }
+  // Of rows without class weights.
+  [[maybe_unused]] const bool scale_is_plain =
+      args.weight == nullptr && IndexRow::gradient_is_plain(scale);
   Partial partial;
   int counted = 0;  // rows for the mean, if they have no weights
   while (group < shape.groups) {
@@ -303,6 +269,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
     float losses[kRows];
     float at_index[kRows];
     [[maybe_unused]] float factors[kRows];  // of plain rows
+    float scales[kRows];  // grad_output, and what the mean divides by
     bool all_plain = false;
     bool is_written = false;
     [[maybe_unused]] Group reaches = {};
@@ -320,6 +287,21 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
       }
       all_plain = IndexRow::may_be_plain(reach, total) && scale_is_plain;
     }
+#pragma unroll
+    for (float& of_row : scales) {
+      of_row = scale;
+    }
+    if (kGradient && grad_output.is_per_row) {
+      const Operand* const given_rows[1] = {&grad_output.operand};
+      int64_t offset[1];
+      group_offsets<kRows>(args.rows, shape, given_rows, group, offset);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        scales[i] = load_grad_output<float>(grad_output.operand,
+                                            offset[0] + i * grad_output.operand.strides[0]);
+        all_plain = all_plain && IndexRow::gradient_is_plain(scales[i]);
+      }
+    }
     if (all_plain) {
       // What finish() says of such rows without class weights, in half the instructions.
       bool all_have_loss = true;
@@ -328,7 +310,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
         reduced[i] = IndexRow::plain(others[i]);
         const float exp_at_index = plain_exp(x_at_index[i]);
         losses[i] = math::log1p(math::divide_finite(others[i], exp_at_index));
-        factors[i] = math::divide_by_sum(scale, exp_at_index, others[i]);
+        factors[i] = math::divide_by_sum(scales[i], exp_at_index, others[i]);
         at_index[i] = factors[i] * reduced[i].rest;
         all_have_loss = all_have_loss && indices[i] >= 0;
       }
@@ -394,14 +376,14 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const float weight = row_weight(args, indices[i]);
-        const auto finished = reduced[i].template finish<!kExact>(x_at_index[i], scale, weight);
+        const auto finished = reduced[i].template finish<!kExact>(x_at_index[i], scales[i], weight);
         const bool has_loss = indices[i] >= 0;
         losses[i] = has_loss ? finished.loss : gradient_without_loss(indices[i]);
         if (args.weight != nullptr && i >= shared_rows<kRows>(args.rows, shape, group)) {
           partial.weight += static_cast<double>(weight);
         }
         at_index[i] = has_loss ? finished.gradient_at_index : gradient_without_loss(indices[i]);
-        gradients[i] = LogitGradient<float, kExact>(finished.softmax, scale * weight);
+        gradients[i] = LogitGradient<float, kExact>(finished.softmax, scales[i] * weight);
         if constexpr (kExact) {
           if (!has_loss) {
             // Of an ignored row products that are 0: beside such a `round`, logits that are nearer
@@ -456,7 +438,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t>)
         stats.rest[row + i] = kept.rest;
       }
     }
-    if (args.reduction == Reduction::kNone) {
+    if (args.reduction == Reduction::kNone && !grad_output.exists()) {
       const Operand* const output[1] = {&args.output};
       int64_t offset[1];
       group_offsets<kRows>(args.rows, shape, output, group, offset);

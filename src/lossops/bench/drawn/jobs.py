@@ -130,7 +130,7 @@ def _job_of_rows(
         values = calls["ours"](data.logits)
     by_row = draw.reduction == "none"
     grad_outputs = tuple(torch.rand_like(value) for value in values) if by_row else None
-    moved = rows.moved_bytes(draw, data.kept_rows)
+    moved = rows.moved_bytes(draw, data.read_rows)
     floor = {
         "forward": (moved["read"] / bandwidth["read"] + moved["written"] / bandwidth["copy"]) / 1e6,
         "step": moved["step"] / bandwidth["copy"] / 1e6,

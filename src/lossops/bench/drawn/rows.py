@@ -37,6 +37,7 @@ MIB_OF_LOGITS = (64.0, 2048.0)
 # More classes in front of pixels do not occur.
 MOST_CLASSES_OF_IMAGES = 4096
 STATISTIC_BYTES = 4  # a float32
+SECTOR_BYTES = 32  # the least that a GPU reads at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +246,20 @@ class Rows:
         everything = self.logits.numel() // self.logits.size(1)
         return everything if self.kept is None else int(self.kept.sum())
 
+    @property
+    def read_rows(self) -> int:
+        """Rows whose logits must be read: those that are kept, and those that share a sector."""
+        if self.kept is None:
+            return self.kept_rows
+        is_image = self.logits.ndim > 2
+        step = 1 if is_image else self.logits.stride(0)  # from a row to the next
+        count = max(1, SECTOR_BYTES // (step * self.logits.element_size()))
+        lines = self.kept.flatten(1) if is_image else self.kept.view(1, -1)
+        whole = lines.size(1) // count * count
+        in_whole = lines[:, :whole].unflatten(1, (whole // count, count)).any(2).sum() * count
+        in_rest = lines[:, whole:].any(1).sum() * (lines.size(1) - whole)
+        return int(in_whole + in_rest)
+
 
 def tensors(draw: RowDraw, device: torch.device) -> Rows:
     """The call's tensors, the same on a device each time."""
@@ -274,10 +289,10 @@ def tensors(draw: RowDraw, device: torch.device) -> Rows:
     return Rows(logits, target, steps if draw.weight else None, kept)
 
 
-def moved_bytes(draw: RowDraw, kept_rows: int) -> dict[str, int]:
+def moved_bytes(draw: RowDraw, read_rows: int) -> dict[str, int]:
     """The least that must move: {"read", "written"} of a forward pass, and {"step"}.
 
-    What has a value for each class counts once: logits of rows that are kept are read, and so are
+    What has a value for each class counts once: logits of `read_rows` rows are read, and so are
     probabilities; a gradient is written for every row. So a step that reads its logits twice,
     as one must whose `grad_output` is known late, reaches 2/3.
     What has a value for each row counts whenever it must move. Forward reads class indices (and
@@ -287,7 +302,7 @@ def moved_bytes(draw: RowDraw, kept_rows: int) -> dict[str, int]:
     """
     size = DTYPES[draw.dtype].itemsize
     of_gradient = draw.rows * draw.classes * size
-    by_class = kept_rows * draw.classes * size + (of_gradient if draw.probabilities else 0)
+    by_class = read_rows * draw.classes * size + (of_gradient if draw.probabilities else 0)
     by_class += draw.classes * size if draw.weight else 0
     of_rows = 0 if draw.probabilities or draw.loss == "entropy" else 8 * draw.rows * draw.indices
     of_rows += draw.rows if draw.is_tokens and draw.ignored else 0

@@ -2,4 +2,10 @@
 // cuda_runtime.h.
 #pragma once
 
-#define LOSSOPS_DYNAMIC_SHARED(T, name) alignas(128) static T name[(64 << 10) / sizeof(T)]
+namespace lossops::test {
+// Of the block that runs: there is one at a time.
+alignas(128) inline char dynamic_shared[64 << 10];
+}  // namespace lossops::test
+
+#define LOSSOPS_DYNAMIC_SHARED(T, name) \
+  T* const name = reinterpret_cast<T*>(::lossops::test::dynamic_shared)
