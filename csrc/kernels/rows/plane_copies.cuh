@@ -1,4 +1,4 @@
-// How classes get to the shared memory of plane_rows.cu.
+// How classes get to the shared memory of plane_rows.cu by pairs of groups, groups or elements.
 #pragma once
 
 #include <cstdint>

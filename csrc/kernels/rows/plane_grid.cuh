@@ -9,6 +9,7 @@
 //   share     the classes c of a group with c % shares == share; one thread has one lane and share
 //   range     the classes that are copied at a time
 //   buffer    a place for a range in shared memory
+//   slot      the place of a group of one class in a buffer
 //   part      a partial sum of a row, which a warp or a share leaves in shared memory
 #pragma once
 
@@ -28,10 +29,10 @@ using GroupWords = VectorOf<uint32_t, kGroupBytes / 4>;
 
 // How a block reads the logits of a class.
 enum class PlaneReads : int8_t {
-  kPairs,    // two groups at a time, aligned to 16 bytes
-  kGroups,   // a group at a time, aligned to 8 bytes
-  kRuns,     // half types, a segment at a time, at any address: plane_runs.cuh
-  kElements  // an element at a time: fp32 at any address, strided rows, planes of few
+  kPairs,     // two groups at a time, aligned to 16 bytes
+  kGroups,    // a group at a time, aligned to 8 bytes
+  kSegments,  // half types at any address: plane_segments.cuh; the end of a plane by elements
+  kElements   // by elements: fp32 at any address, strided rows, small planes
 };
 
 // How the rows are dealt out, for the kernel.
@@ -47,8 +48,8 @@ struct PlaneGrid {
   int parts;
   int merging_threads;  // that merge the parts of a row
   int width;            // lanes of a segment
-  int padding;          // between two segments in shared memory, in groups
-  int pitch;            // groups from a class to the next there
+  int padding;          // groups behind a segment in shared memory
+  int pitch;            // groups from a share's class to its next one there
   PlaneReads reads;
   bool writes_groups;  // gradients are aligned to 8 bytes
 
@@ -70,20 +71,21 @@ struct PlaneGrid {
     reads = lies_in_columns(args, input, args.input_class_stride, 2 * kGroupBytes)
                 ? PlaneReads::kPairs
             : lies_in_columns(args, input, args.input_class_stride) ? PlaneReads::kGroups
-            : is_half_type(input.dtype) && segments.are_full && input.strides[0] == 1
-                ? PlaneReads::kRuns
+            : is_half_type(input.dtype) && segments.are_usable && input.strides[0] == 1
+                ? PlaneReads::kSegments
                 : PlaneReads::kElements;
     writes_groups =
         gradient.data == nullptr || lies_in_columns(args, gradient, gradient_class_stride);
-    // Groups are copied through the L1 cache, which has the memory that blocks leave: so they are
-    // not padded. Others are faster with it.
+    // Copies of 8 bytes need the L1 cache, which has the memory that blocks leave. Forward with
+    // padding and without it: fp16 17x150x340x235 .62 and .69 of the floor, fp32 1x1037x38715 .35
+    // and .31. (H100, 2026-11)
     padding = reads == PlaneReads::kGroups ? 0 : kSegmentPadding;
     pitch = cut.threads() / width * (width + padding);
-    const int64_t of_plane = reads == PlaneReads::kRuns ? segments.groups_of_plane
-                                                        : plane_rows::groups_of_plane(args);
+    const int64_t of_plane =
+        reads == PlaneReads::kSegments ? segments.groups : plane_rows::groups_of_plane(args);
     groups_of_plane = Divisor(static_cast<uint32_t>(of_plane));
-    groups = static_cast<uint32_t>(args.rows.numel == 0 ? 0
-                                                        : args.rows.numel / positions * of_plane);
+    groups =
+        static_cast<uint32_t>(args.rows.numel == 0 ? 0 : args.rows.numel / positions * of_plane);
   }
 
   // From a logit to that of the share's next class.
@@ -106,10 +108,10 @@ struct PlaneGrid {
     return threads;
   }
 
-  // Of a block, with the numbers of its rows.
+  // The dynamic shared memory of a block. `cut` has padding in any case.
   int64_t shared_bytes(const Cut& cut) const {
-    return cut.bytes - (cut.pitch() - pitch) * cut.buffers * ceil_div(cut.range, cut.shares) *
-                           kGroupBytes;
+    return cut.bytes -
+           (cut.pitch() - pitch) * cut.buffers * ceil_div(cut.range, cut.shares) * kGroupBytes;
   }
 
   static int log2_of(int power) {
@@ -126,8 +128,8 @@ struct PlanePlace {
   const IterationSpace& space;
   int64_t position;  // of the first row, in its plane
   uint32_t plane;
-  int rows;  // of the group that exist: fewer at the end of a plane, or none
-  bool is_there;  // the group is not beyond the last one
+  int rows;       // of the group that exist: fewer at the end of a plane, or none
+  bool is_there;  // the group's number is below that of all groups
 
   template <int kRows>
   static __device__ __forceinline__ PlanePlace of(const IterationSpace& space,

@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t
       }
     };
     const auto wait_for_range = [&] {
-      grid.buffers > 1 ? share.wait_for_all_but_last_group() : share.wait_for_all();
+      grid.buffers > 1 ? wait_for_groups_but<1>() : wait_for_own_copies();
     };
     const auto settle = [&](int range, int of_buffer) {
       share.settle(place_of(first + lane), range, of_buffer);
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t
       }
       if constexpr (!kExact) {
         const int shifted =
-            type.visit([&](auto like) { return share.shifted_rows(TypeTag<decltype(like)>{}); });
+            type.visit([&](auto like) { return share.mark_plain(TypeTag<decltype(like)>{}); });
         if (__any_sync(kAllLanes, shifted != 0)) {
           share.sum_shifted(shifted, [&] {
             // The other buffer has the next groups already, or the range before the last.
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t
             for (int range = 0; range <= last_range; range += grid.range) {
               if (grid.buffers > 1) {
                 start(first, range, free);
-                share.wait_for_all();
+                wait_for_own_copies();
                 settle(range, free);
                 take_indices_out(range, free);
               }
@@ -334,7 +334,8 @@ __global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t
           start_next(range);
         }
         wait_for_range();
-        if (!sums || done >= 2 * grid.range) {
+        const bool is_settled = sums && done < 2 * grid.range;  // for the sums
+        if (!is_settled) {
           settle(range, buffer);
         }
         type.visit([&](auto like) {
@@ -362,10 +363,9 @@ __global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t
   }
 }
 
-void launch(const CrossEntropyForwardArgs& args, const PlaneBackward& backward,
-            LaunchShape shape, const Cut& cut, const Denominator& denominator,
-            const GradOutput& grad_output, Partial* partials, const Finalize& finalize,
-            cudaStream_t stream) {
+void launch(const CrossEntropyForwardArgs& args, const PlaneBackward& backward, LaunchShape shape,
+            const Cut& cut, const Denominator& denominator, const GradOutput& grad_output,
+            Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   const PlaneGrid grid(args, cut, args.grad_input, args.grad_input_class_stride);
   shape.shared_bytes = grid.shared_bytes(cut);
   const auto launch_as = [&](auto type) {

@@ -17,7 +17,7 @@ using side_by_side::kGroupBytes;
 using side_by_side::positions_of;
 
 constexpr int kMostThreads = 256;
-// Of a multiprocessor, at the least. Half types have four rows a thread, and spill with fewer
+// Resident threads of a multiprocessor. Half types have four rows a thread, and spill with fewer
 // registers: 17x150x340x235 .71 / .57 of the floor, with 768 threads .54 / .51; fp32 8x367x13440
 // .43 / .53 with 512, .51 / .60 with 768. (H100, 2026-11)
 constexpr int resident_threads(int64_t element_bytes) { return element_bytes == 4 ? 768 : 512; }
@@ -30,10 +30,11 @@ constexpr int kShareClasses = 40;
 constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
 constexpr int kStaticBytes = 1024;
-// Groups between two segments of a class: a vector of memory at any address is the end of one.
+// Groups behind a segment in shared memory: one that is not aligned has a vector more.
 constexpr int kSegmentPadding = kVectorBytes / kGroupBytes;
-// Of so many lanes one may be without work, for the sake of whole segments. A choice, not measured.
-constexpr int kIdleLanes = 8;
+// Segments are copied whole where at most one lane in so many is without work. A choice, not
+// measured.
+constexpr int kLanesPerIdle = 8;
 // Numbers of a row in shared memory: two class indices, and those of its gradient.
 constexpr int kRowNumbers = 9;
 
@@ -95,8 +96,7 @@ struct Cut {
 
   int threads() const { return lanes * shares; }
   int segment() const { return std::min(lanes, kWarpSize); }
-  // Groups from a class to the next in shared memory. Each segment has room for what shares a
-  // vector with it.
+  // Groups from a share's class to its next one in shared memory.
   int64_t pitch() const { return int64_t{threads()} / segment() * (segment() + kSegmentPadding); }
 
  private:
@@ -106,16 +106,16 @@ struct Cut {
   }
 };
 
-// The groups of a plane in whole segments: the last of each plane has lanes without work.
+// A plane in whole segments, of which the last has lanes without work.
 struct Segments {
-  int64_t groups_of_plane;
-  bool are_full;  // nearly
+  int64_t groups;   // of a plane, and of those lanes
+  bool are_usable;  // few lanes are without work, and groups have numbers of 31 bits
 
   Segments(const CrossEntropyArgs& args, const Cut& cut) {
-    const int64_t groups = plane_rows::groups_of_plane(args);
-    groups_of_plane = ceil_div(groups, cut.segment()) * cut.segment();
-    are_full = args.rows.ndim > 0 && groups_of_plane - groups <= groups / kIdleLanes &&
-               args.rows.numel / positions_of(args) * groups_of_plane <= kMaxDividend - kMostLanes;
+    const int64_t with_work = groups_of_plane(args);
+    groups = ceil_div(with_work, cut.segment()) * cut.segment();
+    are_usable = args.rows.ndim > 0 && groups - with_work <= with_work / kLanesPerIdle &&
+                 args.rows.numel / positions_of(args) * groups <= kMaxDividend - kMostLanes;
   }
 };
 

@@ -10,7 +10,7 @@
 #include "kernels/rows/others_sum.cuh"
 #include "kernels/rows/plane_copies.cuh"
 #include "kernels/rows/plane_grid.cuh"
-#include "kernels/rows/plane_runs.cuh"
+#include "kernels/rows/plane_segments.cuh"
 #include "kernels/rows/row_groups.cuh"
 #include "kernels/rows/row_reader.cuh"
 
@@ -43,34 +43,26 @@ class GroupShare {
   // Starts to copy the classes of a range. All lanes of a warp.
   __device__ __forceinline__ void start(const PlanePlace& place, int first, int buffer) const {
     const scalar_t* const from = logits_of(place, first);
-    int count = place.rows == 0 ? 0 : count_of(first);
-    if constexpr (kMayRun) {
-      if (grid_.reads == PlaneReads::kRuns) {
-        const bool in_run = is_in_run(place);
-        SegmentRuns<scalar_t>::start(args_, grid_, slots(buffer), from - own_lane() * kRows,
-                                     in_run ? count : 0);
-        if (__all_sync(kAllLanes, in_run)) {
-          return;
-        }
-        count = in_run ? 0 : count;
+    const int count = place.rows == 0 ? 0 : count_of(first);
+    if constexpr (kHasSegments) {
+      if (copies_segment(place)) {
+        SegmentCopies<scalar_t>::start(args_, grid_, slots(buffer), from - own_lane() * kRows,
+                                       count);
+        return;
       }
     }
     ClassCopies<scalar_t>::start(args_, grid_, {own_of(buffer), from, count, place.rows});
   }
-  // Waits for all that start() began, or for all but the group of copies that ended last, which may
-  // be empty. settle() comes next.
-  __device__ __forceinline__ void wait_for_all() const { wait_for_own_copies(); }
-  __device__ __forceinline__ void wait_for_all_but_last_group() const { wait_for_groups_but<1>(); }
-  // Makes what start() began this thread's. All lanes of a warp.
+  // Moves what has been copied to its slots: once after each start(). All lanes of a warp.
   __device__ __forceinline__ void settle(const PlanePlace& place, int first, int buffer) const {
     if (grid_.reads == PlaneReads::kPairs) {
       __syncwarp();
     }
-    if constexpr (kMayRun) {
-      if (grid_.reads == PlaneReads::kRuns) {
-        SegmentRuns<scalar_t>::settle(
-            args_, grid_, slots(buffer), logits_of(place, first) - own_lane() * kRows,
-            is_in_run(place) ? count_of(first) : 0, least_count_of(first));
+    if constexpr (kHasSegments) {
+      if (copies_segment(place)) {
+        SegmentCopies<scalar_t>::settle(args_, grid_, slots(buffer),
+                                        logits_of(place, first) - own_lane() * kRows,
+                                        count_of(first), least_count_of(first));
       }
     }
   }
@@ -133,10 +125,10 @@ class GroupShare {
           }
         });
   }
-  // Which rows are not plain, a bit each: the same in all lanes of a warp that share a group. The
-  // others' sums are plain from here on.
+  // Marks all sums as plain. Returns which rows are not, a bit each: the same in all lanes of a
+  // warp that share a group.
   template <typename element_t>
-  __device__ __forceinline__ int shifted_rows(TypeTag<element_t>) {
+  __device__ __forceinline__ int mark_plain(TypeTag<element_t>) {
     const auto& reaches = reinterpret_cast<const RowGroup<element_t>&>(reaches_);
     int shifted = 0;
 #pragma unroll
@@ -144,7 +136,7 @@ class GroupShare {
       const float total = sums_[i].total();
       const float reach = ::fabsf(reaches.get(i));
       references_[i] = OthersSum<kExact>::kPlain;
-      // No other class may be this thread's, if others are.
+      // One of several shares may have no other class.
       const bool is_plain = reach <= kMaxPlainLogit &&
                             (total > 0.0f || (grid_.share_bits > 0 && total == 0.0f) || rows_ == 0);
       shifted |= is_plain ? 0 : 1 << i;
@@ -288,7 +280,7 @@ class GroupShare {
     }
     scalar_t* const of_share = to + (first + share) * args_.grad_input_class_stride;
     const int64_t step = args_.grad_input_class_stride << grid_.share_bits;
-    // replace(values): of the logits of a class. store(gradients, place)
+    // replace(values): logits by gradients. store(group, place)
     const auto write = [&](auto&& replace, auto&& store) {
       scalar_t* group = of_share;
 #pragma unroll 4
@@ -343,7 +335,7 @@ class GroupShare {
   }
 
  private:
-  static constexpr bool kMayRun = sizeof(scalar_t) == 2;
+  static constexpr bool kHasSegments = sizeof(scalar_t) == 2;
 
   // What is summed of a range: `count` classes, and the last one of all where it is in the range.
   template <typename element_t>
@@ -408,11 +400,12 @@ class GroupShare {
     return static_cast<const scalar_t*>(args_.input.data) + place.offset(args_.input) +
            (first + share) * args_.input_class_stride;
   }
-  // Whether the segment is copied by its runs: all of its rows exist, and so much of the plane
-  // behind them that a vector which goes on there reads nothing else.
-  __device__ __forceinline__ bool is_in_run(const PlanePlace& place) const {
+  // Whether vectors copy the segment: all of its rows exist, and a vector more of its plane behind
+  // them. (Before them, other bytes of the same 16 may be read.) The same in all lanes of a warp.
+  __device__ __forceinline__ bool copies_segment(const PlanePlace& place) const {
     const int64_t left = grid_.positions - place.position + own_lane() * kRows;
-    return place.is_there && left >= grid_.width * kRows + kVectorSize<scalar_t>;
+    return grid_.reads == PlaneReads::kSegments && place.is_there &&
+           left >= grid_.width * kRows + kVectorSize<scalar_t>;
   }
   // The first slot of the segment.
   __device__ __forceinline__ int slots(int buffer) const {

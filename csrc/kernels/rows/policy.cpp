@@ -51,15 +51,16 @@ const PolicyRow kPolicy[kFamilies] = {
        return side_by_side::lies_side_by_side(p.args, p.args.grad_input,
                                               p.args.grad_input_class_stride);
      },
-     Again::kForRowsOfPlanes, never},
+     Again::kForEachOfAnyRows, never},
     {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
      "strided classes (images, transposed logits), class indices",
      "a block copies all classes of 8 to 128 groups of rows to shared memory, and the next ones to "
      "the place of those that it needs no more; more than 88 are dealt out to 4 to 32 threads a "
      "group; the gradient reads what does not fit once more; half types at odd addresses by the "
-     "vectors that contain a run of rows",
-     "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .75 / .80 "
-     "(H100)",
+     "vectors that contain a warp's rows",
+     "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .57 / .73; at "
+     "odd "
+     "addresses 11x179x238313 by elements .29 / .32, this .50 / .46 (H100)",
      [](P p) { return p.plain && p.indices && plane_rows::lies_in_planes(p.args); },
      plane_rows::plan, always, Again::kForAll, never},
     {Family::kFewClasses, "few_classes", "class_index/few_classes.cu",
@@ -230,11 +231,11 @@ std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
   if (args.kept) {
     return plan;
   }
-  // Others are copied word by word, and would be a second time. Step of "none", fp32 228035x128
-  // padded by 3: .19 of the floor by float_tiles in a run that may have been disturbed, .27 by
-  // flat_gradients_kernel. (H200, 2026-11)
+  // kForRowsInVectors: other rows would be copied word by word twice. Step of "none", fp32
+  // 228035x128 padded by 3: .19 of the floor by float_tiles in a run that may have been disturbed,
+  // .27 by flat_gradients_kernel. (H200, 2026-11)
   const Again again = kPolicy[static_cast<int>(plan.family)].again;
-  const bool takes_rows = again == Again::kForRowsOfPlanes ||
+  const bool takes_rows = again == Again::kForEachOfAnyRows ||
                           (again == Again::kForEachRow && args.rows.ndim <= 1) ||
                           (again == Again::kForRowsInVectors &&
                            rows_follow_in_vectors(args, args.input, args.input_class_stride));

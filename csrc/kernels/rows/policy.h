@@ -15,8 +15,8 @@ enum class Again : int8_t {
   kNever,
   kForAll,  // for one grad_output of all rows, where forward kept the gradient for another
   kForRowsInVectors,  // also for a grad_output of each row, if rows are a run of vectors
-  kForEachRow,        // also for a grad_output of each row
-  kForRowsOfPlanes    // the same, and rows may have several dimensions
+  kForEachRow,        // also for a grad_output of each row, of one dimension
+  kForEachOfAnyRows   // also for a grad_output of each row, of any dimensions
 };
 
 // A row of the table. The first row that takes a problem decides.
@@ -45,8 +45,9 @@ extern const PolicyRow kPolicy[kFamilies];
 RowPlan plan_rows(const CrossEntropyForwardArgs& args, const DeviceLimits& device);
 
 // The plan of a backward pass that a kernel of forward computes from the logits. There are two
-// cases: a kept gradient, which is computed again only if grad_output is not 1; and short rows with
-// "none", which have a grad_output for each row. nullopt: choose_backward() picks the kernel.
+// cases: a kept gradient, which is computed again only if grad_output is not 1; and "none", which
+// has a grad_output for each row, by the families whose `again` says so. nullopt: choose_backward()
+// picks the kernel.
 std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args, const DeviceLimits& device);
 
 // What takes the rows of a backward pass of its own, which reads what forward left of them.

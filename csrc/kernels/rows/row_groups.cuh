@@ -1,4 +1,5 @@
 // RowGroup: the logits of one class for neighbouring rows, 8 bytes that a thread loads at once.
+// OddGroup: such a group at any address.
 // sum_group: sums the classes of a group in a fixed order, so that a row's bits do not depend on
 // its address. Used by side_by_side_rows.cu and plane_rows.cu.
 #pragma once

@@ -73,8 +73,8 @@ struct Denominator {
 // The grad_output of a backward pass by a kernel of forward. There is none in forward.
 struct GradOutput {
   Operand operand;
-  // Whether it has an element for each row ("none"; rows of one dimension). If not, it is one
-  // element, and forward has kept a gradient for a grad_output of 1.
+  // Whether it has an element for each row ("none"). If not, it is one element, and forward has
+  // kept a gradient for a grad_output of 1.
   bool is_per_row = false;
 
   __host__ __device__ bool exists() const { return operand.data != nullptr; }
@@ -100,7 +100,7 @@ struct GradOutput {
     return value == 1;
   }
 
-  // The factor of a row's gradient: the row's grad_output, or common_scale.
+  // The factor of a row's gradient: the row's grad_output, or common_scale. Rows of one dimension.
   __device__ __forceinline__ float scale_of_row(int64_t row, float common_scale) const {
     return is_per_row ? load_grad_output<float>(operand, row * operand.strides[0]) : common_scale;
   }

@@ -23,11 +23,13 @@ namespace lossops::cuda {
 namespace side_by_side {
 namespace {
 
-// Resident blocks a multiprocessor, at the least. Half types: 7 would spill, and so do 6 with a
-// gradient (step of fp16 16x21x512x512 .81 of the floor, with 5 .85; at odd addresses 8x19x769x769
-// .55 and .53, H100).
+// Resident blocks of a multiprocessor. Half types spill with 7, and with a gradient with 6: steps
+// with 6 and 5, fp16 16x21x512x512 .81 and .85 of the floor, bf16 8x19x769x769 .55 and .53. (H100,
+// 2026-11)
 template <typename scalar_t, bool kGradient>
-constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7 : kGradient ? 5 : 6;
+constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7
+                           : kGradient           ? 5
+                                                 : 6;
 // Classes that a thread loads at a time, of groups at any address. With 4, half types spill.
 constexpr int kOddUnroll = 2;
 // Where groups of rows are.
@@ -217,7 +219,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
   if (kExact && group < shape.groups) {
     load_targets();
   }
-  // Of rows without class weights.
+  // For rows without class weights.
   [[maybe_unused]] const bool scale_is_plain =
       args.weight == nullptr && IndexRow::gradient_is_plain(scale);
   Partial partial;
@@ -269,7 +271,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
     float losses[kRows];
     float at_index[kRows];
     [[maybe_unused]] float factors[kRows];  // of plain rows
-    float scales[kRows];  // grad_output, and what the mean divides by
+    float scales[kRows];                    // grad_output, and what the mean divides by
     bool all_plain = false;
     bool is_written = false;
     [[maybe_unused]] Group reaches = {};
@@ -299,7 +301,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
       for (int i = 0; i < kRows; ++i) {
         scales[i] = load_grad_output<float>(grad_output.operand,
                                             offset[0] + i * grad_output.operand.strides[0]);
-        all_plain = all_plain && IndexRow::gradient_is_plain(scales[i]);
+        all_plain = all_plain && (indices[i] < 0 || IndexRow::gradient_is_plain(scales[i]));
       }
     }
     if (all_plain) {

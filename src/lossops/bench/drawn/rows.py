@@ -37,7 +37,7 @@ MIB_OF_LOGITS = (64.0, 2048.0)
 # More classes in front of pixels do not occur.
 MOST_CLASSES_OF_IMAGES = 4096
 STATISTIC_BYTES = 4  # a float32
-SECTOR_BYTES = 32  # the least that a GPU reads at a time
+SECTOR_BYTES = 32  # the least that is read of a GPU's memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,17 +248,18 @@ class Rows:
 
     @property
     def read_rows(self) -> int:
-        """Rows whose logits must be read: those that are kept, and those that share a sector."""
+        """Kept rows, and those in a sector with one, as if planes began where sectors do."""
         if self.kept is None:
             return self.kept_rows
         is_image = self.logits.ndim > 2
-        step = 1 if is_image else self.logits.stride(0)  # from a row to the next
-        count = max(1, SECTOR_BYTES // (step * self.logits.element_size()))
-        lines = self.kept.flatten(1) if is_image else self.kept.view(1, -1)
-        whole = lines.size(1) // count * count
-        in_whole = lines[:, :whole].unflatten(1, (whole // count, count)).any(2).sum() * count
-        in_rest = lines[:, whole:].any(1).sum() * (lines.size(1) - whole)
-        return int(in_whole + in_rest)
+        stride = 1 if is_image else self.logits.stride(0)  # from a row to the next
+        of_sector = max(1, SECTOR_BYTES // (stride * self.logits.element_size()))
+        planes = self.kept.flatten(1) if is_image else self.kept.view(1, -1)
+        whole = planes.size(1) // of_sector
+        end = planes.size(1) - whole * of_sector
+        in_whole = planes[:, : whole * of_sector].unflatten(1, (whole, of_sector)).any(2).sum()
+        in_end = planes[:, whole * of_sector :].any(1).sum()
+        return int(in_whole * of_sector + in_end * end)
 
 
 def tensors(draw: RowDraw, device: torch.device) -> Rows:

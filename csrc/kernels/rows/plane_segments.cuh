@@ -1,6 +1,5 @@
-// How a segment of half-type rows gets to the shared memory of plane_rows.cu where its classes lie
-// at any address: the vectors that contain a class are copied as they lie, then each group moves to
-// its slot.
+// How a segment of half-type rows gets to the shared memory of plane_rows.cu, at any address: the
+// vectors that contain it are copied as they lie, then each group moves to its slot.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +14,14 @@
 
 namespace lossops::cuda::plane_rows {
 
-// Copies `count` classes of a share, of a full segment that is in one plane. from: the first element
-// of the first of them. Its slots are in the dynamic shared memory: of class k from group
-// slots + k * grid.pitch on, and room for a vector more. All lanes of a warp call these functions.
-// They are not inlined, as many places call them, each once for many classes; so each finds the
-// shared memory itself, else its accesses would be generic.
+// Copies `count` classes of a share, for a segment whose rows all exist. from: its first row, of
+// the first of these classes. slots: class k lies at group slots + k * grid.pitch of the dynamic
+// shared memory, and has room for a vector more. Whole warps call these functions. They are not
+// inlined, as many places call them; no pointer to shared memory is passed, as accesses by it would
+// be generic.
 template <typename scalar_t>
-struct SegmentRuns {
-  // Starts to copy the vectors that contain the classes. The last one may go on behind the segment.
+struct SegmentCopies {
+  // Starts to copy the vectors that contain the segment, and up to 14 bytes on each side of it.
   static __device__ __attribute__((noinline)) void start(const CrossEntropyArgs& args,
                                                          const PlaneGrid& grid, int slots,
                                                          const scalar_t* from, int count) {
@@ -43,7 +42,7 @@ struct SegmentRuns {
       of_class += 2 * step;
       to += grid.pitch;  // vectors of two groups, so this is two classes
     }
-    // What vector `half` has of them, a lane a class.
+    // Vector `half`, if the segment is not aligned: a lane a class.
 #pragma unroll 1
     for (int k = own; k < count; k += grid.width) {
       const scalar_t* const own_class = from + k * step;
@@ -55,8 +54,8 @@ struct SegmentRuns {
     }
   }
 
-  // Moves the groups to their slots, once all copies have arrived. sure: as few classes as any lane
-  // has of a segment that is copied so; `count` is 0 of others, or at most one more.
+  // Moves the groups to their slots, once all copies have arrived. sure: the least `count` of the
+  // warp; that of this thread is `sure`, or one more.
   static __device__ __attribute__((noinline)) void settle(const CrossEntropyArgs& args,
                                                           const PlaneGrid& grid, int slots,
                                                           const scalar_t* from, int count,
@@ -79,11 +78,9 @@ struct SegmentRuns {
         phase += phase_step;
       }
       __syncwarp();
-      if (count > 0) {
 #pragma unroll
-        for (int u = 0; u < kAtOnce; ++u) {
-          own[u * pitch] = settled[u];
-        }
+      for (int u = 0; u < kAtOnce; ++u) {
+        own[u * pitch] = settled[u];
       }
       own += kAtOnce * pitch;
     }
@@ -109,7 +106,7 @@ struct SegmentRuns {
     const auto boundary = ~static_cast<uintptr_t>(kVectorBytes - 1);
     return reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(place) & boundary);
   }
-  // A group from a byte on, which is the first of an element.
+  // The group that begins at an even byte of a row.
   static __device__ __forceinline__ GroupWords group_at(const GroupWords* row, uint32_t byte) {
     const auto* const words =
         reinterpret_cast<const uint32_t*>(reinterpret_cast<const char*>(row) + (byte & ~3u));
