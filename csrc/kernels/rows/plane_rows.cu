@@ -227,7 +227,6 @@ __global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t
   };
   start(first, 0, 0);
   end_group_of_copies();
-  put_indices(first, 0);
   if (writes && sums) {
     UnitScale<float, true> unit(args, denominator, scale);
     unit.wait(args, denominator);
@@ -237,6 +236,7 @@ __global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t
   int buffer = 0;  // of the next range
 #pragma unroll 1
   for (int turn = 0; first < grid.groups; turn ^= 1) {
+    put_indices(first, turn);
     __syncthreads();
     const uint32_t next_first = first + gridDim.x * grid.lanes;
     prefetch_indices(next_first);
@@ -356,7 +356,6 @@ __global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t
       }
     }
     first = next_first;
-    put_indices(first, turn ^ 1);
   }
   if (args.reduction != Reduction::kNone && !grad_output.exists() && sums) {
     reduce_to_grid(partial, partials, finalize);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/dispatch.cuh"
@@ -281,9 +282,10 @@ class GroupShare {
     scalar_t* const of_share = to + (first + share) * args_.grad_input_class_stride;
     const int64_t step = args_.grad_input_class_stride << grid_.share_bits;
     // replace(values): logits by gradients. store(group, place)
-    const auto write = [&](auto&& replace, auto&& store) {
+    const auto write = [&](auto unroll, auto&& replace, auto&& store) {
+      constexpr int kUnroll = decltype(unroll)::value;
       scalar_t* group = of_share;
-#pragma unroll 4
+#pragma unroll kUnroll
       for (int k = 0; k < own_classes; ++k) {
         const Group x = own[k * grid_.pitch];
         float values[kRows];
@@ -317,11 +319,11 @@ class GroupShare {
       grid_.writes_groups ? store_group(results, place) : scatter(results, place);
     };
     if (usual && grid_.writes_groups) {
-      write(replace_usual, store_group);
+      write(std::integral_constant<int, 2>(), replace_usual, store_group);
     } else if (usual) {
-      write(replace_usual, store_any);
+      write(std::integral_constant<int, 2>(), replace_usual, store_any);
     } else {
-      write(replace_any, store_any);
+      write(std::integral_constant<int, 1>(), replace_any, store_any);
     }
     // Overwrites what the same thread wrote above at the class index, so no barrier is needed.
 #pragma unroll
