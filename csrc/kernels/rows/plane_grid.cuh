@@ -88,6 +88,10 @@ struct PlaneGrid {
         static_cast<uint32_t>(args.rows.numel == 0 ? 0 : args.rows.numel / positions * of_plane);
   }
 
+  // The thread's number in its segment.
+  __device__ __forceinline__ int own_lane() const {
+    return static_cast<int>(threadIdx.x) & (width - 1);
+  }
   // From a logit to that of the share's next class.
   __device__ __forceinline__ int64_t share_step(const CrossEntropyArgs& args) const {
     return args.input_class_stride << share_bits;

@@ -29,10 +29,10 @@ struct SegmentCopies {
     auto* const shared = reinterpret_cast<GroupWords*>(dynamic);
     __syncwarp();  // all lanes have read what is overwritten
     const int64_t step = grid.share_step(args);
-    const int own = static_cast<int>(threadIdx.x) & (grid.width - 1);
+    const int lane = grid.own_lane();
     const int half = grid.width / 2;
-    const int second = own >= half ? 1 : 0;
-    const int v = own - second * half;
+    const int second = lane >= half ? 1 : 0;
+    const int v = lane - second * half;
     // Half of the lanes copy one class and the others the next.
     const scalar_t* of_class = from + second * step;
     auto* to = reinterpret_cast<uint4*>(shared + slots + second * grid.pitch) + v;
@@ -44,7 +44,7 @@ struct SegmentCopies {
     }
     // Vector `half`, if the segment is not aligned: a lane a class.
 #pragma unroll 1
-    for (int k = own; k < count; k += grid.width) {
+    for (int k = lane; k < count; k += grid.width) {
       const scalar_t* const own_class = from + k * step;
       const uint4* const vectors = vectors_of(own_class);
       if (static_cast<const void*>(vectors) != own_class) {
@@ -63,8 +63,7 @@ struct SegmentCopies {
     LOSSOPS_DYNAMIC_SHARED(uint4, dynamic);
     constexpr int kAtOnce = 4;
     const int pitch = grid.pitch;
-    const int lane = static_cast<int>(threadIdx.x) & (grid.width - 1);
-    GroupWords* own = reinterpret_cast<GroupWords*>(dynamic) + slots + lane;
+    GroupWords* own = reinterpret_cast<GroupWords*>(dynamic) + slots + grid.own_lane();
     auto phase = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from));
     const auto phase_step = static_cast<uint32_t>(grid.share_step(args) * sizeof(scalar_t));
     __syncwarp();

@@ -35,7 +35,7 @@ class GroupShare {
         args_(args),
         grid_(grid),
         slot_(static_cast<int>(threadIdx.x) / grid.width * (grid.width + grid.padding) +
-              own_lane()),
+              grid.own_lane()),
         stage_(static_cast<Words*>(stage) + slot_),
         places_of_range_(grid.places_of_range()),
         own_classes_((static_cast<int>(args.num_classes) - share + (1 << grid.share_bits) - 1) >>
@@ -47,7 +47,7 @@ class GroupShare {
     const int count = place.rows == 0 ? 0 : count_of(first);
     if constexpr (kHasSegments) {
       if (copies_segment(place)) {
-        SegmentCopies<scalar_t>::start(args_, grid_, slots(buffer), from - own_lane() * kRows,
+        SegmentCopies<scalar_t>::start(args_, grid_, slots(buffer), from - grid_.own_lane() * kRows,
                                        count);
         return;
       }
@@ -62,7 +62,7 @@ class GroupShare {
     if constexpr (kHasSegments) {
       if (copies_segment(place)) {
         SegmentCopies<scalar_t>::settle(args_, grid_, slots(buffer),
-                                        logits_of(place, first) - own_lane() * kRows,
+                                        logits_of(place, first) - grid_.own_lane() * kRows,
                                         count_of(first), least_count_of(first));
       }
     }
@@ -393,10 +393,6 @@ class GroupShare {
       references_[i] = largest;
     }
   }
-  // The lane's number in its segment.
-  __device__ __forceinline__ int own_lane() const {
-    return static_cast<int>(threadIdx.x) & (grid_.width - 1);
-  }
   // The rows' logits of the share's first class of a range.
   __device__ __forceinline__ const scalar_t* logits_of(const PlanePlace& place, int first) const {
     return static_cast<const scalar_t*>(args_.input.data) + place.offset(args_.input) +
@@ -405,13 +401,13 @@ class GroupShare {
   // Whether vectors copy the segment: all of its rows exist, and a vector more of its plane behind
   // them. (Before them, other bytes of the same 16 may be read.) The same in all lanes of a warp.
   __device__ __forceinline__ bool copies_segment(const PlanePlace& place) const {
-    const int64_t left = grid_.positions - place.position + own_lane() * kRows;
+    const int64_t left = grid_.positions - place.position + grid_.own_lane() * kRows;
     return grid_.reads == PlaneReads::kSegments && place.is_there &&
            left >= grid_.width * kRows + kVectorSize<scalar_t>;
   }
   // The first slot of the segment.
   __device__ __forceinline__ int slots(int buffer) const {
-    return slot_ - own_lane() + buffer * places_of_range_ * grid_.pitch;
+    return slot_ - grid_.own_lane() + buffer * places_of_range_ * grid_.pitch;
   }
 
   // Stores a group that is not aligned, or some rows of it.

@@ -58,9 +58,8 @@ const PolicyRow kPolicy[kFamilies] = {
      "the place of those that it needs no more; more than 88 are dealt out to 4 to 32 threads a "
      "group; the gradient reads what does not fit once more; half types at odd addresses by the "
      "vectors that contain a warp's rows",
-     "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .57 / .73; at "
-     "odd "
-     "addresses 11x179x238313 by elements .29 / .32, this .50 / .46 (H100)",
+     "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .57 / .73; "
+     "at odd addresses 11x179x238313 by elements .29 / .32, this .50 / .46 (H100)",
      [](P p) { return p.plain && p.indices && plane_rows::lies_in_planes(p.args); },
      plane_rows::plan, always, Again::kForAll, never},
     {Family::kFewClasses, "few_classes", "class_index/few_classes.cu",

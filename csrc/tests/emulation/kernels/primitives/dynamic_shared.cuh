@@ -3,7 +3,7 @@
 #pragma once
 
 namespace lossops::test {
-// Of the block that runs: there is one at a time.
+// Every kernel has the same memory, as one block runs at a time.
 alignas(128) inline char dynamic_shared[64 << 10];
 }  // namespace lossops::test
 
