@@ -193,14 +193,16 @@ __device__ __forceinline__ double max_number(double a, double b) { return ::fmax
 // 2^24 of its value, which is nothing beside a logit of 11 bits.
 template <bool kExact>
 __device__ __forceinline__ float exp_in_sum(float x) {
-  const float t = x * kLog2E;
-  float power = exp2(t);
   if constexpr (kExact) {
-    // What rounding took from t. For x = -inf there is no such thing.
-    const float lost = ::fmaf(t, -0x1.62e430p-1f, x);
-    power = power > 0.0f ? ::fmaf(power, lost, power) : power;
+#if __CUDA_ARCH__ >= 800
+    return exp_of_finite_in_sum(max_nan(x, -128.0f));  // both are 0
+#else
+    const float power = exp2(x * kLog2E);
+    return power > 0.0f ? exp_of_finite_in_sum(x) : power;
+#endif
+  } else {
+    return exp2(x * kLog2E);
   }
-  return power;
 }
 template <bool kExact>
 __device__ __forceinline__ double exp_in_sum(double x) {

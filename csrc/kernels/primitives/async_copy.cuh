@@ -41,6 +41,36 @@ __device__ __forceinline__ void start_own_copy(T* shared, const void* global) {
 #endif
 }
 
+// Where copies go, one after the other. Its address is one register, a pointer's is two.
+template <typename T>
+class CopyPlace {
+ public:
+  __device__ __forceinline__ explicit CopyPlace(T* shared)
+#if __CUDA_ARCH__ >= 800
+      : address_(shared_address(shared)) {
+  }
+  __device__ __forceinline__ void start_copy(const void* global) const {
+    start_own_copy<sizeof(T)>(address_, global);
+  }
+  __device__ __forceinline__ void operator+=(int units) {
+    address_ += static_cast<uint32_t>(units) * static_cast<uint32_t>(sizeof(T));
+  }
+
+ private:
+  uint32_t address_;
+#else
+      : shared_(shared) {
+  }
+  __device__ __forceinline__ void start_copy(const void* global) const {
+    start_own_copy(shared_, global);
+  }
+  __device__ __forceinline__ void operator+=(int units) { shared_ += units; }
+
+ private:
+  T* shared_;
+#endif
+};
+
 __device__ __forceinline__ void wait_for_own_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");

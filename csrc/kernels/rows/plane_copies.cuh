@@ -63,21 +63,12 @@ struct ClassCopies {
   template <typename Unit>
   static __device__ __forceinline__ void copy_units(Unit* to, int pitch, const scalar_t* from,
                                                     int64_t step, int count) {
-    int k = 0;
-#pragma unroll 1
-    for (; k + kAtOnce <= count; k += kAtOnce) {
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        start_own_copy(to + u * pitch, from);
-        from += step;
-      }
-      to += kAtOnce * pitch;
-    }
-#pragma unroll 1
-    for (; k < count; ++k) {
-      start_own_copy(to, from);
+    CopyPlace<Unit> place(to);
+#pragma unroll 4
+    for (int k = 0; k < count; ++k) {
+      place.start_copy(from);
       from += step;
-      to += pitch;
+      place += pitch;
     }
   }
   static __device__ __forceinline__ void copy_elements(const ClassCopies& what, int pitch,

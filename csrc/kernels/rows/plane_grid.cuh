@@ -27,14 +27,6 @@ namespace lossops::cuda::plane_rows {
 // Of any dtype: the logits of one class, of a group of rows.
 using GroupWords = VectorOf<uint32_t, kGroupBytes / 4>;
 
-// How a block reads the logits of a class.
-enum class PlaneReads : int8_t {
-  kPairs,     // two groups at a time, aligned to 16 bytes
-  kGroups,    // a group at a time, aligned to 8 bytes
-  kSegments,  // half types at any address: plane_segments.cuh; the end of a plane by elements
-  kElements   // by elements: fp32 at any address, strided rows, small planes
-};
-
 // How the rows are dealt out, for the kernel.
 struct PlaneGrid {
   uint32_t groups;
@@ -53,36 +45,25 @@ struct PlaneGrid {
   PlaneReads reads;
   bool writes_groups;  // gradients are aligned to 8 bytes
 
-  PlaneGrid(const CrossEntropyArgs& args, const Cut& cut, const Operand& gradient,
+  PlaneGrid(const CrossEntropyArgs& args, const Spread& spread, const Operand& gradient,
             int64_t gradient_class_stride)
       : positions(positions_of(args)),
-        lanes(cut.lanes),
-        lane_bits(log2_of(cut.lanes)),
-        share_bits(log2_of(cut.shares)),
-        range(cut.range),
-        buffers(cut.buffers),
-        parts(cut.parts),
-        merging_threads(
-            merging_threads_of(cut, static_cast<int>(group_rows(element_size(args.input.dtype))))),
-        width(cut.segment()) {
-    using side_by_side::lies_in_columns;
-    const auto& input = args.input;
-    const Segments segments(args, cut);
-    reads = lies_in_columns(args, input, args.input_class_stride, 2 * kGroupBytes)
-                ? PlaneReads::kPairs
-            : lies_in_columns(args, input, args.input_class_stride) ? PlaneReads::kGroups
-            : is_half_type(input.dtype) && segments.are_usable && input.strides[0] == 1
-                ? PlaneReads::kSegments
-                : PlaneReads::kElements;
-    writes_groups =
-        gradient.data == nullptr || lies_in_columns(args, gradient, gradient_class_stride);
-    // Copies of 8 bytes need the L1 cache, which has the memory that blocks leave. Forward with
-    // padding and without it: fp16 17x150x340x235 .62 and .69 of the floor, fp32 1x1037x38715 .35
-    // and .31. (H100, 2026-11)
-    padding = reads == PlaneReads::kGroups ? 0 : kSegmentPadding;
-    pitch = cut.threads() / width * (width + padding);
-    const int64_t of_plane =
-        reads == PlaneReads::kSegments ? segments.groups : plane_rows::groups_of_plane(args);
+        lanes(spread.cut.lanes),
+        lane_bits(log2_of(lanes)),
+        share_bits(log2_of(spread.cut.shares)),
+        range(spread.cut.range),
+        buffers(spread.cut.buffers),
+        parts(spread.cut.parts()),
+        merging_threads(merging_threads_of(
+            spread.cut, static_cast<int>(group_rows(element_size(args.input.dtype))))),
+        width(spread.cut.segment()),
+        padding(Cut::padding(spread.reads)),
+        pitch(static_cast<int>(spread.cut.pitch(spread.reads))),
+        reads(spread.reads) {
+    writes_groups = gradient.data == nullptr ||
+                    side_by_side::lies_in_columns(args, gradient, gradient_class_stride);
+    const int64_t of_plane = reads == PlaneReads::kSegments ? Segments(args, width).groups
+                                                            : plane_rows::groups_of_plane(args);
     groups_of_plane = Divisor(static_cast<uint32_t>(of_plane));
     groups =
         static_cast<uint32_t>(args.rows.numel == 0 ? 0 : args.rows.numel / positions * of_plane);
@@ -105,17 +86,11 @@ struct PlaneGrid {
   static int merging_threads_of(const Cut& cut, int rows_of_group) {
     constexpr int kPartsOfThread = 4;
     int threads = 1;
-    while (threads < kWarpSize && threads * kPartsOfThread < cut.parts &&
+    while (threads < kWarpSize && threads * kPartsOfThread < cut.parts() &&
            threads * rows_of_group < cut.shares) {
       threads *= 2;
     }
     return threads;
-  }
-
-  // The dynamic shared memory of a block. `cut` has padding in any case.
-  int64_t shared_bytes(const Cut& cut) const {
-    return cut.bytes -
-           (cut.pitch() - pitch) * cut.buffers * ceil_div(cut.range, cut.shares) * kGroupBytes;
   }
 
   static int log2_of(int power) {

@@ -163,7 +163,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
 // all classes fit, those of the next groups are copied as soon as the block needs its own no more,
 // to the same place. Else, while it needs one range, the next one is copied to the other buffer.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t)) / kMostThreads)
+__global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     plane_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                       const __grid_constant__ PlaneBackward backward,
                       const __grid_constant__ PlaneGrid grid, const RowType<scalar_t> type,
@@ -362,11 +362,13 @@ __global__ void __launch_bounds__(kMostThreads, resident_threads(sizeof(scalar_t
   }
 }
 
-void launch(const CrossEntropyForwardArgs& args, const PlaneBackward& backward, LaunchShape shape,
-            const Cut& cut, const Denominator& denominator, const GradOutput& grad_output,
-            Partial* partials, const Finalize& finalize, cudaStream_t stream) {
-  const PlaneGrid grid(args, cut, args.grad_input, args.grad_input_class_stride);
-  shape.shared_bytes = grid.shared_bytes(cut);
+void launch(const CrossEntropyForwardArgs& args, const PlaneBackward& backward,
+            const Spread& spread, LaunchShape shape, const Denominator& denominator,
+            const GradOutput& grad_output, Partial* partials, const Finalize& finalize,
+            cudaStream_t stream) {
+  shape.threads = spread.cut.threads();
+  shape.shared_bytes = spread.shared_bytes;
+  const PlaneGrid grid(args, spread, args.grad_input, args.grad_input_class_stride);
   const auto launch_as = [&](auto type) {
     const auto kernel = plane_rows_kernel<typename decltype(type)::scalar_type>;
     allow_shared_bytes(kernel, shape.shared_bytes, kStaticBytes,
@@ -378,10 +380,6 @@ void launch(const CrossEntropyForwardArgs& args, const PlaneBackward& backward, 
                                       : launch_as(RowType<any_half_t>(args.input.dtype));
 }
 
-Cut cut_of(const CrossEntropyArgs& args) {
-  return {args.num_classes, element_size(args.input.dtype), current_device_limits().shared_bytes};
-}
-
 }  // namespace
 }  // namespace plane_rows
 
@@ -389,10 +387,11 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                        const Denominator& denominator, const GradOutput& grad_output,
                        Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   using namespace plane_rows;
-  const Cut cut = cut_of(args);
-  const LaunchShape shape = {grad_output.limit_blocks(plan.blocks, plan.threads), cut.threads(),
-                             cut.bytes, 1, waits_for_previous_kernel(denominator, grad_output)};
-  launch(args, {}, shape, cut, denominator, grad_output, partials, finalize, stream);
+  LaunchShape shape;
+  shape.blocks = grad_output.limit_blocks(plan.blocks, plan.threads);
+  shape.overlap = waits_for_previous_kernel(denominator, grad_output);
+  launch(args, {}, Spread(args, current_device_limits()), shape, denominator, grad_output,
+         partials, finalize, stream);
 }
 
 void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
@@ -402,10 +401,11 @@ void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t s
   forward.mean_terms = const_cast<double*>(args.mean_terms);  // read only
   forward.grad_input = args.grad_input;
   forward.grad_input_class_stride = args.grad_input_class_stride;
-  const Cut cut = cut_of(args);
-  const LaunchShape shape = {blocks_of(args, cut, current_device_limits()), cut.threads(),
-                             cut.bytes, 1, true};
-  launch(forward, {args.row_stats, args.grad_output}, shape, cut, {}, {}, nullptr, {}, stream);
+  const Spread spread(args, current_device_limits());
+  LaunchShape shape;
+  shape.blocks = spread.blocks;
+  shape.overlap = true;
+  launch(forward, {args.row_stats, args.grad_output}, spread, shape, {}, {}, nullptr, {}, stream);
 }
 
 }  // namespace lossops::cuda

@@ -16,7 +16,9 @@ using side_by_side::groups_of_plane;
 using side_by_side::kGroupBytes;
 using side_by_side::positions_of;
 
-constexpr int kMostThreads = 256;
+// More threads than these have only blocks that are alone on their multiprocessor.
+constexpr int kUsualThreads = 256;
+constexpr int kMostThreads = 512;
 // Resident threads of a multiprocessor. Half types have four rows a thread, and spill with fewer
 // registers: 17x150x340x235 .71 / .57 of the floor, with 768 threads .54 / .51; fp32 8x367x13440
 // .43 / .53 with 512, .51 / .60 with 768. (H100, 2026-11)
@@ -24,13 +26,15 @@ constexpr int resident_threads(int64_t element_bytes) { return element_bytes == 
 constexpr int kMostLanes = 128;
 // 64 bytes of a class at once: two sectors of memory.
 constexpr int kLeastLanes = 8;
-// Classes of a share, unless a block has too few threads for so many shares.
-constexpr int kShareClasses = 40;
+// Classes of a share, unless a block has too few threads for so many shares: as many as leave
+// shared memory for all threads. bf16 4x171x512x512: .72 / .75 of the floor, .57 / .70 with half as
+// many, .60 / .67 with twice as many. (H100, 2026-11)
+constexpr int kShareClasses = 48;
 // Logits of a block, while it has more than kLeastLanes.
 constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
 constexpr int kStaticBytes = 1024;
-// Groups behind a segment in shared memory: one that is not aligned has a vector more.
+// Groups behind a segment that is not aligned in shared memory: it has a vector more.
 constexpr int kSegmentPadding = kVectorBytes / kGroupBytes;
 // Segments are copied whole where at most one lane in so many is without work. A choice, not
 // measured.
@@ -45,61 +49,87 @@ constexpr int64_t most_shared_bytes(int64_t device_bytes) {
   return std::max(device_bytes, kLeast) - kReserved - kStaticBytes;
 }
 
+// How the logits of a class are read.
+enum class PlaneReads : int8_t {
+  kPairs,     // two groups at a time, aligned to 16 bytes
+  kGroups,    // a group at a time, aligned to 8 bytes
+  kSegments,  // half types at any address: plane_segments.cuh; the end of a plane by elements
+  kElements   // by elements: fp32 at any address, strided rows, small planes
+};
+
 // How a block takes rows: a group of them a lane, whose classes are dealt out to shares, a thread
-// each. By the classes and the device alone, as all that decides about bits.
+// each. By the classes, the dtype and the device alone, as all that decides about bits.
 struct Cut {
   int lanes = kMostLanes;  // a power of two, and so is shares
   int shares = 1;
-  int parts = 1;      // sums of a row that warps leave
-  int range = 0;      // classes that are copied at a time
-  int buffers = 1;    // for ranges: one if all classes are one range
-  int64_t bytes = 0;  // of shared memory
+  int range = 0;    // classes that are copied at a time
+  int buffers = 1;  // for ranges: one if all classes are one range
 
-  Cut() = default;
-  Cut(int64_t classes, int64_t element_bytes, int64_t device_shared_bytes) {
+  Cut(int64_t classes, int64_t element_bytes, int64_t device_shared_bytes)
+      : row_bytes_(group_rows(element_bytes) * int64_t{sizeof(float)}) {
     // The order of sums of side_by_side_rows has one share.
     const bool may_share = classes > side_by_side::kMaxColumnClasses;
     const int64_t most = most_shared_bytes(device_shared_bytes);
-    // lane_bytes are what a lane has at most: its logits, and its rows' numbers and parts, of which
-    // there is about one for each kShareClasses classes.
-    const int64_t row_bytes = group_rows(element_bytes) * int64_t{sizeof(float)};
+    // What a lane has at most: its logits, and its rows' numbers and parts, of which there is about
+    // one for each kShareClasses classes.
     const int64_t most_parts = may_share ? 2 * ceil_div(classes, kShareClasses) : 0;
     const int64_t lane_bytes =
         padded(kGroupBytes * (classes + (may_share ? kMostThreads / kLeastLanes : 0))) +
-        row_bytes * (kRowNumbers + 2 * most_parts);
+        row_bytes_ * (kRowNumbers + 2 * most_parts);
     while (lanes > kLeastLanes &&
            (lanes * kGroupBytes * classes > kBlockBytes || lanes * lane_bytes > most)) {
       lanes /= 2;
     }
     while (may_share && classes > int64_t{shares} * kShareClasses &&
-           2 * shares * lanes <= kMostThreads) {
+           2 * shares * lanes <= kUsualThreads) {
       shares *= 2;
     }
     if (lanes * shares < kWarpSize) {
       shares = kWarpSize / lanes;
     }
-    parts = std::max(std::min(lanes, kWarpSize) * shares / kWarpSize, 1);
-    const int64_t numbers = lanes * row_bytes * (kRowNumbers + 2 * (parts - 1));
-    const int64_t room = most - numbers;
-    const auto bytes_of = [&](int64_t of_range) {
-      return ceil_div(of_range, shares) * pitch() * kGroupBytes;
-    };
+    // A layout that half types may need decides for all of theirs.
+    const PlaneReads reads = element_bytes == 2 ? PlaneReads::kSegments : PlaneReads::kElements;
     range = static_cast<int>(classes);
-    if (shares > 1 && bytes_of(classes) > room) {
+    if (may_share && 2 * threads() <= kMostThreads && bytes(reads) > most / 2) {
+      shares *= 2;
+      if (bytes(reads) > most) {
+        shares /= 2;
+      }
+    }
+    if (shares > 1 && bytes(reads) > most) {
       // For two blocks a multiprocessor.
       buffers = 2;
-      const int64_t of_share = room / (2 * buffers) / (pitch() * kGroupBytes);
+      const int64_t of_share =
+          (most - numbers_bytes()) / (2 * buffers) / (pitch(reads) * kGroupBytes);
       range = static_cast<int>(std::max<int64_t>(of_share, 1) * shares);
     }
-    bytes = buffers * bytes_of(range) + numbers;
   }
 
   int threads() const { return lanes * shares; }
   int segment() const { return std::min(lanes, kWarpSize); }
+  // Sums of a row that warps leave.
+  int parts() const { return std::max(segment() * shares / kWarpSize, 1); }
+  // Groups behind a segment in shared memory.
+  static int padding(PlaneReads reads) {
+    return reads == PlaneReads::kSegments ? kSegmentPadding : 0;
+  }
   // Groups from a share's class to its next one in shared memory.
-  int64_t pitch() const { return int64_t{threads()} / segment() * (segment() + kSegmentPadding); }
+  int64_t pitch(PlaneReads reads) const {
+    // Lanes that copy two classes at a time use all banks of shared memory.
+    const int shift = reads == PlaneReads::kPairs && segment() == kLeastLanes ? kLeastLanes : 0;
+    return int64_t{threads()} / segment() * (segment() + padding(reads)) + shift;
+  }
+  // The shared memory of a block.
+  int64_t bytes(PlaneReads reads) const {
+    return buffers * ceil_div(range, shares) * pitch(reads) * kGroupBytes + numbers_bytes();
+  }
 
  private:
+  int64_t row_bytes_;
+
+  int64_t numbers_bytes() const {
+    return lanes * row_bytes_ * (kRowNumbers + 2 * (parts() - 1));
+  }
   // The largest that pitch() makes of so many bytes.
   static int64_t padded(int64_t bytes) {
     return bytes * (kLeastLanes + kSegmentPadding) / kLeastLanes;
@@ -111,9 +141,9 @@ struct Segments {
   int64_t groups;   // of a plane, and of those lanes
   bool are_usable;  // few lanes are without work, and groups have numbers of 31 bits
 
-  Segments(const CrossEntropyArgs& args, const Cut& cut) {
+  Segments(const CrossEntropyArgs& args, int width) {
     const int64_t with_work = groups_of_plane(args);
-    groups = ceil_div(with_work, cut.segment()) * cut.segment();
+    groups = ceil_div(with_work, width) * width;
     are_usable = args.rows.ndim > 0 && groups - with_work <= with_work / kLanesPerIdle &&
                  args.rows.numel / positions_of(args) * groups <= kMaxDividend - kMostLanes;
   }
@@ -133,24 +163,43 @@ inline bool takes_gradients(const CrossEntropyBackwardArgs& args) {
          args.grad_input.data != nullptr && args.grad_input.data != args.input.data;
 }
 
-// As many as the device runs at a time: each takes rows one after the other, and copies the next
-// while it computes.
-inline int64_t blocks_of(const CrossEntropyArgs& args, const Cut& cut, const DeviceLimits& device) {
-  const int block_bytes = static_cast<int>(cut.bytes) + kStaticBytes;
-  const int64_t resident =
-      std::min<int64_t>(resident_threads(element_size(args.input.dtype)) / cut.threads(),
-                        device.resident_blocks(cut.threads(), block_bytes));
-  return std::clamp<int64_t>(ceil_div(groups_of(args), cut.lanes), 1,
-                             std::max<int64_t>(device.multiprocessors * resident, 1));
-}
+// How the logits get to shared memory, and what blocks there are. No bits of a row depend on it.
+struct Spread {
+  Cut cut;
+  PlaneReads reads = PlaneReads::kElements;
+  int64_t shared_bytes;  // of a block
+  int64_t blocks;
+
+  Spread(const CrossEntropyArgs& args, const DeviceLimits& device)
+      : cut(args.num_classes, element_size(args.input.dtype), device.shared_bytes) {
+    using side_by_side::lies_in_columns;
+    const auto& input = args.input;
+    if (lies_in_columns(args, input, args.input_class_stride, 2 * kGroupBytes)) {
+      reads = PlaneReads::kPairs;
+    } else if (lies_in_columns(args, input, args.input_class_stride)) {
+      reads = PlaneReads::kGroups;
+    } else if (is_half_type(input.dtype) && input.strides[0] == 1 &&
+               Segments(args, cut.segment()).are_usable) {
+      reads = PlaneReads::kSegments;
+    }
+    shared_bytes = cut.bytes(reads);
+    // As many as the device runs at a time: each takes rows one after the other, and copies the
+    // next while it computes.
+    const int64_t resident = std::min<int64_t>(
+        resident_threads(element_size(input.dtype)) / cut.threads(),
+        device.resident_blocks(cut.threads(), static_cast<int>(shared_bytes) + kStaticBytes));
+    blocks = std::clamp<int64_t>(ceil_div(groups_of(args), cut.lanes), 1,
+                                 std::max<int64_t>(device.multiprocessors * resident, 1));
+  }
+};
 
 inline RowPlan plan(const RowProblem& problem) {
-  const Cut cut(problem.classes, problem.element_bytes, problem.device.shared_bytes);
+  const Spread spread(problem.args, problem.device);
   RowPlan plan;
-  plan.threads = cut.threads();
-  plan.team = cut.shares;
-  plan.blocks = blocks_of(problem.args, cut, problem.device);
-  plan.shared_bytes = cut.bytes;
+  plan.threads = spread.cut.threads();
+  plan.team = spread.cut.shares;
+  plan.blocks = spread.blocks;
+  plan.shared_bytes = spread.shared_bytes;
   return plan;
 }
 

@@ -35,10 +35,10 @@ struct SegmentCopies {
     const int v = lane - second * half;
     // Half of the lanes copy one class and the others the next.
     const scalar_t* of_class = from + second * step;
-    auto* to = reinterpret_cast<uint4*>(shared + slots + second * grid.pitch) + v;
+    CopyPlace<uint4> to(reinterpret_cast<uint4*>(shared + slots + second * grid.pitch) + v);
 #pragma unroll 4
     for (int k = second; k < count; k += 2) {
-      start_own_copy(to, vectors_of(of_class) + v);
+      to.start_copy(vectors_of(of_class) + v);
       of_class += 2 * step;
       to += grid.pitch;  // vectors of two groups, so this is two classes
     }

@@ -177,9 +177,11 @@ class GroupShare {
     for (uint32_t& word : largest.words) {
       word = lowest_word<element_t>();
     }
+    const RowGroup<element_t>* own = part.own;
 #pragma unroll 4
     for (int k = 0; k < part.count; ++k) {
-      largest.raise_to(part.own[k * grid_.pitch]);
+      largest.raise_to(*own);
+      own += grid_.pitch;
     }
     RowTerms<kExact> terms[kRows];
     float last[kRows];
@@ -197,20 +199,16 @@ class GroupShare {
     // Terms that are exactly 1 are counted apart: beside a 1, every sum of smaller ones would be
     // rounded as it is. Not where one thread has all classes, which has the order, and the bits, of
     // side_by_side_rows.
-    float counted[kRows];  // the logits of such terms; NaN: none
+    const float distance_of_one = grid_.share_bits > 0 ? 0.0f : math::quiet_nan<float>();
     float ones[kRows] = {};
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const bool counts = grid_.share_bits > 0 && ::fabsf(references_[i]) < math::infinity<float>();
-      counted[i] = counts ? references_[i] : math::quiet_nan<float>();
-    }
     const auto term = [&](int i, float x) {
+      const float value = terms[i](x);
       if constexpr (kExact) {
-        const bool is_one = x == counted[i];
-        ones[i] += is_one ? 1.0f : 0.0f;
-        return is_one ? 0.0f : terms[i](x);
+        const float one = x - terms[i].shift == distance_of_one ? 1.0f : 0.0f;
+        ones[i] += one;
+        return value - one;
       } else {
-        return terms[i](x);
+        return value;
       }
     };
     sum_group<kExact, element_t>(
@@ -266,9 +264,11 @@ class GroupShare {
       for (float& value : least) {
         value = math::infinity<float>();
       }
+      const Group* logits = own;
 #pragma unroll 4
       for (int k = 0; k < own_classes; ++k) {
-        const Group x = own[k * grid_.pitch];
+        const Group x = *logits;
+        logits += grid_.pitch;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           least[i] = ::fminf(x.get(i), least[i]);
@@ -284,10 +284,11 @@ class GroupShare {
     // replace(values): logits by gradients. store(group, place)
     const auto write = [&](auto unroll, auto&& replace, auto&& store) {
       constexpr int kUnroll = decltype(unroll)::value;
+      const Group* logits = own;
       scalar_t* group = of_share;
 #pragma unroll kUnroll
       for (int k = 0; k < own_classes; ++k) {
-        const Group x = own[k * grid_.pitch];
+        const Group x = *logits;
         float values[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -295,6 +296,7 @@ class GroupShare {
         }
         replace(values);
         store(Group::of(values), group);
+        logits += grid_.pitch;
         group += step;
       }
     };
