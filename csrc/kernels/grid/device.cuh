@@ -44,10 +44,34 @@ inline bool driver_captures_overlaps() {
   return captures;
 }
 
+// The multiprocessors that clusters of four blocks can have, of a block each: those of a cluster are
+// neighbours, and some have too few.
+inline int cluster_multiprocessors(int shared_bytes) {
+  constexpr int kCluster = 4;
+  const int block_bytes = shared_bytes / 2;  // no second block fits beside its reserved bytes
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {kCluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(kCluster);
+  config.blockDim = dim3(1);
+  config.dynamicSmemBytes = static_cast<size_t>(block_bytes);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  if (cudaFuncSetAttribute(code_version_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           block_bytes) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&clusters, code_version_kernel, &config) != cudaSuccess) {
+    cudaGetLastError();  // it is no error of the launch that follows
+    return 0;
+  }
+  return clusters * kCluster;
+}
+
 inline DeviceLimits current_device_limits() {
   constexpr int kMaxDevices = 64;
   constexpr int kHopperSharedBytes = 200 << 10;
-  // Shared memory, multiprocessors and the capability in one word, so that no thread sees half.
+  // All of it in one word, so that no thread sees half.
   static std::atomic<uint64_t> known[kMaxDevices];
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) {
@@ -71,13 +95,15 @@ inline DeviceLimits current_device_limits() {
       return {};
     }
     major = std::min(major, code.ptxVersion / 10);
-    packed = static_cast<uint64_t>(shared_bytes) << 32 |
+    const int of_clusters = major >= 9 ? cluster_multiprocessors(shared_bytes) : 0;
+    packed = static_cast<uint64_t>(shared_bytes) << 32 | static_cast<uint64_t>(of_clusters) << 20 |
              static_cast<uint64_t>(multiprocessors) << 8 | static_cast<uint64_t>(major);
     known[device].store(packed, std::memory_order_relaxed);
   }
   DeviceLimits limits;
   limits.shared_bytes = static_cast<int>(packed >> 32);
-  limits.multiprocessors = static_cast<int>(packed >> 8 & 0xffffff);
+  limits.multiprocessors = static_cast<int>(packed >> 8 & 0xfff);
+  limits.cluster_multiprocessors = static_cast<int>(packed >> 20 & 0xfff);
   limits.overlaps =
       driver_captures_overlaps() && static_cast<int>(packed & 0xff) >= 9 && !hopper_is_disabled();
   const bool hopper_code = (packed & 0xff) >= 9 && (packed & 0xff) < 12;  // LOSSOPS_HOPPER_CODE

@@ -17,12 +17,21 @@ __device__ __forceinline__ int cluster_rank() {
 #endif
 }
 
-// Orders accesses to shared memory across the cluster, as __syncthreads() does across a block.
-__device__ __forceinline__ void cluster_sync() {
+// Orders accesses to shared memory across the cluster, as __syncthreads() does across a block. In
+// two halves: all threads of the cluster that have waited see what a thread did before it arrived.
+__device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
+}
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
 }
 
 // Stores `value` to *shared, which is of the block of that rank, and counts 4 bytes as arrived at

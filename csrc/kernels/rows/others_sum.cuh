@@ -106,12 +106,4 @@ struct OthersSum {
   }
 };
 
-// The largest of the lanes of a warp that share a group.
-__device__ __forceinline__ float largest_of_shares(float value, int lanes) {
-  for (int offset = kWarpSize / 2; offset >= lanes; offset /= 2) {
-    value = math::max_number(value, __shfl_xor_sync(kAllLanes, value, offset));
-  }
-  return value;
-}
-
 }  // namespace lossops::cuda::plane_rows

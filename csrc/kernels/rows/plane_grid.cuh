@@ -4,7 +4,9 @@
 //   plane     the rows along the first dimension of the target, such as the pixels of one image
 //   position  the number of a row in its plane
 //   group     neighbouring rows of a plane, 8 bytes of each class: 2 of fp32, 4 of half types
-//   lane      the number of a group in a block, 0 to lanes - 1: not the lane of a warp
+//   cluster   1, 2 or 4 blocks that share groups: each has some of the shares of all their lanes
+//   lane      the number of a group in a cluster, 0 to lanes - 1: not the lane of a warp
+//   own       of rows and lanes: those whose sums a block merges
 //   segment   the groups of 32 neighbouring lanes, or of all lanes if they are fewer
 //   share     the classes c of a group with c % shares == share; one thread has one lane and share
 //   range     the classes that are copied at a time
@@ -16,6 +18,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/grid/device.cuh"
+#include "kernels/primitives/cluster.cuh"
 #include "kernels/primitives/integers.h"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/index_gradient.cuh"
@@ -23,6 +27,9 @@
 #include "kernels/rows/row_groups.cuh"
 
 namespace lossops::cuda::plane_rows {
+
+// Without bulk copies there is no cluster: DeviceLimits::hopper.
+constexpr bool kHasClusters = kMayCopyInBulk;
 
 // Of any dtype: the logits of one class, of a group of rows.
 using GroupWords = VectorOf<uint32_t, kGroupBytes / 4>;
@@ -32,8 +39,10 @@ struct PlaneGrid {
   uint32_t groups;
   Divisor groups_of_plane;
   int64_t positions;  // of a plane
-  int lanes;
+  int cluster;     // blocks
+  int lanes;       // of a cluster
   int lane_bits;   // log2(lanes)
+  int own_lanes;   // of a block
   int share_bits;  // log2(shares)
   int range;
   int buffers;
@@ -48,17 +57,19 @@ struct PlaneGrid {
   PlaneGrid(const CrossEntropyArgs& args, const Spread& spread, const Operand& gradient,
             int64_t gradient_class_stride)
       : positions(positions_of(args)),
-        lanes(spread.cut.lanes),
+        cluster(spread.cluster),
+        lanes(spread.lanes()),
         lane_bits(log2_of(lanes)),
+        own_lanes(spread.cut.lanes),
         share_bits(log2_of(spread.cut.shares)),
         range(spread.cut.range),
         buffers(spread.cut.buffers),
         parts(spread.cut.parts()),
         merging_threads(merging_threads_of(
             spread.cut, static_cast<int>(group_rows(element_size(args.input.dtype))))),
-        width(spread.cut.segment()),
+        width(spread.cut.segment(cluster)),
         padding(Cut::padding(spread.reads)),
-        pitch(static_cast<int>(spread.cut.pitch(spread.reads))),
+        pitch(static_cast<int>(spread.cut.pitch(spread.reads, cluster))),
         reads(spread.reads) {
     writes_groups = gradient.data == nullptr ||
                     side_by_side::lies_in_columns(args, gradient, gradient_class_stride);
@@ -72,6 +83,15 @@ struct PlaneGrid {
   // The thread's number in its segment.
   __device__ __forceinline__ int own_lane() const {
     return static_cast<int>(threadIdx.x) & (width - 1);
+  }
+  __device__ __forceinline__ int blocks_of_cluster() const { return kHasClusters ? cluster : 1; }
+  __device__ __forceinline__ bool is_clustered() const { return blocks_of_cluster() > 1; }
+  // The block's number in its cluster.
+  __device__ __forceinline__ int rank() const {
+    return static_cast<int>(blockIdx.x) & (blocks_of_cluster() - 1);
+  }
+  __device__ __forceinline__ int share_of_thread() const {
+    return (static_cast<int>(threadIdx.x) >> lane_bits) * blocks_of_cluster() + rank();
   }
   // From a logit to that of the share's next class.
   __device__ __forceinline__ int64_t share_step(const CrossEntropyArgs& args) const {
@@ -150,7 +170,9 @@ struct PlanePlace {
   }
 };
 
-// Floats of each row of a block in shared memory, (kRowNumbers + 2 * (parts - 1), rows).
+// Numbers in the shared memory of a block: kRowNumbers of each row of its cluster; behind them the
+// parts of its own rows but part 0, two numbers each, (parts - 1, 2, own rows); in a cluster, behind
+// those, the sums that threads hand over, (rows of a group, sum_numbers(), threads).
 struct RowNumbers {
   // While rows are summed: OthersSum's reference and total of part 0, and the logit of the class
   // index. Afterwards the same places hold the numbers of an IndexGradient.
@@ -161,16 +183,23 @@ struct RowNumbers {
   static constexpr int kIndex = kRowNumbers - 2;
 
   float* numbers;
-  int rows;
+  int rows;  // of the cluster
+  int own_rows;
+  int first_own;
 
   __device__ __forceinline__ float* of(int number) const { return numbers + number * rows; }
-  // The numbers of a part. Part 0 is among the numbers of the rows, the other parts are behind
-  // them.
+  // The numbers of a part, of the own rows. Part 0 is among the numbers of the rows.
   __device__ __forceinline__ float* of_part(int part, int number) const {
-    return of(part == 0 ? number : kRowNumbers + 2 * (part - 1) + number);
+    return part == 0 ? of(number) + first_own
+                     : of(kRowNumbers) + (2 * (part - 1) + number) * own_rows;
   }
+  __device__ __forceinline__ float* of_sums(int parts) const { return of_part(parts, 0); }
   __device__ __forceinline__ int& index(int row, int turn) const {
     return reinterpret_cast<int*>(of(kIndex + turn))[row];
+  }
+  // The same places in the block of that rank.
+  __device__ __forceinline__ RowNumbers at(int rank) const {
+    return {at_rank(numbers, rank), rows, own_rows, first_own};
   }
 
   // Numbers of neighbouring rows.

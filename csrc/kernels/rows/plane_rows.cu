@@ -2,7 +2,8 @@
 // tensor, with class indices. Any number of classes and positions, at any address; it is made for
 // rows that lie side by side.
 //
-// A block has lanes x shares threads (plane_grid.cuh defines lane, share, range and part).
+// A block, or a cluster of them, has lanes x shares threads (plane_grid.cuh defines lane, share,
+// range and part).
 //   1. Each thread sums the classes of its lane and share, which lie in shared memory.
 //   2. A few threads a row merge the partial sums. One of them computes the loss and the row's
 //      factors.
@@ -41,13 +42,14 @@ struct PlaneBackward {
   __device__ __forceinline__ bool exists() const { return row_stats != nullptr; }
 };
 
-// Merges the parts of a row: the sum of all classes but its index, in all threads of a team.
+// Merges the parts of one of the block's own rows: the sum of all classes but its index, in all
+// threads of a team.
 template <bool kExact>
 __device__ __forceinline__ OthersSum<kExact> merge_parts(const RowNumbers& numbers, int parts,
-                                                         int row, int member, int team) {
+                                                         int own, int member, int team) {
   const auto part = [&](int n) {
-    return OthersSum<kExact>{numbers.of_part(n, RowNumbers::kReference)[row],
-                             numbers.of_part(n, RowNumbers::kTotal)[row]};
+    return OthersSum<kExact>{numbers.of_part(n, RowNumbers::kReference)[own],
+                             numbers.of_part(n, RowNumbers::kTotal)[own]};
   };
   OthersSum<kExact> sum = part(member);
 #pragma unroll 1
@@ -94,8 +96,8 @@ struct PlaneRow {
   }
 };
 
-// Step 2, for the rows of the groups from `first` on: records their losses, and leaves what their
-// gradients need in `numbers`. scale: of the gradients.
+// Step 2, for the block's own rows of the groups from `first` on: records their losses, and leaves
+// what their gradients need in the `numbers` of all blocks of the cluster. scale: of the gradients.
 template <typename scalar_t>
 __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
                                             const PlaneBackward& backward, const PlaneGrid& grid,
@@ -110,7 +112,8 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
   const int team = sums ? grid.merging_threads : 1;
   const int member = thread & (team - 1);
 #pragma unroll 1
-  for (int row = thread / team; row < numbers.rows; row += threads / team) {
+  for (int own = thread / team; own < numbers.own_rows; own += threads / team) {
+    const int row = numbers.first_own + own;
     const auto of_row = PlaneRow::of<kRows>(args.rows, grid, first, row);
     const int index = numbers.index(row, turn);
     const bool is_there = of_row.is_there();
@@ -123,7 +126,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
       if (index >= 0 && member == 0) {
         x_at_index = numbers.of(RowNumbers::kLogit)[row];
       }
-      reduced = row_of(merge_parts<kExact>(numbers, grid.parts, row, member, team), x_at_index);
+      reduced = row_of(merge_parts<kExact>(numbers, grid.parts, own, member, team), x_at_index);
       if (member > 0) {
         continue;
       }
@@ -151,16 +154,21 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
     }
     if (args.grad_input.data != nullptr) {
       using Gradient = IndexGradient<kExact>;
-      numbers.put(row, index >= 0 ? Gradient::of(LogitGradient<float, kExact>(finished.softmax,
-                                                                              own_scale * weight),
-                                                 finished.gradient_at_index, index)
-                                  : Gradient::without_loss(gradient_without_loss(index)));
+      const auto gradient =
+          index >= 0
+              ? Gradient::of(LogitGradient<float, kExact>(finished.softmax, own_scale * weight),
+                             finished.gradient_at_index, index)
+              : Gradient::without_loss(gradient_without_loss(index));
+#pragma unroll 1
+      for (int rank = 0; rank < grid.blocks_of_cluster(); ++rank) {
+        numbers.at(rank).put(row, gradient);
+      }
     }
   }
 }
 
-// Losses, and gradients where args.grad_input exists. A block takes groups one after the other. If
-// all classes fit, those of the next groups are copied as soon as the block needs its own no more,
+// Losses, and gradients where args.grad_input exists. A block, or a cluster of them, takes groups
+// one after the other. If all classes fit, those of the next groups are copied as soon as the block needs its own no more,
 // to the same place. Else, while it needs one range, the next one is copied to the other buffer.
 template <typename scalar_t>
 __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
@@ -187,7 +195,21 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   const RowNumbers numbers{
       reinterpret_cast<float*>(reinterpret_cast<uint2*>(dynamic) +
                                grid.buffers * grid.places_of_range() * grid.pitch),
-      grid.lanes * kRows};
+      grid.lanes * kRows, grid.own_lanes * kRows, grid.rank() * grid.own_lanes * kRows};
+  // The blocks of a cluster meet three times a turn: when they have handed over sums, when they have
+  // handed over the numbers of gradients, and when they need the places of both no more.
+  const auto meet = [&] { grid.is_clustered() ? cluster_sync() : __syncthreads(); };
+  const auto leave_places = [&] {
+    if (grid.is_clustered()) {
+      cluster_arrive();
+    }
+  };
+  const auto wait_for_places = [&] {
+    if (grid.is_clustered()) {
+      cluster_wait();
+    }
+  };
+  leave_places();
   const int last_range =
       (static_cast<int>(args.num_classes) - 1) / grid.range * grid.range;  // its first class
   const bool writes = args.grad_input.data != nullptr;
@@ -220,7 +242,8 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     }
   };
   Share share(grid, args, dynamic);
-  uint32_t first = blockIdx.x * grid.lanes;
+  uint32_t first = blockIdx.x / grid.blocks_of_cluster() * grid.lanes;
+  const uint32_t groups_at_once = gridDim.x / grid.blocks_of_cluster() * grid.lanes;
   // Starts to copy a range of the groups from `of_first` on.
   const auto start = [&](uint32_t of_first, int range, int of_buffer) {
     share.start(place_of(of_first + lane), range, of_buffer);
@@ -238,7 +261,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   for (int turn = 0; first < grid.groups; turn ^= 1) {
     put_indices(first, turn);
     __syncthreads();
-    const uint32_t next_first = first + gridDim.x * grid.lanes;
+    const uint32_t next_first = first + groups_at_once;
     prefetch_indices(next_first);
     share.take(place_of(first + lane).rows, &numbers.index(lane * kRows, turn));
     // With two buffers: starts to copy what comes after a range, unless the gradient needs the
@@ -264,9 +287,11 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       type.visit([&](auto like) {
         share.take_indices_out(TypeTag<decltype(like)>{}, range, of_buffer,
                                grid.buffers > 1 ? logits_of(place_of(first + lane)) : nullptr,
-                               numbers.of(RowNumbers::kLogit) + lane * kRows);
+                               numbers.at(lane / grid.own_lanes).of(RowNumbers::kLogit) +
+                                   lane * kRows);
       });
     };
+    wait_for_places();
     if (sums) {
 #pragma unroll 1
       for (int range = 0; range <= last_range; range += grid.range) {
@@ -309,19 +334,22 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       }
       float references[kRows];
       float totals[kRows];
-      share.get_sums(references, totals);
-      if (thread % kWarpSize < grid.lanes) {
-        const int part = grid.lanes < kWarpSize ? thread / kWarpSize : share.share;
-        RowNumbers::store(numbers.of_part(part, RowNumbers::kReference) + lane * kRows, references);
-        RowNumbers::store(numbers.of_part(part, RowNumbers::kTotal) + lane * kRows, totals);
+      share.get_sums(numbers, references, totals);
+      if (thread % kWarpSize < grid.own_lanes) {
+        const int own_lane = thread & (grid.own_lanes - 1);
+        const int part = grid.own_lanes < kWarpSize ? thread / kWarpSize : share.share;
+        RowNumbers::store(numbers.of_part(part, RowNumbers::kReference) + own_lane * kRows,
+                          references);
+        RowNumbers::store(numbers.of_part(part, RowNumbers::kTotal) + own_lane * kRows, totals);
       }
       __syncthreads();
     }
     finish_rows(args, backward, grid, type, numbers, first, turn, scale, partial);
     if (writes) {
-      __syncthreads();
+      meet();
       IndexGradient<kExact> gradients[kRows];
       numbers.get(lane * kRows, share.indices, gradients);
+      leave_places();
       auto* const to = static_cast<scalar_t*>(args.grad_input.data) +
                        place_of(first + lane).offset(args.grad_input);
       // After the sums the last two ranges are still in shared memory, so the last comes first.
@@ -354,9 +382,12 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       if (grid.buffers == 1) {
         start(next_first, 0, 0);
       }
+    } else {
+      leave_places();
     }
     first = next_first;
   }
+  wait_for_places();
   if (args.reduction != Reduction::kNone && !grad_output.exists() && sums) {
     reduce_to_grid(partial, partials, finalize);
   }
@@ -368,6 +399,7 @@ void launch(const CrossEntropyForwardArgs& args, const PlaneBackward& backward,
             cudaStream_t stream) {
   shape.threads = spread.cut.threads();
   shape.shared_bytes = spread.shared_bytes;
+  shape.cluster = spread.cluster;
   const PlaneGrid grid(args, spread, args.grad_input, args.grad_input_class_stride);
   const auto launch_as = [&](auto type) {
     const auto kernel = plane_rows_kernel<typename decltype(type)::scalar_type>;
@@ -390,7 +422,7 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   LaunchShape shape;
   shape.blocks = grad_output.limit_blocks(plan.blocks, plan.threads);
   shape.overlap = waits_for_previous_kernel(denominator, grad_output);
-  launch(args, {}, Spread(args, current_device_limits()), shape, denominator, grad_output,
+  launch(args, {}, Spread(args, args.grad_input, args.grad_input_class_stride, current_device_limits()), shape, denominator, grad_output,
          partials, finalize, stream);
 }
 
@@ -401,7 +433,8 @@ void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t s
   forward.mean_terms = const_cast<double*>(args.mean_terms);  // read only
   forward.grad_input = args.grad_input;
   forward.grad_input_class_stride = args.grad_input_class_stride;
-  const Spread spread(args, current_device_limits());
+  const Spread spread(args, args.grad_input, args.grad_input_class_stride,
+                      current_device_limits());
   LaunchShape shape;
   shape.blocks = spread.blocks;
   shape.overlap = true;

@@ -26,6 +26,8 @@ constexpr int resident_threads(int64_t element_bytes) { return element_bytes == 
 constexpr int kMostLanes = 128;
 // 64 bytes of a class at once: two sectors of memory.
 constexpr int kLeastLanes = 8;
+// 256 bytes of a class at once, by a cluster of blocks that have fewer lanes.
+constexpr int kClusterLanes = 32;
 // Classes of a share, unless a block has too few threads for so many shares: as many as leave
 // shared memory for all threads. bf16 4x171x512x512: .72 / .75 of the floor, .57 / .70 with half as
 // many, .60 / .67 with twice as many. (H100, 2026-11)
@@ -34,6 +36,9 @@ constexpr int kShareClasses = 48;
 constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
 constexpr int kStaticBytes = 1024;
+constexpr int kBlockOverhead = 1024 + kStaticBytes;  // the driver reserves 1024
+// Of memory, that is read or written at once.
+constexpr int kSectorBytes = 32;
 // Groups behind a segment that is not aligned in shared memory: it has a vector more.
 constexpr int kSegmentPadding = kVectorBytes / kGroupBytes;
 // Segments are copied whole where at most one lane in so many is without work. A choice, not
@@ -41,12 +46,13 @@ constexpr int kSegmentPadding = kVectorBytes / kGroupBytes;
 constexpr int kLanesPerIdle = 8;
 // Numbers of a row in shared memory: two class indices, and those of its gradient.
 constexpr int kRowNumbers = 9;
+// Numbers of a sum: its reference, its total, and for fp32 what rounding took.
+constexpr int sum_numbers(int64_t element_bytes) { return element_bytes == 4 ? 3 : 2; }
 
 // What a block may have of dynamic shared memory. device_bytes: of a multiprocessor; 0: not known.
 constexpr int64_t most_shared_bytes(int64_t device_bytes) {
-  constexpr int64_t kReserved = 1024;   // of each block, by the driver
   constexpr int64_t kLeast = 64 << 10;  // sm_75 has it
-  return std::max(device_bytes, kLeast) - kReserved - kStaticBytes;
+  return std::max(device_bytes, kLeast) - kBlockOverhead;
 }
 
 // How the logits of a class are read.
@@ -66,7 +72,8 @@ struct Cut {
   int buffers = 1;  // for ranges: one if all classes are one range
 
   Cut(int64_t classes, int64_t element_bytes, int64_t device_shared_bytes)
-      : row_bytes_(group_rows(element_bytes) * int64_t{sizeof(float)}) {
+      : row_bytes_(group_rows(element_bytes) * int64_t{sizeof(float)}),
+        sum_bytes_(row_bytes_ * sum_numbers(element_bytes)) {
     // The order of sums of side_by_side_rows has one share.
     const bool may_share = classes > side_by_side::kMaxColumnClasses;
     const int64_t most = most_shared_bytes(device_shared_bytes);
@@ -90,7 +97,7 @@ struct Cut {
     // A layout that half types may need decides for all of theirs.
     const PlaneReads reads = element_bytes == 2 ? PlaneReads::kSegments : PlaneReads::kElements;
     range = static_cast<int>(classes);
-    if (may_share && 2 * threads() <= kMostThreads && bytes(reads) > most / 2) {
+    if (may_share && 2 * threads() <= kMostThreads && 2 * (bytes(reads) + kBlockOverhead) > most + kBlockOverhead) {
       shares *= 2;
       if (bytes(reads) > most) {
         shares /= 2;
@@ -106,29 +113,35 @@ struct Cut {
   }
 
   int threads() const { return lanes * shares; }
-  int segment() const { return std::min(lanes, kWarpSize); }
   // Sums of a row that warps leave.
   int parts() const { return std::max(segment() * shares / kWarpSize, 1); }
+  // The blocks of a cluster have all its lanes, and each some of the shares: s % cluster == rank.
+  int segment(int cluster = 1) const { return std::min(lanes * cluster, kWarpSize); }
   // Groups behind a segment in shared memory.
   static int padding(PlaneReads reads) {
     return reads == PlaneReads::kSegments ? kSegmentPadding : 0;
   }
   // Groups from a share's class to its next one in shared memory.
-  int64_t pitch(PlaneReads reads) const {
+  int64_t pitch(PlaneReads reads, int cluster = 1) const {
+    const int width = segment(cluster);
     // Lanes that copy two classes at a time use all banks of shared memory.
-    const int shift = reads == PlaneReads::kPairs && segment() == kLeastLanes ? kLeastLanes : 0;
-    return int64_t{threads()} / segment() * (segment() + padding(reads)) + shift;
+    const int shift = reads == PlaneReads::kPairs && width == kLeastLanes ? kLeastLanes : 0;
+    return int64_t{threads()} / width * (width + padding(reads)) + shift;
   }
   // The shared memory of a block.
-  int64_t bytes(PlaneReads reads) const {
-    return buffers * ceil_div(range, shares) * pitch(reads) * kGroupBytes + numbers_bytes();
+  int64_t bytes(PlaneReads reads, int cluster = 1) const {
+    return buffers * ceil_div(range, shares) * pitch(reads, cluster) * kGroupBytes +
+           numbers_bytes(cluster);
   }
 
  private:
-  int64_t row_bytes_;
+  int64_t row_bytes_;  // a number of each row of a group
+  int64_t sum_bytes_;
 
-  int64_t numbers_bytes() const {
-    return lanes * row_bytes_ * (kRowNumbers + 2 * (parts() - 1));
+  // Of the rows' numbers and parts, in a cluster also of the sums that threads hand over.
+  int64_t numbers_bytes(int cluster = 1) const {
+    return lanes * row_bytes_ * (cluster * kRowNumbers + 2 * (parts() - 1)) +
+           (cluster > 1 ? threads() * sum_bytes_ : 0);
   }
   // The largest that pitch() makes of so many bytes.
   static int64_t padded(int64_t bytes) {
@@ -167,37 +180,61 @@ inline bool takes_gradients(const CrossEntropyBackwardArgs& args) {
 struct Spread {
   Cut cut;
   PlaneReads reads = PlaneReads::kElements;
+  int cluster = 1;       // blocks of one
   int64_t shared_bytes;  // of a block
   int64_t blocks;
 
-  Spread(const CrossEntropyArgs& args, const DeviceLimits& device)
+  // gradient: its data is null if there is none.
+  Spread(const CrossEntropyArgs& args, const Operand& gradient, int64_t gradient_class_stride,
+         const DeviceLimits& device)
       : cut(args.num_classes, element_size(args.input.dtype), device.shared_bytes) {
     using side_by_side::lies_in_columns;
     const auto& input = args.input;
-    if (lies_in_columns(args, input, args.input_class_stride, 2 * kGroupBytes)) {
-      reads = PlaneReads::kPairs;
-    } else if (lies_in_columns(args, input, args.input_class_stride)) {
-      reads = PlaneReads::kGroups;
-    } else if (is_half_type(input.dtype) && input.strides[0] == 1 &&
-               Segments(args, cut.segment()).are_usable) {
-      reads = PlaneReads::kSegments;
+    const auto lie_in = [&](int64_t bytes) {
+      return lies_in_columns(args, input, args.input_class_stride, bytes);
+    };
+    reads = lie_in(2 * kGroupBytes) ? PlaneReads::kPairs
+            : lie_in(kGroupBytes)   ? PlaneReads::kGroups
+                                    : PlaneReads::kElements;
+    const bool writes = gradient.data != nullptr;
+    const bool shares_sectors =
+        writes && !(lie_in(kSectorBytes) &&
+                    lies_in_columns(args, gradient, gradient_class_stride, kSectorBytes));
+    const bool may_cluster = device.hopper && (shares_sectors || cut.buffers > 1);
+    cluster = may_cluster ? std::max(kClusterLanes / cut.lanes, 1) : 1;
+    if (reads == PlaneReads::kElements && is_half_type(input.dtype) && input.strides[0] == 1) {
+      for (int smaller = cluster; smaller > 0; smaller /= 2) {
+        if (Segments(args, cut.segment(smaller)).are_usable) {
+          reads = PlaneReads::kSegments;
+          cluster = smaller;
+          break;
+        }
+      }
     }
-    shared_bytes = cut.bytes(reads);
+    shared_bytes = cut.bytes(reads, cluster);
     // As many as the device runs at a time: each takes rows one after the other, and copies the
     // next while it computes.
     const int64_t resident = std::min<int64_t>(
         resident_threads(element_size(input.dtype)) / cut.threads(),
         device.resident_blocks(cut.threads(), static_cast<int>(shared_bytes) + kStaticBytes));
-    blocks = std::clamp<int64_t>(ceil_div(groups_of(args), cut.lanes), 1,
-                                 std::max<int64_t>(device.multiprocessors * resident, 1));
+    const int64_t multiprocessors =
+        cluster > 1 ? device.cluster_multiprocessors : device.multiprocessors;
+    blocks = cluster * std::clamp<int64_t>(ceil_div(groups_of(args), lanes()), 1,
+                                           std::max<int64_t>(
+                                               multiprocessors * resident / cluster, 1));
   }
+
+  int lanes() const { return cut.lanes * cluster; }
 };
 
 inline RowPlan plan(const RowProblem& problem) {
-  const Spread spread(problem.args, problem.device);
+  const auto& args = problem.args;
+  const Spread spread(args, problem.gradient ? args.grad_input : Operand(),
+                      args.grad_input_class_stride, problem.device);
   RowPlan plan;
   plan.threads = spread.cut.threads();
   plan.team = spread.cut.shares;
+  plan.cluster = spread.cluster;
   plan.blocks = spread.blocks;
   plan.shared_bytes = spread.shared_bytes;
   return plan;

@@ -31,7 +31,7 @@ class GroupShare {
 
   __device__ __forceinline__ GroupShare(const PlaneGrid& grid, const CrossEntropyForwardArgs& args,
                                         void* stage)
-      : share(static_cast<int>(threadIdx.x) >> grid.lane_bits),
+      : share(grid.share_of_thread()),
         args_(args),
         grid_(grid),
         slot_(static_cast<int>(threadIdx.x) / grid.width * (grid.width + grid.padding) +
@@ -126,8 +126,7 @@ class GroupShare {
           }
         });
   }
-  // Marks all sums as plain. Returns which rows are not, a bit each: the same in all lanes of a
-  // warp that share a group.
+  // Marks all sums as plain. Returns which rows are not, a bit each.
   template <typename element_t>
   __device__ __forceinline__ int mark_plain(TypeTag<element_t>) {
     const auto& reaches = reinterpret_cast<const RowGroup<element_t>&>(reaches_);
@@ -141,9 +140,6 @@ class GroupShare {
       const bool is_plain = reach <= kMaxPlainLogit &&
                             (total > 0.0f || (grid_.share_bits > 0 && total == 0.0f) || rows_ == 0);
       shifted |= is_plain ? 0 : 1 << i;
-    }
-    for (int offset = kWarpSize / 2; offset >= grid_.lanes; offset /= 2) {
-      shifted |= __shfl_xor_sync(kAllLanes, shifted, offset);
     }
     return shifted;
   }
@@ -168,7 +164,7 @@ class GroupShare {
     }
   }
 
-  // Adds a range to the sums relative to the largest logit so far. All lanes of a warp.
+  // Adds a range to the sums relative to the largest logit so far.
   template <typename element_t>
   __device__ __forceinline__ void add_shifted(TypeTag<element_t>, int first, int buffer) {
     const Part<element_t> part(*this, first, buffer);
@@ -193,7 +189,7 @@ class GroupShare {
         max = math::max_number(last[i], max);
       }
       max = math::max_number(max, -math::infinity<float>());
-      raise(i, largest_of_shares(max, grid_.lanes) + 0.0f);  // never -0
+      raise(i, max + 0.0f);  // never -0
       terms[i] = RowTerms<kExact>(references_[i]);
     }
     // Terms that are exactly 1 are counted apart: beside a 1, every sum of smaller ones would be
@@ -229,19 +225,28 @@ class GroupShare {
     }
   }
 
-  // The sums of a warp's lanes that share a group, of each row. All lanes of a warp.
-  __device__ __forceinline__ void get_sums(float (&references)[kRows], float (&totals)[kRows]) {
+  // Merges the sums of a warp's lanes that share a group of the block's own. All threads of a
+  // cluster.
+  __device__ __forceinline__ void get_sums(const RowNumbers& numbers, float (&references)[kRows],
+                                           float (&totals)[kRows]) {
+    OthersSum<kExact> sums[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      OthersSum<kExact> sum{references_[i], sums_[i].sum};
+      sums[i] = {references_[i], sums_[i].sum};
       if constexpr (kExact) {
-        sum.lost = sums_[i].lost;
+        sums[i].lost = sums_[i].lost;
       }
-      for (int offset = kWarpSize / 2; offset >= grid_.lanes; offset /= 2) {
-        sum.add(sum.of_neighbour(offset));
+    }
+    if (grid_.is_clustered()) {
+      exchange(numbers.of_sums(grid_.parts), sums);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      for (int offset = kWarpSize / 2; offset >= grid_.own_lanes; offset /= 2) {
+        sums[i].add(sums[i].of_neighbour(offset));
       }
-      references[i] = sum.reference;
-      totals[i] = sum.rounded();
+      references[i] = sums[i].reference;
+      totals[i] = sums[i].rounded();
     }
   }
 
@@ -339,6 +344,37 @@ class GroupShare {
   }
 
  private:
+  // Hands sums over to the block that merges them: afterwards a thread has those that it would have
+  // if its block had all shares of its own lanes. of_sums: (kRows, sum_numbers(), threads) in every
+  // block.
+  __device__ __forceinline__ void exchange(float* of_sums, OthersSum<kExact> (&sums)[kRows]) const {
+    constexpr int kNumbers = sum_numbers(sizeof(scalar_t));
+    const int threads = static_cast<int>(blockDim.x);
+    const int thread = static_cast<int>(threadIdx.x);
+    const int lane = grid_.own_lane();
+    float* const to = at_rank(of_sums, lane / grid_.own_lanes) + thread - lane +
+                      grid_.rank() * grid_.own_lanes + lane % grid_.own_lanes;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      float* const of_row = to + i * kNumbers * threads;
+      of_row[0] = sums[i].reference;
+      of_row[threads] = sums[i].total;
+      if constexpr (kExact) {
+        of_row[2 * threads] = sums[i].lost;
+      }
+    }
+    cluster_sync();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float* const of_row = of_sums + i * kNumbers * threads + thread;
+      sums[i].reference = of_row[0];
+      sums[i].total = of_row[threads];
+      if constexpr (kExact) {
+        sums[i].lost = of_row[2 * threads];
+      }
+    }
+  }
+
   static constexpr bool kHasSegments = sizeof(scalar_t) == 2;
 
   // What is summed of a range: `count` classes, and the last one of all where it is in the range.
