@@ -419,11 +419,13 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                        const Denominator& denominator, const GradOutput& grad_output,
                        Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   using namespace plane_rows;
+  const Spread spread(args, args.grad_input, args.grad_input_class_stride, current_device_limits());
   LaunchShape shape;
   shape.blocks = grad_output.limit_blocks(plan.blocks, plan.threads);
-  shape.overlap = waits_for_previous_kernel(denominator, grad_output);
-  launch(args, {}, Spread(args, args.grad_input, args.grad_input_class_stride, current_device_limits()), shape, denominator, grad_output,
-         partials, finalize, stream);
+  // Beside blocks of another kernel they begin one by one, and neighbours no longer read neighbouring
+  // memory at a time: steps of 150 to 1203 classes took 8 to 12 % longer. (H100, 2026-11)
+  shape.overlap = grad_output.exists() || (denominator.is_left() && spread.has_one_turn());
+  launch(args, {}, spread, shape, denominator, grad_output, partials, finalize, stream);
 }
 
 void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {

@@ -187,7 +187,8 @@ struct Spread {
   // gradient: its data is null if there is none.
   Spread(const CrossEntropyArgs& args, const Operand& gradient, int64_t gradient_class_stride,
          const DeviceLimits& device)
-      : cut(args.num_classes, element_size(args.input.dtype), device.shared_bytes) {
+      : cut(args.num_classes, element_size(args.input.dtype), device.shared_bytes),
+        groups_(groups_of(args)) {
     using side_by_side::lies_in_columns;
     const auto& input = args.input;
     const auto lie_in = [&](int64_t bytes) {
@@ -219,12 +220,16 @@ struct Spread {
         device.resident_blocks(cut.threads(), static_cast<int>(shared_bytes) + kStaticBytes));
     const int64_t multiprocessors =
         cluster > 1 ? device.cluster_multiprocessors : device.multiprocessors;
-    blocks = cluster * std::clamp<int64_t>(ceil_div(groups_of(args), lanes()), 1,
+    blocks = cluster * std::clamp<int64_t>(ceil_div(groups_, lanes()), 1,
                                            std::max<int64_t>(
                                                multiprocessors * resident / cluster, 1));
   }
 
   int lanes() const { return cut.lanes * cluster; }
+  bool has_one_turn() const { return blocks / cluster * lanes() >= groups_; }
+
+ private:
+  int64_t groups_;
 };
 
 inline RowPlan plan(const RowProblem& problem) {
