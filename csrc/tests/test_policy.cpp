@@ -180,7 +180,13 @@ void test_plane_cuts() {
         test::subject() = std::to_string(kilobytes) + " KB, " + std::to_string(classes);
         const plane_rows::Cut cut(classes, element_bytes, int64_t{kilobytes} << 10);
         CHECK(cut.threads() <= plane_rows::kMostThreads && cut.threads() % kWarpSize == 0);
-        CHECK(cut.bytes > 0 && cut.bytes <= most);
+        using plane_rows::PlaneReads;
+        for (const PlaneReads reads : {PlaneReads::kPairs, PlaneReads::kGroups,
+                                       PlaneReads::kSegments, PlaneReads::kElements}) {
+          if (reads != PlaneReads::kSegments || element_bytes == 2) {
+            CHECK(cut.bytes(reads) > 0 && cut.bytes(reads) <= most);
+          }
+        }
         CHECK(cut.range > 0 && cut.range <= classes);
         CHECK(cut.range == classes
                   ? cut.buffers == 1
@@ -202,6 +208,38 @@ CrossEntropyForwardArgs short_rows(DType dtype, int64_t classes, int64_t stride)
   args.input_class_stride = 1;
   args.num_classes = classes;
   return args;
+}
+
+// Blocks in clusters: where gradients share sectors of memory, or classes are taken in ranges. They
+// fit a multiprocessor, and each has some of the shares.
+void test_plane_clusters() {
+  for (const NamedDevice& device : kNamedDevices) {
+    for (const int64_t positions : {1000, 1001, 1008}) {
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+        bool has_cluster = false;
+        for (int64_t classes = 89; classes <= 20'000; classes += classes < 4000 ? 7 : 97) {
+          test::subject() = device.name + (" " + std::to_string(classes)) + "x" +
+                            std::to_string(positions);
+          CrossEntropyForwardArgs args = short_rows(dtype, classes, 1);
+          args.rows.sizes[0] = args.rows.numel = positions;
+          args.input_class_stride = args.grad_input_class_stride = positions;
+          args.grad_input = args.input;
+          using plane_rows::Spread;
+          const Spread spread(args, args.grad_input, positions, device.limits);
+          const Spread forward(args, Operand(), positions, device.limits);
+          const bool shares_sectors = positions * element_size(dtype) % 32 != 0;
+          CHECK(spread.cluster == 1 || (device.limits.hopper && spread.lanes() == 32));
+          CHECK(spread.cluster == 1 || shares_sectors || spread.cut.buffers > 1);
+          CHECK(forward.cluster == 1 || forward.cut.buffers > 1);
+          CHECK(spread.cut.shares % spread.cluster == 0 && spread.blocks % spread.cluster == 0);
+          CHECK(spread.shared_bytes <= plane_rows::most_shared_bytes(device.limits.shared_bytes));
+          has_cluster = has_cluster || spread.cluster > 1;
+        }
+        CHECK(has_cluster == device.limits.hopper);
+      }
+    }
+  }
+  test::subject() = "";
 }
 
 // The lanes that share a short row of fp32 have all of its units, and none has much more than its
@@ -303,6 +341,7 @@ int main() {
   lossops::cuda::test_random_problems();
   lossops::cuda::test_edges();
   lossops::cuda::test_plane_cuts();
+  lossops::cuda::test_plane_clusters();
   lossops::cuda::test_float_tile_lanes();
   lossops::cuda::test_tile_bytes();
   lossops::cuda::test_soft_tiles();

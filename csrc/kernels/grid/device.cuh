@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "kernels/grid/cluster_limits.cuh"
 #include "kernels/grid/device_limits.h"
 
 // Whether this is code for sm_90 or sm_100: kernels for Hopper are empty in all other. No device of
@@ -44,30 +45,6 @@ inline bool driver_captures_overlaps() {
   return captures;
 }
 
-// The multiprocessors that clusters of four blocks can have, of a block each: those of a cluster are
-// neighbours, and some have too few.
-inline int cluster_multiprocessors(int shared_bytes) {
-  constexpr int kCluster = 4;
-  const int block_bytes = shared_bytes / 2;  // no second block fits beside its reserved bytes
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {kCluster, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(kCluster);
-  config.blockDim = dim3(1);
-  config.dynamicSmemBytes = static_cast<size_t>(block_bytes);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  int clusters = 0;
-  if (cudaFuncSetAttribute(code_version_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           block_bytes) != cudaSuccess ||
-      cudaOccupancyMaxActiveClusters(&clusters, code_version_kernel, &config) != cudaSuccess) {
-    cudaGetLastError();  // it is no error of the launch that follows
-    return 0;
-  }
-  return clusters * kCluster;
-}
-
 inline DeviceLimits current_device_limits() {
   constexpr int kMaxDevices = 64;
   constexpr int kHopperSharedBytes = 200 << 10;
@@ -95,7 +72,7 @@ inline DeviceLimits current_device_limits() {
       return {};
     }
     major = std::min(major, code.ptxVersion / 10);
-    const int of_clusters = major >= 9 ? cluster_multiprocessors(shared_bytes) : 0;
+    const int of_clusters = major >= 9 ? cluster_multiprocessors(code_version_kernel, shared_bytes) : 0;
     packed = static_cast<uint64_t>(shared_bytes) << 32 | static_cast<uint64_t>(of_clusters) << 20 |
              static_cast<uint64_t>(multiprocessors) << 8 | static_cast<uint64_t>(major);
     known[device].store(packed, std::memory_order_relaxed);

@@ -94,8 +94,8 @@ struct Cut {
     if (lanes * shares < kWarpSize) {
       shares = kWarpSize / lanes;
     }
-    // A layout that half types may need decides for all of theirs.
-    const PlaneReads reads = element_bytes == 2 ? PlaneReads::kSegments : PlaneReads::kElements;
+    // The widest layout that the dtype has decides for all.
+    const PlaneReads reads = element_bytes == 2 ? PlaneReads::kSegments : PlaneReads::kPairs;
     range = static_cast<int>(classes);
     if (may_share && 2 * threads() <= kMostThreads && 2 * (bytes(reads) + kBlockOverhead) > most + kBlockOverhead) {
       shares *= 2;
@@ -201,7 +201,8 @@ struct Spread {
     const bool shares_sectors =
         writes && !(lie_in(kSectorBytes) &&
                     lies_in_columns(args, gradient, gradient_class_stride, kSectorBytes));
-    const bool may_cluster = device.hopper && (shares_sectors || cut.buffers > 1);
+    const bool may_cluster = device.hopper && device.cluster_multiprocessors > 0 &&
+                             (shares_sectors || cut.buffers > 1);
     cluster = may_cluster ? std::max(kClusterLanes / cut.lanes, 1) : 1;
     if (reads == PlaneReads::kElements && is_half_type(input.dtype) && input.strides[0] == 1) {
       for (int smaller = cluster; smaller > 0; smaller /= 2) {
@@ -211,6 +212,9 @@ struct Spread {
           break;
         }
       }
+    }
+    while (cluster > 1 && cut.bytes(reads, cluster) > most_shared_bytes(device.shared_bytes)) {
+      cluster /= 2;
     }
     shared_bytes = cut.bytes(reads, cluster);
     // As many as the device runs at a time: each takes rows one after the other, and copies the
