@@ -187,11 +187,12 @@ def test_images(dtype: torch.dtype, classes: int) -> None:
             check(CE, sample(x, t, **options))
 
 
-@pytest.mark.parametrize("classes", [2, 5, 21, 24, 88, 100, 300, 3000])
+@pytest.mark.parametrize("classes", [2, 5, 21, 24, 88, 100, 200, 300, 1600, 3000, 7000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
-    """The same bits in groups of rows and row by row, for rows of all kinds side by side."""
-    for spread, width in ((1.0, 44), (25.0, 43), (120.0, 44), (1.0, 43)):
+    """The same bits in groups of rows and row by row, for rows of all kinds side by side, by blocks
+    alone (where 64 positions are a row of the image) and by blocks in clusters."""
+    for spread, width in ((1.0, 44), (25.0, 43), (120.0, 44), (1.0, 43), (1.0, 64), (25.0, 64)):
         x = (spread * torch.randn(2, classes, 25, width)).to(dtype).cuda()
         x[0, :, 0, 0] = float("nan")
         x[0, classes // 2, 0, 1] = float("inf")
