@@ -218,8 +218,8 @@ void test_plane_clusters() {
       for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
         bool has_cluster = false;
         for (int64_t classes = 89; classes <= 20'000; classes += classes < 4000 ? 7 : 97) {
-          test::subject() = device.name + (" " + std::to_string(classes)) + "x" +
-                            std::to_string(positions);
+          test::subject() =
+              device.name + (" " + std::to_string(classes)) + "x" + std::to_string(positions);
           CrossEntropyForwardArgs args = short_rows(dtype, classes, 1);
           args.rows.sizes[0] = args.rows.numel = positions;
           args.input_class_stride = args.grad_input_class_stride = positions;

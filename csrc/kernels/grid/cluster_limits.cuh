@@ -5,8 +5,8 @@
 
 namespace lossops::cuda {
 
-// The multiprocessors that clusters of four blocks can have, of a block each: those of a cluster are
-// neighbours, and some have too few.
+// The multiprocessors that clusters of four blocks can have, of a block each: those of a cluster
+// are neighbours, and some have too few.
 inline int cluster_multiprocessors(void (*empty_kernel)(), int shared_bytes) {
   constexpr int kCluster = 4;
   const int block_bytes = shared_bytes / 2;  // no second block fits beside its reserved bytes

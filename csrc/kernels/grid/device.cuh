@@ -72,7 +72,8 @@ inline DeviceLimits current_device_limits() {
       return {};
     }
     major = std::min(major, code.ptxVersion / 10);
-    const int of_clusters = major >= 9 ? cluster_multiprocessors(code_version_kernel, shared_bytes) : 0;
+    const int of_clusters =
+        major >= 9 ? cluster_multiprocessors(code_version_kernel, shared_bytes) : 0;
     packed = static_cast<uint64_t>(shared_bytes) << 32 | static_cast<uint64_t>(of_clusters) << 20 |
              static_cast<uint64_t>(multiprocessors) << 8 | static_cast<uint64_t>(major);
     known[device].store(packed, std::memory_order_relaxed);

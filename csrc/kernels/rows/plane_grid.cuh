@@ -39,11 +39,11 @@ struct PlaneGrid {
   uint32_t groups;
   Divisor groups_of_plane;
   int64_t positions;  // of a plane
-  int cluster;     // blocks
-  int lanes;       // of a cluster
-  int lane_bits;   // log2(lanes)
-  int own_lanes;   // of a block
-  int share_bits;  // log2(shares)
+  int cluster;        // blocks
+  int lanes;          // of a cluster
+  int lane_bits;      // log2(lanes)
+  int own_lanes;      // of a block
+  int share_bits;     // log2(shares)
   int range;
   int buffers;
   int parts;
@@ -171,8 +171,8 @@ struct PlanePlace {
 };
 
 // Numbers in the shared memory of a block: kRowNumbers of each row of its cluster; behind them the
-// parts of its own rows but part 0, two numbers each, (parts - 1, 2, own rows); in a cluster, behind
-// those, the sums that threads hand over, (rows of a group, sum_numbers(), threads).
+// parts of its own rows but part 0, two numbers each, (parts - 1, 2, own rows); in a cluster,
+// behind those, the sums that threads hand over, (rows of a group, sum_numbers(), threads).
 struct RowNumbers {
   // While rows are summed: OthersSum's reference and total of part 0, and the logit of the class
   // index. Afterwards the same places hold the numbers of an IndexGradient.

@@ -168,8 +168,9 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
 }
 
 // Losses, and gradients where args.grad_input exists. A block, or a cluster of them, takes groups
-// one after the other. If all classes fit, those of the next groups are copied as soon as the block needs its own no more,
-// to the same place. Else, while it needs one range, the next one is copied to the other buffer.
+// one after the other. If all classes fit, those of the next groups are copied as soon as the block
+// needs its own no more, to the same place. Else, while it needs one range, the next one is copied
+// to the other buffer.
 template <typename scalar_t>
 __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     plane_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -196,8 +197,8 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       reinterpret_cast<float*>(reinterpret_cast<uint2*>(dynamic) +
                                grid.buffers * grid.places_of_range() * grid.pitch),
       grid.lanes * kRows, grid.own_lanes * kRows, grid.rank() * grid.own_lanes * kRows};
-  // The blocks of a cluster meet three times a turn: when they have handed over sums, when they have
-  // handed over the numbers of gradients, and when they need the places of both no more.
+  // The blocks of a cluster meet three times a turn: when they have handed over sums, when they
+  // have handed over the numbers of gradients, and when they need the places of both no more.
   const auto meet = [&] { grid.is_clustered() ? cluster_sync() : __syncthreads(); };
   const auto leave_places = [&] {
     if (grid.is_clustered()) {
@@ -285,10 +286,10 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     };
     const auto take_indices_out = [&](int range, int of_buffer) {
       type.visit([&](auto like) {
-        share.take_indices_out(TypeTag<decltype(like)>{}, range, of_buffer,
-                               grid.buffers > 1 ? logits_of(place_of(first + lane)) : nullptr,
-                               numbers.at(lane / grid.own_lanes).of(RowNumbers::kLogit) +
-                                   lane * kRows);
+        share.take_indices_out(
+            TypeTag<decltype(like)>{}, range, of_buffer,
+            grid.buffers > 1 ? logits_of(place_of(first + lane)) : nullptr,
+            numbers.at(lane / grid.own_lanes).of(RowNumbers::kLogit) + lane * kRows);
       });
     };
     wait_for_places();
@@ -422,8 +423,9 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   const Spread spread(args, args.grad_input, args.grad_input_class_stride, current_device_limits());
   LaunchShape shape;
   shape.blocks = grad_output.limit_blocks(plan.blocks, plan.threads);
-  // Beside blocks of another kernel they begin one by one, and neighbours no longer read neighbouring
-  // memory at a time: steps of 150 to 1203 classes took 8 to 12 % longer. (H100, 2026-11)
+  // Beside blocks of another kernel they begin one by one, and neighbours no longer read
+  // neighbouring memory at a time: steps of 150 to 1203 classes took 8 to 12 % longer. (H100,
+  // 2026-11)
   shape.overlap = grad_output.exists() || (denominator.is_left() && spread.has_one_turn());
   launch(args, {}, spread, shape, denominator, grad_output, partials, finalize, stream);
 }
@@ -435,8 +437,7 @@ void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t s
   forward.mean_terms = const_cast<double*>(args.mean_terms);  // read only
   forward.grad_input = args.grad_input;
   forward.grad_input_class_stride = args.grad_input_class_stride;
-  const Spread spread(args, args.grad_input, args.grad_input_class_stride,
-                      current_device_limits());
+  const Spread spread(args, args.grad_input, args.grad_input_class_stride, current_device_limits());
   LaunchShape shape;
   shape.blocks = spread.blocks;
   shape.overlap = true;

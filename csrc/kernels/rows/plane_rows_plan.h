@@ -97,7 +97,8 @@ struct Cut {
     // The widest layout that the dtype has decides for all.
     const PlaneReads reads = element_bytes == 2 ? PlaneReads::kSegments : PlaneReads::kPairs;
     range = static_cast<int>(classes);
-    if (may_share && 2 * threads() <= kMostThreads && 2 * (bytes(reads) + kBlockOverhead) > most + kBlockOverhead) {
+    if (may_share && 2 * threads() <= kMostThreads &&
+        2 * (bytes(reads) + kBlockOverhead) > most + kBlockOverhead) {
       shares *= 2;
       if (bytes(reads) > most) {
         shares /= 2;
@@ -201,8 +202,8 @@ struct Spread {
     const bool shares_sectors =
         writes && !(lie_in(kSectorBytes) &&
                     lies_in_columns(args, gradient, gradient_class_stride, kSectorBytes));
-    const bool may_cluster = device.hopper && device.cluster_multiprocessors > 0 &&
-                             (shares_sectors || cut.buffers > 1);
+    const bool may_cluster =
+        device.hopper && device.cluster_multiprocessors > 0 && (shares_sectors || cut.buffers > 1);
     cluster = may_cluster ? std::max(kClusterLanes / cut.lanes, 1) : 1;
     if (reads == PlaneReads::kElements && is_half_type(input.dtype) && input.strides[0] == 1) {
       for (int smaller = cluster; smaller > 0; smaller /= 2) {
@@ -224,9 +225,9 @@ struct Spread {
         device.resident_blocks(cut.threads(), static_cast<int>(shared_bytes) + kStaticBytes));
     const int64_t multiprocessors =
         cluster > 1 ? device.cluster_multiprocessors : device.multiprocessors;
-    blocks = cluster * std::clamp<int64_t>(ceil_div(groups_, lanes()), 1,
-                                           std::max<int64_t>(
-                                               multiprocessors * resident / cluster, 1));
+    blocks =
+        cluster * std::clamp<int64_t>(ceil_div(groups_, lanes()), 1,
+                                      std::max<int64_t>(multiprocessors * resident / cluster, 1));
   }
 
   int lanes() const { return cut.lanes * cluster; }

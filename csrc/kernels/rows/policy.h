@@ -74,8 +74,8 @@ struct NamedDevice {
 constexpr NamedDevice kNamedDevices[] = {
     {"h200", {132, 228 << 10, true, true, 128}}, {"h100", {132, 228 << 10, true, true, 128}},
     {"b200", {148, 228 << 10, true, true, 144}}, {"a100", {108, 164 << 10, false, false}},
-    {"l40s", {142, 100 << 10, false, false}},   {"rtx4090", {128, 100 << 10, false, false}},
-    {"rtx5090", {170, 100 << 10, false, true}}, {"t4", {40, 64 << 10, false, false}},
+    {"l40s", {142, 100 << 10, false, false}},    {"rtx4090", {128, 100 << 10, false, false}},
+    {"rtx5090", {170, 100 << 10, false, true}},  {"t4", {40, 64 << 10, false, false}},
 };
 
 // In cross_entropy.cu: builds with CUDA only.

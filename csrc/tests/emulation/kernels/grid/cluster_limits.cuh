@@ -3,6 +3,6 @@
 
 namespace lossops::cuda {
 
-inline int cluster_multiprocessors(void (*/*empty_kernel*/)(), int /*shared_bytes*/) { return 0; }
+inline int cluster_multiprocessors(void (* /*empty_kernel*/)(), int /*shared_bytes*/) { return 0; }
 
 }  // namespace lossops::cuda
