@@ -175,11 +175,12 @@ def test_large_logits(dtype: torch.dtype, classes: int) -> None:
             assert torch.allclose(gradient, leaf.grad, rtol=1e-2, atol=1e-6), scale
 
 
-@pytest.mark.parametrize("classes", [3, 5, 10, 14, 21, 22, 23, 44, 45, 88, 89, 200])
+@pytest.mark.parametrize("classes", [3, 5, 10, 14, 21, 22, 23, 44, 45, 88, 89, 200, 400])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_images(dtype: torch.dtype, classes: int) -> None:
-    """Rows side by side, in whole vectors and not."""
-    for height, width in ((8, 16), (5, 7), (4, 6)):
+    """Rows side by side, in whole vectors and not. 13 x 13 of a half type are whole segments of 16
+    lanes, but not of 32."""
+    for height, width in ((8, 16), (5, 7), (4, 6), (13, 13)):
         x = (2 * torch.randn(3, classes, height, width)).to(dtype).cuda()
         t = torch.randint(0, classes, (3, height, width)).cuda()
         t[0, 0] = -100
@@ -190,8 +191,9 @@ def test_images(dtype: torch.dtype, classes: int) -> None:
 @pytest.mark.parametrize("classes", [2, 5, 21, 24, 88, 100, 200, 300, 1600, 3000, 7000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
-    """The same bits in groups of rows and row by row, for rows of all kinds side by side, by blocks
-    alone (where 64 positions are a row of the image) and by blocks in clusters."""
+    """The same bits in groups of rows and row by row, for rows of all kinds side by side. Where rows
+    of an image have 64 positions and all classes fit, groups are for blocks alone, and shifted ones
+    for clusters."""
     for spread, width in ((1.0, 44), (25.0, 43), (120.0, 44), (1.0, 43), (1.0, 64), (25.0, 64)):
         x = (spread * torch.randn(2, classes, 25, width)).to(dtype).cuda()
         x[0, :, 0, 0] = float("nan")

@@ -195,7 +195,7 @@ template <bool kExact>
 __device__ __forceinline__ float exp_in_sum(float x) {
   if constexpr (kExact) {
 #if __CUDA_ARCH__ >= 800
-    return exp_of_finite_in_sum(max_nan(x, -128.0f));  // both are 0
+    return exp_of_finite_in_sum(max_nan(x, -128.0f));  // as of -inf, 0
 #else
     const float power = exp2(x * kLog2E);
     return power > 0.0f ? exp_of_finite_in_sum(x) : power;

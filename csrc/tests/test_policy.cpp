@@ -214,7 +214,7 @@ CrossEntropyForwardArgs short_rows(DType dtype, int64_t classes, int64_t stride)
 // fit a multiprocessor, and each has some of the shares.
 void test_plane_clusters() {
   for (const NamedDevice& device : kNamedDevices) {
-    for (const int64_t positions : {1000, 1001, 1008}) {
+    for (const int64_t positions : {169, 1000, 1001, 1008}) {
       for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
         bool has_cluster = false;
         for (int64_t classes = 89; classes <= 20'000; classes += classes < 4000 ? 7 : 97) {
@@ -228,11 +228,17 @@ void test_plane_clusters() {
           const Spread spread(args, args.grad_input, positions, device.limits);
           const Spread forward(args, Operand(), positions, device.limits);
           const bool shares_sectors = positions * element_size(dtype) % 32 != 0;
-          CHECK(spread.cluster == 1 || (device.limits.hopper && spread.lanes() == 32));
+          CHECK(spread.cluster == 1 || (device.limits.hopper && spread.lanes() <= 32));
+          CHECK(spread.has_one_turn() ==
+                (spread.blocks / spread.cluster * spread.lanes() >= spread.groups));
           CHECK(spread.cluster == 1 || shares_sectors || spread.cut.buffers > 1);
           CHECK(forward.cluster == 1 || forward.cut.buffers > 1);
           CHECK(spread.cut.shares % spread.cluster == 0 && spread.blocks % spread.cluster == 0);
           CHECK(spread.shared_bytes <= plane_rows::most_shared_bytes(device.limits.shared_bytes));
+          CHECK(spread.cut.buffers == 1 || device.limits.shared_bytes < 100 << 10 ||
+                device.limits.resident_blocks(
+                    spread.cut.threads(),
+                    static_cast<int>(spread.shared_bytes) + plane_rows::kStaticBytes) >= 2);
           has_cluster = has_cluster || spread.cluster > 1;
         }
         CHECK(has_cluster == device.limits.hopper);

@@ -5,11 +5,11 @@
 
 namespace lossops::cuda {
 
-// The multiprocessors that clusters of four blocks can have, of a block each: those of a cluster
-// are neighbours, and some have too few.
+// How many multiprocessors clusters of four blocks can use at a time, with a block on each. Those
+// of a cluster are neighbours, so a few may be left over.
 inline int cluster_multiprocessors(void (*empty_kernel)(), int shared_bytes) {
   constexpr int kCluster = 4;
-  const int block_bytes = shared_bytes / 2;  // no second block fits beside its reserved bytes
+  const int block_bytes = shared_bytes / 2;  // of two, with what is reserved for each, one fits
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {kCluster, 1, 1};

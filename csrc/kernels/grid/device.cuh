@@ -45,9 +45,15 @@ inline bool driver_captures_overlaps() {
   return captures;
 }
 
+// Whether a device of that capability has code for Hopper, LOSSOPS_HOPPER_CODE, and the shared
+// memory for it.
+constexpr bool has_hopper(int major, int shared_bytes) {
+  constexpr int kHopperSharedBytes = 200 << 10;
+  return major >= 9 && major < 12 && shared_bytes >= kHopperSharedBytes;
+}
+
 inline DeviceLimits current_device_limits() {
   constexpr int kMaxDevices = 64;
-  constexpr int kHopperSharedBytes = 200 << 10;
   // All of it in one word, so that no thread sees half.
   static std::atomic<uint64_t> known[kMaxDevices];
   int device = 0;
@@ -72,11 +78,16 @@ inline DeviceLimits current_device_limits() {
       return {};
     }
     major = std::min(major, code.ptxVersion / 10);
-    const int of_clusters =
-        major >= 9 ? cluster_multiprocessors(code_version_kernel, shared_bytes) : 0;
-    packed = static_cast<uint64_t>(shared_bytes) << 32 | static_cast<uint64_t>(of_clusters) << 20 |
-             static_cast<uint64_t>(multiprocessors) << 8 | static_cast<uint64_t>(major);
-    known[device].store(packed, std::memory_order_relaxed);
+    const int of_clusters = has_hopper(major, shared_bytes)
+                                ? cluster_multiprocessors(code_version_kernel, shared_bytes)
+                                : 0;
+    const uint64_t found =
+        static_cast<uint64_t>(shared_bytes) << 32 | static_cast<uint64_t>(of_clusters) << 20 |
+        static_cast<uint64_t>(multiprocessors) << 8 | static_cast<uint64_t>(major);
+    // What another thread has found first stays: plans and launches must agree.
+    packed = known[device].compare_exchange_strong(packed, found, std::memory_order_relaxed)
+                 ? found
+                 : packed;
   }
   DeviceLimits limits;
   limits.shared_bytes = static_cast<int>(packed >> 32);
@@ -84,8 +95,8 @@ inline DeviceLimits current_device_limits() {
   limits.cluster_multiprocessors = static_cast<int>(packed >> 20 & 0xfff);
   limits.overlaps =
       driver_captures_overlaps() && static_cast<int>(packed & 0xff) >= 9 && !hopper_is_disabled();
-  const bool hopper_code = (packed & 0xff) >= 9 && (packed & 0xff) < 12;  // LOSSOPS_HOPPER_CODE
-  limits.hopper = hopper_code && limits.shared_bytes >= kHopperSharedBytes && !hopper_is_disabled();
+  limits.hopper =
+      has_hopper(static_cast<int>(packed & 0xff), limits.shared_bytes) && !hopper_is_disabled();
   return limits;
 }
 

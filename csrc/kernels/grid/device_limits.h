@@ -16,7 +16,7 @@ struct DeviceLimits {
   bool hopper = false;
   // Kernels that start before the one ahead of them has ended, also in captured graphs.
   bool overlaps = false;
-  // The multiprocessors that clusters of four blocks can have, of a block each.
+  // Those that clusters of four blocks can use at a time, with a block on each.
   int cluster_multiprocessors = 0;
 
   // Blocks that fit a multiprocessor, whose threads have 64 registers. shared_bytes: of a block.

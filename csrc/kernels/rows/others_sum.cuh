@@ -27,7 +27,7 @@ struct OthersSum {
   }
 
   // What sums relative to `from` are to be multiplied by, to be relative to a larger `to`. Not
-  // inlined: it is rare.
+  // inlined, for less machine code.
   static __device__ __attribute__((noinline)) float ratio(float from, float to) {
     if (from == -math::infinity<float>()) {
       return 0;
@@ -89,7 +89,7 @@ struct OthersSum {
       total += other.total;
     }
   }
-  // Not inlined, as ratio().
+  // Not inlined, as ratio() is not.
   static __device__ __attribute__((noinline)) OthersSum merged(const OthersSum& a,
                                                                const OthersSum& b) {
     const float larger = math::max_number(a.reference, b.reference);

@@ -31,7 +31,7 @@ struct ClassCopies {
       // next, for all lanes. So neighbouring lanes copy neighbouring vectors.
       __syncwarp();  // all lanes have read what is overwritten
       const int width = grid.width;
-      const int own = grid.own_lane();
+      const int own = grid.lane_of_segment();
       const int odd = own >= width / 2 ? 1 : 0;
       const int pair = 2 * own - odd * width;  // its first group, among those of the lanes
       const auto address = reinterpret_cast<uint64_t>(what.from);

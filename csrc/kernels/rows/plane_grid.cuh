@@ -56,7 +56,9 @@ struct PlaneGrid {
 
   PlaneGrid(const CrossEntropyArgs& args, const Spread& spread, const Operand& gradient,
             int64_t gradient_class_stride)
-      : positions(positions_of(args)),
+      : groups(static_cast<uint32_t>(spread.groups)),
+        groups_of_plane(static_cast<uint32_t>(spread.groups_of_plane)),
+        positions(positions_of(args)),
         cluster(spread.cluster),
         lanes(spread.lanes()),
         lane_bits(log2_of(lanes)),
@@ -73,15 +75,10 @@ struct PlaneGrid {
         reads(spread.reads) {
     writes_groups = gradient.data == nullptr ||
                     side_by_side::lies_in_columns(args, gradient, gradient_class_stride);
-    const int64_t of_plane = reads == PlaneReads::kSegments ? Segments(args, width).groups
-                                                            : plane_rows::groups_of_plane(args);
-    groups_of_plane = Divisor(static_cast<uint32_t>(of_plane));
-    groups =
-        static_cast<uint32_t>(args.rows.numel == 0 ? 0 : args.rows.numel / positions * of_plane);
   }
 
   // The thread's number in its segment.
-  __device__ __forceinline__ int own_lane() const {
+  __device__ __forceinline__ int lane_of_segment() const {
     return static_cast<int>(threadIdx.x) & (width - 1);
   }
   __device__ __forceinline__ int blocks_of_cluster() const { return kHasClusters ? cluster : 1; }

@@ -197,8 +197,9 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       reinterpret_cast<float*>(reinterpret_cast<uint2*>(dynamic) +
                                grid.buffers * grid.places_of_range() * grid.pitch),
       grid.lanes * kRows, grid.own_lanes * kRows, grid.rank() * grid.own_lanes * kRows};
-  // The blocks of a cluster meet three times a turn: when they have handed over sums, when they
-  // have handed over the numbers of gradients, and when they need the places of both no more.
+  // The blocks of a cluster write to each other's numbers. They meet in a turn when they have
+  // handed over sums and logits of class indices, then when they have handed over the numbers of
+  // gradients; and no block writes what another one may still read of the turn before.
   const auto meet = [&] { grid.is_clustered() ? cluster_sync() : __syncthreads(); };
   const auto leave_places = [&] {
     if (grid.is_clustered()) {
@@ -337,11 +338,11 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       float totals[kRows];
       share.get_sums(numbers, references, totals);
       if (thread % kWarpSize < grid.own_lanes) {
-        const int own_lane = thread & (grid.own_lanes - 1);
+        const int merged_lane = thread & (grid.own_lanes - 1);
         const int part = grid.own_lanes < kWarpSize ? thread / kWarpSize : share.share;
-        RowNumbers::store(numbers.of_part(part, RowNumbers::kReference) + own_lane * kRows,
+        RowNumbers::store(numbers.of_part(part, RowNumbers::kReference) + merged_lane * kRows,
                           references);
-        RowNumbers::store(numbers.of_part(part, RowNumbers::kTotal) + own_lane * kRows, totals);
+        RowNumbers::store(numbers.of_part(part, RowNumbers::kTotal) + merged_lane * kRows, totals);
       }
       __syncthreads();
     }
@@ -422,10 +423,10 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   using namespace plane_rows;
   const Spread spread(args, args.grad_input, args.grad_input_class_stride, current_device_limits());
   LaunchShape shape;
-  shape.blocks = grad_output.limit_blocks(plan.blocks, plan.threads);
-  // Beside blocks of another kernel they begin one by one, and neighbours no longer read
-  // neighbouring memory at a time: steps of 150 to 1203 classes took 8 to 12 % longer. (H100,
-  // 2026-11)
+  shape.blocks = plan.blocks;
+  // Blocks that begin beside those of another kernel begin one by one. If they have several turns,
+  // neighbours then read neighbouring memory at different times all the while: steps of 150 to 1203
+  // classes took 8 to 12 % longer. (H100, 2026-11)
   shape.overlap = grad_output.exists() || (denominator.is_left() && spread.has_one_turn());
   launch(args, {}, spread, shape, denominator, grad_output, partials, finalize, stream);
 }

@@ -28,9 +28,9 @@ constexpr int kMostLanes = 128;
 constexpr int kLeastLanes = 8;
 // 256 bytes of a class at once, by a cluster of blocks that have fewer lanes.
 constexpr int kClusterLanes = 32;
-// Classes of a share, unless a block has too few threads for so many shares: as many as leave
-// shared memory for all threads. bf16 4x171x512x512: .72 / .75 of the floor, .57 / .70 with half as
-// many, .60 / .67 with twice as many. (H100, 2026-11)
+// Classes of a share at most, unless a block has too few threads for so many shares. bf16
+// 4x171x512x512 has 4 shares: .72 / .75 of the floor; 8 shares .57 / .70, 2 shares .60 / .67.
+// (H100, 2026-11)
 constexpr int kShareClasses = 48;
 // Logits of a block, while it has more than kLeastLanes.
 constexpr int64_t kBlockBytes = 48 << 10;
@@ -66,7 +66,7 @@ enum class PlaneReads : int8_t {
 // How a block takes rows: a group of them a lane, whose classes are dealt out to shares, a thread
 // each. By the classes, the dtype and the device alone, as all that decides about bits.
 struct Cut {
-  int lanes = kMostLanes;  // a power of two, and so is shares
+  int lanes = kMostLanes;  // of a block; a power of two, and so is shares
   int shares = 1;
   int range = 0;    // classes that are copied at a time
   int buffers = 1;  // for ranges: one if all classes are one range
@@ -77,8 +77,8 @@ struct Cut {
     // The order of sums of side_by_side_rows has one share.
     const bool may_share = classes > side_by_side::kMaxColumnClasses;
     const int64_t most = most_shared_bytes(device_shared_bytes);
-    // What a lane has at most: its logits, and its rows' numbers and parts, of which there is about
-    // one for each kShareClasses classes.
+    // What a lane has at most: its logits, and its rows' numbers and parts, of which there are at
+    // most two for each kShareClasses classes.
     const int64_t most_parts = may_share ? 2 * ceil_div(classes, kShareClasses) : 0;
     const int64_t lane_bytes =
         padded(kGroupBytes * (classes + (may_share ? kMostThreads / kLeastLanes : 0))) +
@@ -94,21 +94,21 @@ struct Cut {
     if (lanes * shares < kWarpSize) {
       shares = kWarpSize / lanes;
     }
-    // The widest layout that the dtype has decides for all.
-    const PlaneReads reads = element_bytes == 2 ? PlaneReads::kSegments : PlaneReads::kPairs;
     range = static_cast<int>(classes);
-    if (may_share && 2 * threads() <= kMostThreads &&
-        2 * (bytes(reads) + kBlockOverhead) > most + kBlockOverhead) {
+    const int64_t most_of_two = (most + kBlockOverhead) / 2 - kBlockOverhead;
+    if (may_share && 2 * threads() <= kMostThreads && most_bytes() > most_of_two) {
+      // A block that is alone on its multiprocessor has twice the threads, if it still fits.
       shares *= 2;
-      if (bytes(reads) > most) {
+      if (most_bytes() > most) {
         shares /= 2;
       }
     }
-    if (shares > 1 && bytes(reads) > most) {
-      // For two blocks a multiprocessor.
+    if (shares > 1 && most_bytes() > most) {
+      // Ranges that leave room for two blocks.
       buffers = 2;
+      range = 0;
       const int64_t of_share =
-          (most - numbers_bytes()) / (2 * buffers) / (pitch(reads) * kGroupBytes);
+          (most_of_two - most_bytes()) / (buffers * pitch(widest()) * kGroupBytes);
       range = static_cast<int>(std::max<int64_t>(of_share, 1) * shares);
     }
   }
@@ -116,7 +116,8 @@ struct Cut {
   int threads() const { return lanes * shares; }
   // Sums of a row that warps leave.
   int parts() const { return std::max(segment() * shares / kWarpSize, 1); }
-  // The blocks of a cluster have all its lanes, and each some of the shares: s % cluster == rank.
+  // The lanes of a segment. A block of a cluster has all of its lanes, and of their shares those s
+  // with s % cluster == rank.
   int segment(int cluster = 1) const { return std::min(lanes * cluster, kWarpSize); }
   // Groups behind a segment in shared memory.
   static int padding(PlaneReads reads) {
@@ -125,10 +126,12 @@ struct Cut {
   // Groups from a share's class to its next one in shared memory.
   int64_t pitch(PlaneReads reads, int cluster = 1) const {
     const int width = segment(cluster);
-    // Lanes that copy two classes at a time use all banks of shared memory.
+    // Half of so few lanes copy one class, and half the next: to other banks.
     const int shift = reads == PlaneReads::kPairs && width == kLeastLanes ? kLeastLanes : 0;
     return int64_t{threads()} / width * (width + padding(reads)) + shift;
   }
+  // Blocks of a cluster, at most.
+  int most_cluster() const { return std::max(kClusterLanes / lanes, 1); }
   // The shared memory of a block.
   int64_t bytes(PlaneReads reads, int cluster = 1) const {
     return buffers * ceil_div(range, shares) * pitch(reads, cluster) * kGroupBytes +
@@ -144,7 +147,15 @@ struct Cut {
     return lanes * row_bytes_ * (cluster * kRowNumbers + 2 * (parts() - 1)) +
            (cluster > 1 ? threads() * sum_bytes_ : 0);
   }
-  // The largest that pitch() makes of so many bytes.
+  // Of the layout that has the most shared memory for the logits.
+  PlaneReads widest() const {
+    return row_bytes_ > kGroupBytes ? PlaneReads::kSegments : PlaneReads::kPairs;
+  }
+  // The shared memory of a block in any layout and cluster, at most.
+  int64_t most_bytes() const {
+    return bytes(widest()) + numbers_bytes(most_cluster()) - numbers_bytes();
+  }
+  // So many bytes with the padding that pitch() adds, at most.
   static int64_t padded(int64_t bytes) {
     return bytes * (kLeastLanes + kSegmentPadding) / kLeastLanes;
   }
@@ -181,15 +192,16 @@ inline bool takes_gradients(const CrossEntropyBackwardArgs& args) {
 struct Spread {
   Cut cut;
   PlaneReads reads = PlaneReads::kElements;
-  int cluster = 1;       // blocks of one
+  int cluster = 1;  // blocks of one
+  int64_t groups_of_plane;
+  int64_t groups;        // of all planes
   int64_t shared_bytes;  // of a block
   int64_t blocks;
 
   // gradient: its data is null if there is none.
   Spread(const CrossEntropyArgs& args, const Operand& gradient, int64_t gradient_class_stride,
          const DeviceLimits& device)
-      : cut(args.num_classes, element_size(args.input.dtype), device.shared_bytes),
-        groups_(groups_of(args)) {
+      : cut(args.num_classes, element_size(args.input.dtype), device.shared_bytes) {
     using side_by_side::lies_in_columns;
     const auto& input = args.input;
     const auto lie_in = [&](int64_t bytes) {
@@ -204,19 +216,20 @@ struct Spread {
                     lies_in_columns(args, gradient, gradient_class_stride, kSectorBytes));
     const bool may_cluster =
         device.hopper && device.cluster_multiprocessors > 0 && (shares_sectors || cut.buffers > 1);
-    cluster = may_cluster ? std::max(kClusterLanes / cut.lanes, 1) : 1;
+    cluster = may_cluster ? cut.most_cluster() : 1;
+    groups_of_plane = plane_rows::groups_of_plane(args);
     if (reads == PlaneReads::kElements && is_half_type(input.dtype) && input.strides[0] == 1) {
       for (int smaller = cluster; smaller > 0; smaller /= 2) {
-        if (Segments(args, cut.segment(smaller)).are_usable) {
+        const Segments segments(args, cut.segment(smaller));
+        if (segments.are_usable) {
           reads = PlaneReads::kSegments;
           cluster = smaller;
+          groups_of_plane = segments.groups;
           break;
         }
       }
     }
-    while (cluster > 1 && cut.bytes(reads, cluster) > most_shared_bytes(device.shared_bytes)) {
-      cluster /= 2;
-    }
+    groups = args.rows.numel == 0 ? 0 : args.rows.numel / positions_of(args) * groups_of_plane;
     shared_bytes = cut.bytes(reads, cluster);
     // As many as the device runs at a time: each takes rows one after the other, and copies the
     // next while it computes.
@@ -226,15 +239,12 @@ struct Spread {
     const int64_t multiprocessors =
         cluster > 1 ? device.cluster_multiprocessors : device.multiprocessors;
     blocks =
-        cluster * std::clamp<int64_t>(ceil_div(groups_, lanes()), 1,
+        cluster * std::clamp<int64_t>(ceil_div(groups, lanes()), 1,
                                       std::max<int64_t>(multiprocessors * resident / cluster, 1));
   }
 
   int lanes() const { return cut.lanes * cluster; }
-  bool has_one_turn() const { return blocks / cluster * lanes() >= groups_; }
-
- private:
-  int64_t groups_;
+  bool has_one_turn() const { return blocks / cluster * lanes() >= groups; }
 };
 
 inline RowPlan plan(const RowProblem& problem) {

@@ -29,7 +29,7 @@ struct SegmentCopies {
     auto* const shared = reinterpret_cast<GroupWords*>(dynamic);
     __syncwarp();  // all lanes have read what is overwritten
     const int64_t step = grid.share_step(args);
-    const int lane = grid.own_lane();
+    const int lane = grid.lane_of_segment();
     const int half = grid.width / 2;
     const int second = lane >= half ? 1 : 0;
     const int v = lane - second * half;
@@ -63,7 +63,7 @@ struct SegmentCopies {
     LOSSOPS_DYNAMIC_SHARED(uint4, dynamic);
     constexpr int kAtOnce = 4;
     const int pitch = grid.pitch;
-    GroupWords* own = reinterpret_cast<GroupWords*>(dynamic) + slots + grid.own_lane();
+    GroupWords* own = reinterpret_cast<GroupWords*>(dynamic) + slots + grid.lane_of_segment();
     auto phase = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from));
     const auto phase_step = static_cast<uint32_t>(grid.share_step(args) * sizeof(scalar_t));
     __syncwarp();

@@ -35,7 +35,7 @@ class GroupShare {
         args_(args),
         grid_(grid),
         slot_(static_cast<int>(threadIdx.x) / grid.width * (grid.width + grid.padding) +
-              grid.own_lane()),
+              grid.lane_of_segment()),
         stage_(static_cast<Words*>(stage) + slot_),
         places_of_range_(grid.places_of_range()),
         own_classes_((static_cast<int>(args.num_classes) - share + (1 << grid.share_bits) - 1) >>
@@ -47,8 +47,8 @@ class GroupShare {
     const int count = place.rows == 0 ? 0 : count_of(first);
     if constexpr (kHasSegments) {
       if (copies_segment(place)) {
-        SegmentCopies<scalar_t>::start(args_, grid_, slots(buffer), from - grid_.own_lane() * kRows,
-                                       count);
+        SegmentCopies<scalar_t>::start(args_, grid_, slots(buffer),
+                                       from - grid_.lane_of_segment() * kRows, count);
         return;
       }
     }
@@ -62,7 +62,7 @@ class GroupShare {
     if constexpr (kHasSegments) {
       if (copies_segment(place)) {
         SegmentCopies<scalar_t>::settle(args_, grid_, slots(buffer),
-                                        logits_of(place, first) - grid_.own_lane() * kRows,
+                                        logits_of(place, first) - grid_.lane_of_segment() * kRows,
                                         count_of(first), least_count_of(first));
       }
     }
@@ -126,7 +126,8 @@ class GroupShare {
           }
         });
   }
-  // Marks all sums as plain. Returns which rows are not, a bit each.
+  // Marks all sums as plain. Returns the rows of which that is wrong, a bit each: sum_shifted()
+  // sums them again.
   template <typename element_t>
   __device__ __forceinline__ int mark_plain(TypeTag<element_t>) {
     const auto& reaches = reinterpret_cast<const RowGroup<element_t>&>(reaches_);
@@ -225,8 +226,8 @@ class GroupShare {
     }
   }
 
-  // Merges the sums of a warp's lanes that share a group of the block's own. All threads of a
-  // cluster.
+  // Exchanges sums with the other blocks of a cluster; then merges those of the same group that
+  // lanes of a warp have. All threads of a cluster call it.
   __device__ __forceinline__ void get_sums(const RowNumbers& numbers, float (&references)[kRows],
                                            float (&totals)[kRows]) {
     OthersSum<kExact> sums[kRows];
@@ -351,7 +352,7 @@ class GroupShare {
     constexpr int kNumbers = sum_numbers(sizeof(scalar_t));
     const int threads = static_cast<int>(blockDim.x);
     const int thread = static_cast<int>(threadIdx.x);
-    const int lane = grid_.own_lane();
+    const int lane = grid_.lane_of_segment();
     float* const to = at_rank(of_sums, lane / grid_.own_lanes) + thread - lane +
                       grid_.rank() * grid_.own_lanes + lane % grid_.own_lanes;
 #pragma unroll
@@ -439,13 +440,13 @@ class GroupShare {
   // Whether vectors copy the segment: all of its rows exist, and a vector more of its plane behind
   // them. (Before them, other bytes of the same 16 may be read.) The same in all lanes of a warp.
   __device__ __forceinline__ bool copies_segment(const PlanePlace& place) const {
-    const int64_t left = grid_.positions - place.position + grid_.own_lane() * kRows;
+    const int64_t left = grid_.positions - place.position + grid_.lane_of_segment() * kRows;
     return grid_.reads == PlaneReads::kSegments && place.is_there &&
            left >= grid_.width * kRows + kVectorSize<scalar_t>;
   }
   // The first slot of the segment.
   __device__ __forceinline__ int slots(int buffer) const {
-    return slot_ - grid_.own_lane() + buffer * places_of_range_ * grid_.pitch;
+    return slot_ - grid_.lane_of_segment() + buffer * places_of_range_ * grid_.pitch;
   }
 
   // Stores a group that is not aligned, or some rows of it.

@@ -66,7 +66,7 @@ const char* name_of(BackwardFamily family);
 std::vector<int64_t> policy_edges(DType dtype, const DeviceLimits& device);
 
 // DeviceLimits by a name, from NVIDIA's data sheets and the CUDA programming guide's table of
-// compute capabilities.
+// compute capabilities. The multiprocessors of clusters are guesses.
 struct NamedDevice {
   const char* name;
   DeviceLimits limits;
