@@ -191,9 +191,11 @@ def test_images(dtype: torch.dtype, classes: int) -> None:
 @pytest.mark.parametrize("classes", [2, 5, 21, 24, 88, 100, 200, 300, 1600, 3000, 7000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
-    """The same bits in groups of rows and row by row, for rows of all kinds side by side. Where rows
-    of an image have 64 positions and all classes fit, groups are for blocks alone, and shifted ones
-    for clusters."""
+    """The same bits in groups of rows and row by row, for rows of all kinds side by side.
+
+    Where rows of an image have 64 positions and all classes fit, groups are for blocks alone, and
+    shifted ones for clusters.
+    """
     for spread, width in ((1.0, 44), (25.0, 43), (120.0, 44), (1.0, 43), (1.0, 64), (25.0, 64)):
         x = (spread * torch.randn(2, classes, 25, width)).to(dtype).cuda()
         x[0, :, 0, 0] = float("nan")
