@@ -188,18 +188,22 @@ static __device__ __attribute__((noinline)) double log1p(double x) { return ::lo
 __device__ __forceinline__ float max_number(float a, float b) { return ::fmaxf(a, b); }
 __device__ __forceinline__ double max_number(double a, double b) { return ::fmax(a, b); }
 
+// The larger of two; NaN where one is NaN.
+__device__ __forceinline__ float at_least(float x, float bound) {
+#if __CUDA_ARCH__ >= 800
+  return max_nan(x, bound);
+#else
+  return x < bound ? bound : x;
+#endif
+}
+
 // exp of a term x <= 0 of a sum of exponentials; exactly 1 at 0, 0 for what is subnormal. kExact:
 // within 3 units in the last place, in half the instructions of expf. Else off by another |x| /
 // 2^24 of its value, which is nothing beside a logit of 11 bits.
 template <bool kExact>
 __device__ __forceinline__ float exp_in_sum(float x) {
   if constexpr (kExact) {
-#if __CUDA_ARCH__ >= 800
-    return exp_of_finite_in_sum(max_nan(x, -128.0f));  // as of -inf, 0
-#else
-    const float power = exp2(x * kLog2E);
-    return power > 0.0f ? exp_of_finite_in_sum(x) : power;
-#endif
+    return exp_of_finite_in_sum(at_least(x, -128.0f));  // as of -inf, 0
   } else {
     return exp2(x * kLog2E);
   }
@@ -247,15 +251,6 @@ __device__ __forceinline__ float divide_by_one_plus(float a, float b) {
   return divide_by_sum(a, 1.0f, b);
 }
 __device__ __forceinline__ double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
-
-// The larger of two; NaN where one is NaN.
-__device__ __forceinline__ float at_least(float x, float bound) {
-#if __CUDA_ARCH__ >= 800
-  return max_nan(x, bound);
-#else
-  return x < bound ? bound : x;
-#endif
-}
 
 __device__ __forceinline__ float zero_unless_nan(float x) { return at_least(-::fabsf(x), 0.0f); }
 __device__ __forceinline__ double zero_unless_nan(double x) { return is_nan(x) ? x : 0.0; }

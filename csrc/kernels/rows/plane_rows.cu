@@ -244,8 +244,8 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     }
   };
   Share share(grid, args, dynamic);
-  uint32_t first = blockIdx.x / grid.blocks_of_cluster() * grid.lanes;
-  const uint32_t groups_at_once = gridDim.x / grid.blocks_of_cluster() * grid.lanes;
+  uint32_t first = (blockIdx.x - grid.rank()) * grid.own_lanes;
+  const uint32_t groups_at_once = gridDim.x * grid.own_lanes;
   // Starts to copy a range of the groups from `of_first` on.
   const auto start = [&](uint32_t of_first, int range, int of_buffer) {
     share.start(place_of(of_first + lane), range, of_buffer);

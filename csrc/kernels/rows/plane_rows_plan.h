@@ -37,8 +37,6 @@ constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
 constexpr int kStaticBytes = 1024;
 constexpr int kBlockOverhead = 1024 + kStaticBytes;  // the driver reserves 1024
-// Of memory, that is read or written at once.
-constexpr int kSectorBytes = 32;
 // Groups behind a segment that is not aligned in shared memory: it has a vector more.
 constexpr int kSegmentPadding = kVectorBytes / kGroupBytes;
 // Segments are copied whole where at most one lane in so many is without work. A choice, not
@@ -106,9 +104,8 @@ struct Cut {
     if (shares > 1 && most_bytes() > most) {
       // Ranges that leave room for two blocks.
       buffers = 2;
-      range = 0;
-      const int64_t of_share =
-          (most_of_two - most_bytes()) / (buffers * pitch(widest()) * kGroupBytes);
+      const int64_t room = most_of_two - numbers_bytes(most_cluster());
+      const int64_t of_share = room / (buffers * pitch(widest()) * kGroupBytes);
       range = static_cast<int>(std::max<int64_t>(of_share, 1) * shares);
     }
   }
@@ -134,27 +131,29 @@ struct Cut {
   int most_cluster() const { return std::max(kClusterLanes / lanes, 1); }
   // The shared memory of a block.
   int64_t bytes(PlaneReads reads, int cluster = 1) const {
-    return buffers * ceil_div(range, shares) * pitch(reads, cluster) * kGroupBytes +
-           numbers_bytes(cluster);
+    return stage_bytes(reads, cluster) + numbers_bytes(cluster);
   }
 
  private:
   int64_t row_bytes_;  // a number of each row of a group
   int64_t sum_bytes_;
 
-  // Of the rows' numbers and parts, in a cluster also of the sums that threads hand over.
-  int64_t numbers_bytes(int cluster = 1) const {
+  // The shared memory of the logits.
+  int64_t stage_bytes(PlaneReads reads, int cluster) const {
+    return buffers * ceil_div(range, shares) * pitch(reads, cluster) * kGroupBytes;
+  }
+  // The shared memory of the rows' numbers and parts, in a cluster also of the sums that threads
+  // hand over.
+  int64_t numbers_bytes(int cluster) const {
     return lanes * row_bytes_ * (cluster * kRowNumbers + 2 * (parts() - 1)) +
            (cluster > 1 ? threads() * sum_bytes_ : 0);
   }
-  // Of the layout that has the most shared memory for the logits.
+  // The layout that takes the most shared memory for the logits.
   PlaneReads widest() const {
     return row_bytes_ > kGroupBytes ? PlaneReads::kSegments : PlaneReads::kPairs;
   }
   // The shared memory of a block in any layout and cluster, at most.
-  int64_t most_bytes() const {
-    return bytes(widest()) + numbers_bytes(most_cluster()) - numbers_bytes();
-  }
+  int64_t most_bytes() const { return stage_bytes(widest(), 1) + numbers_bytes(most_cluster()); }
   // So many bytes with the padding that pitch() adds, at most.
   static int64_t padded(int64_t bytes) {
     return bytes * (kLeastLanes + kSegmentPadding) / kLeastLanes;

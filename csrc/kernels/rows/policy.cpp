@@ -59,11 +59,10 @@ const PolicyRow kPolicy[kFamilies] = {
      "group; the gradient reads what does not fit once more; half types at odd addresses by the "
      "vectors that contain a warp's rows; with Hopper, where gradients of two blocks share 32 "
      "bytes of memory or not all classes fit, a cluster of 2 or 4 blocks copies up to 256 bytes of "
-     "a "
-     "class at a time",
+     "a class at a time",
      "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .74 / .80 "
-     "(H100); "
-     "at odd addresses, on an H100, bf16 11x179x238313 by elements .29 / .32, this .58 / .45; fp32 "
+     "(H100); at odd addresses, on an H100, bf16 11x179x238313 by elements .29 / .32, this .58 / "
+     ".45; fp32 "
      "5x883x78643 by blocks alone .57 / .21, in clusters .57 / .37",
      [](P p) { return p.plain && p.indices && plane_rows::lies_in_planes(p.args); },
      plane_rows::plan, always, Again::kForAll, never},
