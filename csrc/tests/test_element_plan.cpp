@@ -232,42 +232,52 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
   });
 }
 
+bool are_taken(const std::vector<int>& taken) {
+  return std::all_of(taken.begin(), taken.end(), [](int count) { return count == 1; });
+}
+
+// Along both sides, threads have every element of a box once, neighbours have neighbours, and those
+// of the matrix count.
+void check_places(const BoxPlan& plan, const BoxesTile& tile) {
+  for (const int side : {0, 1}) {
+    const int first_row = tile.first_row(plan, tile.boxes - 1);
+    const int first[2] = {tile.first[0], first_row};
+    std::vector<int> found(kBoxElements);
+    for (int thread = 0; thread < kTileThreads; ++thread) {
+      const BoxPlaces places(plan, side, thread);
+      CHECK(places.near() == thread % (1 << plan.shifts[side]));
+      const int steps = places.steps(plan, first[side], first[1 - side]);
+      for (int step = 0; step < kBoxElements / kTileThreads; ++step) {
+        const int far = places.far() + (step << plan.far_shift(side));
+        ++found[(far << plan.shifts[side]) + places.near()];
+        CHECK((step < steps) == (first[side] + places.near() < plan.matrix_sizes[side] &&
+                                 first[1 - side] + far < plan.matrix_sizes[1 - side]));
+      }
+    }
+    CHECK(are_taken(found));
+  }
+}
+
 void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& taken) {
   const Extents& extents = plan.extents;
-  const int sides[2] = {kBoxUnit << plan.shifts[0], kBoxUnit << plan.shifts[1]};
+  const int sides[2] = {1 << plan.shifts[0], 1 << plan.shifts[1]};
   CHECK(sides[0] * sides[1] == kBoxElements);
+  CHECK(std::min(sides[0], sides[1]) >= 1 << kLeastBoxShift);
   for (int64_t number = 0; number < plan.tiles; ++number) {
     const BoxesTile tile = BoxesTile::of(plan, number);
     CHECK(0 < tile.boxes && tile.boxes <= kBoxesOfTile);
     for (int n = 0; n < tile.boxes * kBoxElements; ++n) {
-      const int own[2] = {
-          tile.first[0] * kBoxUnit + n % sides[0],
-          tile.first_row(plan, n / kBoxElements) * kBoxUnit + n % kBoxElements / sides[0]};
-      int placed[2];
-      bool counts = true;
-      for (int side = 0; side < 2; ++side) {
-        placed[side] = place_in_matrix(plan, side, own[side]);
-        counts = counts && placed[side] >= own[side] / kBoxUnit * kBoxUnit;
-      }
-      const auto offset = [&](const BoxOperand& operand) {
-        return placed[0] * operand.strides[0] + placed[1] * operand.strides[1] +
-               extents.offset(operand.strides, tile.matrix, 2);
-      };
-      take(problem, plan, counts, taken, offset);
-      for (const Which which : {kInput, kTarget, kOutput}) {
-        const BoxOperand& operand = plan.operands[which];
-        const int side = operand.is_transposed ? 1 : 0;
-        if (own[side] % kBoxUnit == 0) {
-          check_kind(operand, kBoxUnit, operand.strides[side],
-                     reinterpret_cast<int64_t>(kData) + offset(operand), placed[side] == own[side]);
-        }
+      const int column = tile.first[0] + n % sides[0];
+      const int row = tile.first_row(plan, n / kBoxElements) + n % kBoxElements / sides[0];
+      if (column < plan.matrix_sizes[0] && row < plan.matrix_sizes[1]) {
+        take(problem, plan, true, taken, [&](const BoxOperand& operand) {
+          return column * operand.strides[0] + row * operand.strides[1] +
+                 extents.offset(operand.strides, tile.matrix, 2);
+        });
       }
     }
+    check_places(plan, tile);
   }
-}
-
-bool are_taken(const std::vector<int>& taken) {
-  return std::all_of(taken.begin(), taken.end(), [](int count) { return count == 1; });
 }
 
 // Sums must not depend on whether a gradient is wanted: elements are numbered alike.

@@ -3,37 +3,53 @@
 
 #include <cstdint>
 
+#include "kernels/elements/single_values.cuh"
+#include "kernels/elements/thread_begins.cuh"
 #include "kernels/elements/tiles.h"
-#include "kernels/elements/unit_values.cuh"
 
 namespace lossops::cuda {
 
-// A box. It is computed in the order of its rows: a thread has units of columns. Operands
-// whose neighbours lie along the columns are read and written in units of rows. Shared memory
-// transposes them.
-//
-// Places in a box count columns and rows of units, as if those did not share any.
+// What a thread has of an operand, as neighbouring threads have neighbouring columns. It is read
+// and written as the operand's neighbours lie.
+template <typename Tile>
+class BoxValues : public SingleValues<Tile> {
+ public:
+  using SingleValues<Tile>::SingleValues;
+
+  __device__ __forceinline__ void convert(const Tile& tile, Which which) {
+    SingleValues<Tile>::convert(tile, which);
+    if (tile.operand(which).is_transposed) {
+      tile.exchange(this->values_, /*from=*/1, /*to=*/0);
+    }
+  }
+  __device__ __forceinline__ void store(const Tile& tile, Which which) {
+    if (tile.operand(which).is_transposed) {
+      tile.exchange(this->values_, /*from=*/0, /*to=*/1);
+    }
+    SingleValues<Tile>::store(tile, which);
+  }
+};
+
+// A box. A warp reads and writes neighbours, wherever they begin: columns of straight operands, rows
+// of transposed ones. Shared memory is between the two.
 class BoxTile {
  public:
   using acc_t = float;
-  using scalar_t = float;
-  static constexpr int kWidth = kBoxUnit;
-  static constexpr int kSteps = kBoxElements / kBoxUnit / kTileThreads;
+  static constexpr int kWidth = 1;
+  static constexpr int kSteps = kBoxElements / kTileThreads;
   static constexpr bool kIsHalf = false;
   static constexpr bool kHasSubnormals = true;
-  static constexpr bool kHasWords = false;
-  using Values = UnitValues<BoxTile>;
+  using Values = BoxValues<BoxTile>;
 
-  // Rows lie one element further apart than they are long, so that units of rows are in different
-  // banks. A box has the most rows if they are four units long.
+  // Rows lie one element further apart than they are long, so that a column is in different banks.
   struct Shared {
-    float values[kBoxElements + kBoxElements / (4 * kBoxUnit)];
+    float values[kBoxElements + (kBoxElements >> kLeastBoxShift)];
     char* matrices[kNumOperands];  // where the matrix of the tile begins, by slot
   };
 
   // All threads of the block.
   __device__ __forceinline__ BoxTile(const BoxPlan& plan, const BoxesTile& boxes, Shared& shared)
-      : plan_(plan), boxes_(boxes), shared_(shared), straight_(plan, 0), transposed_(plan, 1) {
+      : plan_(plan), boxes_(boxes), shared_(shared) {
     __syncthreads();
     if (const auto slot = static_cast<int>(threadIdx.x); slot < plan.num_slots) {
       const BoxOperand& operand = plan.operands[plan.slots[slot]];
@@ -41,16 +57,21 @@ class BoxTile {
       shared.matrices[slot] = operand.data + extents.offset(operand.strides, boxes.matrix, 2);
     }
     __syncthreads();
-    const int first = boxes.first[0];
-    straight_.place_units(plan, 0, first);
-    transposed_.place_others(plan, 0, first);
+    ThreadBegins::for_each(plan, [&](char*& begin, const BoxOperand& operand) {
+      const BoxPlaces places = places_along(operand.is_transposed ? 1 : 0);
+      const int column = operand.is_transposed ? places.far() : places.near();
+      const int row = operand.is_transposed ? places.near() : places.far();
+      begin = shared.matrices[operand.slot] + (boxes.first[0] + column) * operand.strides[0] +
+              (boxes.first[1] + row) * operand.strides[1];
+    });
   }
 
   // Goes to a box of the tile.
   __device__ __forceinline__ void move_to(int box) {
-    first_row_ = boxes_.first_row(plan_, box);
-    transposed_.place_units(plan_, 1, first_row_);
-    straight_.place_others(plan_, 1, first_row_);
+    box_ = box;
+    const int row = boxes_.first_row(plan_, box);
+    straight_steps_ = places_along(0).steps(plan_, boxes_.first[0], row);
+    transposed_steps_ = places_along(1).steps(plan_, row, boxes_.first[0]);
   }
 
   __device__ __forceinline__ const BoxOperand& operand(Which which) const {
@@ -60,126 +81,63 @@ class BoxTile {
   __device__ __forceinline__ bool is_half(Which which) const {
     return is_half_type(operand(which).dtype);
   }
-  __device__ __forceinline__ void store(Which which, const float (&values)[Values::kCount]) {
-    Values::store(*this, which, values);
+  __device__ __forceinline__ void store(Which which, const float (&results)[kSteps]) const {
+    Values(results).store(*this, which);
   }
 
-  __device__ __forceinline__ bool has(int n) const {
-    const int row = first_row_ * kBoxUnit + straight_.other(n / kBoxUnit);
-    return n % kBoxUnit >= straight_.skipped &&
-           straight_.others[n / kBoxUnit] >= row / kBoxUnit * kBoxUnit;
-  }
-  __device__ __forceinline__ bool has_all() const {
-    return straight_.skipped == 0 && !straight_.lacks_others;
-  }
+  __device__ __forceinline__ bool has(int n) const { return n < straight_steps_; }
+  __device__ __forceinline__ bool has_all() const { return has(kSteps - 1); }
 
-  __device__ __forceinline__ int stride(Which which) const {
-    return static_cast<int>(operand(which).strides[operand(which).is_transposed ? 1 : 0]);
-  }
-  __device__ __forceinline__ UnitKind kind(Which which) const {
-    const UnitKind kind = operand(which).kind;
-    return kind == UnitKind::kVector && column(which) % kBoxUnit != 0 ? UnitKind::kStrided : kind;
-  }
-  __device__ __forceinline__ void locate(Which which, char* (&addresses)[kSteps]) const {
+  template <typename Body>
+  __device__ __forceinline__ void for_each_element(Which which, const Body& body) const {
     const BoxOperand& own = operand(which);
-    char* const first =
-        shared_.matrices[own.slot] + static_cast<int64_t>(column(which)) * stride(which);
+    const int steps = own.is_transposed ? transposed_steps_ : straight_steps_;
+    // Each kept in registers, so that adding a distance takes one instruction.
+    char* const begin = unfolded(ThreadBegins::get(own.slot) + box_ * own.box_stride);
+    const int stride = unfolded(own.step_stride);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      addresses[step] = first + (own.is_transposed ? transposed_.others[step] * own.strides[0]
-                                                   : straight_.others[step] * own.strides[1]);
-      __builtin_assume(__isGlobal(addresses[step]));
+      char* const address = begin + int64_t{step} * stride;
+      __builtin_assume(__isGlobal(address));
+      if (step < steps) {
+        body(step, address);
+      }
     }
   }
 
-  // What was read of a transposed operand: from units of rows to units of columns.
-  __device__ __forceinline__ void transpose_read(Which which, Values& values) const {
-    if (!operand(which).is_transposed) {
-      return;
-    }
-    exchange([&](int step, int i, float& cell) { cell = values.at(step, i); }, true);
-    collect([&](int step, int i, float cell) { values.set(step, i, cell); }, false);
-  }
-  // What is to be written: the way back.
-  __device__ __forceinline__ void transpose_results(Which which,
-                                                    float (&values)[Values::kCount]) const {
-    if (!operand(which).is_transposed) {
-      return;
-    }
-    exchange([&](int step, int i, float& cell) { cell = values[step * kBoxUnit + i]; }, false);
-    collect([&](int step, int i, float cell) { values[step * kBoxUnit + i] = cell; }, true);
+  // Each thread gives what it has along side `from`, and gets what it has along `to`. All threads of
+  // the block.
+  __device__ __forceinline__ void exchange(float (&values)[kSteps], int from, int to) const {
+    __syncthreads();  // what was exchanged before has been read
+    for_each_cell(from, [&](int step, float* cell) { *cell = values[step]; });
+    __syncthreads();
+    for_each_cell(to, [&](int step, const float* cell) { values[step] = *cell; });
   }
 
  private:
-  // The column where the thread's units begin.
-  __device__ __forceinline__ int column(Which which) const {
-    return operand(which).is_transposed ? transposed_.begin : straight_.begin;
+  __device__ __forceinline__ BoxPlaces places_along(int side) const {
+    return {plan_, side, static_cast<int>(threadIdx.x)};
   }
-
-  // The units of a thread along one side of the box. In each step it has another row, or column, of
-  // the other side.
-  struct Side {
-    __device__ __forceinline__ Side(const BoxPlan& plan, int side)
-        : shift(plan.shifts[side]), unit(static_cast<int>(threadIdx.x) & ((1 << shift) - 1)) {}
-
-    // In the box.
-    __device__ __forceinline__ int other(int step) const {
-      return (static_cast<int>(threadIdx.x) >> shift) + step * (kTileThreads >> shift);
-    }
-    // side: along which the units lie. first: its first unit in the box.
-    __device__ __forceinline__ void place_units(const BoxPlan& plan, int side, int first) {
-      const int own = (first + unit) * kBoxUnit;
-      begin = place_in_matrix(plan, side, own);
-      skipped = own - begin;
-    }
-    // Places the rows, or columns, that the steps have. side, first: as of place_units().
-    __device__ __forceinline__ void place_others(const BoxPlan& plan, int side, int first) {
-      lacks_others = false;
+  template <typename Body>
+  __device__ __forceinline__ void for_each_cell(int side, const Body& body) const {
+    const BoxPlaces places = places_along(side);
+    const int pitch = (1 << plan_.shifts[0]) + 1;
+    const int first = side == 0 ? places.far() * pitch + places.near()
+                                : places.near() * pitch + places.far();
+    const int distance = (side == 0 ? pitch : 1) << plan_.far_shift(side);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int own = first * kBoxUnit + other(step);
-        others[step] = place_in_matrix(plan, side, own);
-        lacks_others = lacks_others || others[step] < own;
-      }
-    }
-
-    const int shift;
-    const int unit;      // in the box
-    int begin;           // its first element, in the matrix
-    int skipped;         // how many of them do not count
-    int others[kSteps];  // in the matrix
-    bool lacks_others;   // some of these do not count
-  };
-
-  __device__ __forceinline__ float& cell(bool is_transposed, int step, int i) const {
-    const int pitch = (kBoxUnit << straight_.shift) + 1;
-    return is_transposed
-               ? shared_.values[(transposed_.unit * kBoxUnit + i) * pitch + transposed_.other(step)]
-               : shared_.values[straight_.other(step) * pitch + straight_.unit * kBoxUnit + i];
-  }
-  template <typename Put>
-  __device__ __forceinline__ void exchange(const Put& put, bool is_transposed) const {
-    __syncthreads();  // nothing is read of what was exchanged before
-#pragma unroll
-    for (int n = 0; n < Values::kCount; ++n) {
-      put(n / kBoxUnit, n % kBoxUnit, cell(is_transposed, n / kBoxUnit, n % kBoxUnit));
-    }
-    __syncthreads();
-  }
-  template <typename Get>
-  __device__ __forceinline__ void collect(const Get& get, bool is_transposed) const {
-#pragma unroll
-    for (int n = 0; n < Values::kCount; ++n) {
-      get(n / kBoxUnit, n % kBoxUnit, cell(is_transposed, n / kBoxUnit, n % kBoxUnit));
+    for (int step = 0; step < kSteps; ++step) {
+      body(step, shared_.values + first + step * distance);
     }
   }
 
   const BoxPlan& plan_;
   const BoxesTile& boxes_;
   Shared& shared_;
-  Side straight_;    // units of columns
-  Side transposed_;  // units of rows
-  int first_row_;    // the first unit of rows of the box
+  int box_;
+  // How many of the thread's steps count, from the first on.
+  int straight_steps_;
+  int transposed_steps_;
 };
 
 }  // namespace lossops::cuda

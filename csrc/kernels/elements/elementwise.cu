@@ -143,15 +143,13 @@ struct Launch {
       return;
     }
     const Layout layout(args.space, operands);
-    if (BoxPlanner(layout, operands).has_boxes()) {
-      return;
-    }
+    const bool has_boxes = BoxPlanner(layout, operands).has_boxes();
     const StripPlanner strips(layout, operands);
     for (const Which which : {kGradInput, kGradTarget}) {
       const Operand& gradient = which == kGradInput ? args.grad_input : args.grad_target;
       if (!is_summed(args.space, gradient)) {
         add(which, gradient);
-      } else if (summed == kNumOperands && strips.sums(gradient)) {
+      } else if (!has_boxes && summed == kNumOperands && strips.sums(gradient)) {
         add(which, gradient);
         summed = which;
       }
@@ -308,7 +306,7 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   } else if (what.has_weights()) {
     visit(InWeightedSingles{}, AnyWork<kAll>{what.work}, AnyTerm<true>{args.loss, args.params});
   } else if (!sums && boxes.has_boxes()) {
-    const AnyWork<kForwardWork & ~kWeightWork> forward{what.work};
+    const AnyWork<(kForwardWork & ~kWeightWork) | kWantsGradTarget> forward{what.work};
     const AnyWork<kBackwardWork & ~kWeightWork> backward{what.work};
     what.is_backward() ? body(InBoxes<true>{}, boxes.plan(), backward, any)
                        : body(InBoxes<false>{}, boxes.plan(), forward, any);

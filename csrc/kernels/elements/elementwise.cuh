@@ -128,7 +128,7 @@ struct InStrips {
   static __device__ __forceinline__ void for_each_turn(const StripPlan& plan, const Strip& strip,
                                                        const Body& body) {
     const Walk<kWidth> walk(plan, strip, static_cast<int>(threadIdx.x));
-    WalkBegins::set(plan, strip, walk);
+    set_begins(plan, strip, walk);
 #pragma unroll 1
     for (int turn = 0; Walk<kWidth>::goes_on(plan, strip, turn); turn += plan.walk_turn) {
       body(strip, walk, turn);
@@ -164,10 +164,10 @@ template <bool kIsBackward>
 struct InBoxes {
   using Plan = BoxPlan;
   using acc_t = BoxTile::acc_t;
-  static constexpr int kBlocks = kIsBackward ? 3 : 4;
+  static constexpr int kBlocks = 3;
 
   static int64_t tiles(const BoxPlan& plan) { return plan.tiles; }
-  static int64_t bytes(const BoxPlan& /*plan*/) { return 0; }
+  static int64_t bytes(const BoxPlan& plan) { return plan.table_bytes(); }
 
   template <typename Body>
   static __device__ __forceinline__ void for_each_tile(const BoxPlan& plan, const Body& body) {

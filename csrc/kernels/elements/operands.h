@@ -6,7 +6,8 @@
 namespace lossops::cuda {
 
 // Threads of a block.
-constexpr int kTileThreads = 256;
+constexpr int kTileShift = 8;
+constexpr int kTileThreads = 1 << kTileShift;
 
 enum Which : int {
   kInput,

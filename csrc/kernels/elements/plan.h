@@ -40,6 +40,11 @@ struct PlanOperands {
   int8_t slots[kNumOperands] = {};  // which operands are there
   int32_t num_slots = 0;
 
+  // The size of the table of addresses where what a block's threads take begins.
+  int64_t table_bytes() const {
+    return int64_t{kTileThreads} * num_slots * static_cast<int64_t>(sizeof(char*));
+  }
+
   // Calls body(operand, own) with each that is there. from: as they were given.
   template <typename Body>
   void for_each(const Operand* from, const Body& body) {
@@ -86,16 +91,16 @@ class Layout {
   }
 
  private:
-  // The dimension along which most bytes that are read are neighbours; of several such dimensions,
-  // the longest. Operands that are written do not count, so a plan is the same with a gradient and
-  // without one. counts(operand): whether one does that is read. If none does, it is `otherwise`.
+  // The dimension along which most bytes of operands and losses are neighbours; of several such
+  // dimensions, the longest. Gradients do not count, so a plan is the same with one and without.
+  // counts(operand): whether one of the others does. If none does, it is `otherwise`.
   template <typename Counts>
   int leading_dim(const Operand* operands, int otherwise, const Counts& counts) const {
     int found = otherwise;
     int64_t most = 0;
     for (int dim = 0; dim < space_.ndim; ++dim) {
       int64_t bytes = 0;
-      for (int which = kInput; which <= kGradOutput; ++which) {
+      for (int which = kInput; which <= kOutput; ++which) {
         const Operand& operand = operands[which];
         if (operand.data != nullptr && operand.strides[dim] == 1 && counts(operand)) {
           // Caches hold most of a broadcast operand, so its bytes count a 16th. A choice, not

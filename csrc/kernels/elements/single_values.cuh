@@ -88,6 +88,9 @@ class SingleValues {
     }
   }
 
+ protected:
+  acc_t values_[kSteps];
+
  private:
   template <typename scalar_t>
   __device__ __forceinline__ void unpack() {
@@ -96,8 +99,6 @@ class SingleValues {
       value = to_acc<acc_t>(scalar_t{static_cast<uint16_t>(__float_as_uint(value))});
     }
   }
-
-  acc_t values_[kSteps];
 };
 
 }  // namespace lossops::cuda

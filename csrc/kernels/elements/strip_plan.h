@@ -78,11 +78,6 @@ struct StripPlan : PlanOperands<StripOperand> {
   LOSSOPS_HOST_DEVICE int used_threads() const {
     return static_cast<int>(strip_units.value * side_walked.value) * side_kept;
   }
-  // The size of the table of addresses where the walks of a block's threads begin.
-  int64_t table_bytes() const {
-    return int64_t{kTileThreads} * num_slots * static_cast<int64_t>(sizeof(char*));
-  }
-
   // The dimensions of the sums, in the order in which parts of them are numbered.
   bool is_kept(int dim) const {
     return extents.sizes[dim] == 1 || operands[summed_gradient].strides[dim] != 0;

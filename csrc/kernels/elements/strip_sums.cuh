@@ -193,7 +193,7 @@ class StripSums {
   // offset: in bytes, from where the walk of `thread` begins.
   __device__ __forceinline__ void store(const Strip& strip, int thread, int64_t offset,
                                         double sum) const {
-    store_as<double>(WalkBegins::get(gradient().slot, thread) + strip.split + offset,
+    store_as<double>(ThreadBegins::get(gradient().slot, thread) + strip.split + offset,
                      gradient().dtype, 0, sum);
   }
 

@@ -5,53 +5,27 @@
 
 #include "kernels/elements/any_half.cuh"
 #include "kernels/elements/single_values.cuh"
+#include "kernels/elements/thread_begins.cuh"
 #include "kernels/elements/tiles.h"
 #include "kernels/elements/unit_values.cuh"
-#include "kernels/primitives/dynamic_shared.cuh"
 
 namespace lossops::cuda {
 
-// Where the walks of threads begin in each operand. A thread reads what it wrote: shared memory
-// takes the place of registers here.
-class WalkBegins {
- public:
-  __device__ __forceinline__ static char* get(int slot) {
-    return get(slot, static_cast<int>(threadIdx.x));
-  }
-  // Of another thread: after a barrier.
-  __device__ __forceinline__ static char* get(int slot, int thread) {
-    return table()[slot * kTileThreads + thread];
-  }
-
-  template <int kWidth>
-  __device__ __forceinline__ static void set(const StripPlan& plan, const Strip& strip,
-                                             const Walk<kWidth>& walk) {
-    const int64_t column = walk.column(strip);
-    const int64_t walked = walk.walked(strip);
-    for_each(plan, [&](char*& begin, const StripOperand& operand) {
-      // fault: elementwise-offset
-      begin = operand.data + column * operand.strides[0] + walked * operand.strides[1];
+template <int kWidth>
+__device__ __forceinline__ void set_begins(const StripPlan& plan, const Strip& strip,
+                                           const Walk<kWidth>& walk) {
+  const int64_t column = walk.column(strip);
+  const int64_t walked = walk.walked(strip);
+  ThreadBegins::for_each(plan, [&](char*& begin, const StripOperand& operand) {
+    // fault: elementwise-offset
+    begin = operand.data + column * operand.strides[0] + walked * operand.strides[1];
+  });
+  plan.extents.for_each_index(walk.rest(strip), 2, [&](int dim, int64_t index) {
+    ThreadBegins::for_each(plan, [&](char*& begin, const StripOperand& operand) {
+      begin += index * operand.strides[dim];
     });
-    plan.extents.for_each_index(walk.rest(strip), 2, [&](int dim, int64_t index) {
-      for_each(plan, [&](char*& begin, const StripOperand& operand) {
-        begin += index * operand.strides[dim];
-      });
-    });
-  }
-
- private:
-  template <typename Body>
-  __device__ __forceinline__ static void for_each(const StripPlan& plan, const Body& body) {
-#pragma unroll 1
-    for (int slot = 0; slot < plan.num_slots; ++slot) {
-      body(table()[slot * kTileThreads + threadIdx.x], plan.operands[plan.slots[slot]]);
-    }
-  }
-  __device__ __forceinline__ static char** table() {
-    LOSSOPS_DYNAMIC_SHARED(char*, addresses);
-    return addresses;
-  }
-};
+  });
+}
 
 // The units that a thread takes at once: kSteps of kWidth columns. scalar_t: a half type, of all
 // operands; else each has its own type.
@@ -92,7 +66,7 @@ class StripTile {
     // Input and target are in every plan.
     const int slot = which <= kTarget ? static_cast<int>(which) : operand(which).slot;
     // Kept in one pair of registers, so that adding a distance takes one instruction.
-    char* const begin = unfolded(WalkBegins::get(slot));
+    char* const begin = unfolded(ThreadBegins::get(slot));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       addresses[step] = begin + static_cast<int64_t>(walk_.index(plan_, turn_, step)) *
@@ -135,9 +109,6 @@ class UnitStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, sca
   __device__ __forceinline__ void store(Which which, const float (&values)[Values::kCount]) const {
     Values::store(*this, which, values);
   }
-  __device__ __forceinline__ void transpose_read(Which /*which*/, Values& /*values*/) const {}
-  __device__ __forceinline__ void transpose_results(Which /*which*/,
-                                                    float (& /*values*/)[Values::kCount]) const {}
 };
 
 // Units of one column.

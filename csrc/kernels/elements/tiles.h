@@ -185,7 +185,7 @@ class Walk {
 
 // A tile of boxes that follow each other along their rows.
 struct BoxesTile {
-  int32_t first[2];  // the first unit of columns, and of rows
+  int32_t first[2];  // the first column, and the first row
   int32_t boxes;
   int64_t matrix;
 
@@ -199,24 +199,41 @@ struct BoxesTile {
     const auto second = static_cast<int32_t>(rest - own.matrix * extents.sizes[1]);
     own.first[0] = first << plan.shifts[0];
     own.first[1] = second * (kBoxesOfTile << shift);
-    const int left = ((plan.matrix_units[1] - own.first[1] - 1) >> shift) + 1;
+    const int left = ((plan.matrix_sizes[1] - own.first[1] - 1) >> shift) + 1;
     own.boxes = left < kBoxesOfTile ? left : kBoxesOfTile;
     return own;
   }
 
-  // The first unit of rows of a box.
   LOSSOPS_HOST_DEVICE int first_row(const BoxPlan& plan, int box) const {
     return first[1] + (box << plan.shifts[1]);
   }
 };
 
-// Where a column (side 0) or a row (side 1) of a box lies in the matrix. number: the same as if the
-// last unit did not begin earlier. It counts if the result is not before that unit: at least
-// number / kBoxUnit * kBoxUnit.
-LOSSOPS_HOST_DEVICE int place_in_matrix(const BoxPlan& plan, int side, int number) {
-  const int begin = number / kBoxUnit * kBoxUnit;
-  const int last = plan.matrix_last[side];
-  return number - (begin < last ? 0 : begin - last);
-}
+// A thread's elements of a box, one a step. side: see BoxPlan::far_shift().
+class BoxPlaces {
+ public:
+  LOSSOPS_HOST_DEVICE BoxPlaces(const BoxPlan& plan, int side, int thread)
+      : side_(side),
+        near_(thread & ((1 << plan.shifts[side]) - 1)),
+        far_(thread >> plan.shifts[side]) {}
+
+  // In the box, along the side and along the other one. That is the first step's: from a step to the
+  // next, far() is 2^far_shift more.
+  LOSSOPS_HOST_DEVICE int near() const { return near_; }
+  LOSSOPS_HOST_DEVICE int far() const { return far_; }
+
+  // How many of the steps, from the first on, have an element of the matrix. first_near, first_far:
+  // where the box begins.
+  LOSSOPS_HOST_DEVICE int steps(const BoxPlan& plan, int first_near, int first_far) const {
+    const int left = plan.matrix_sizes[1 - side_] - first_far - far_;
+    const int steps = ((left - 1) >> plan.far_shift(side_)) + 1;
+    return left > 0 && first_near + near_ < plan.matrix_sizes[side_] ? steps : 0;
+  }
+
+ private:
+  int side_;
+  int near_;
+  int far_;
+};
 
 }  // namespace lossops::cuda

@@ -8,9 +8,7 @@
 // - locate(which, addresses): the addresses of their first elements;
 // - stride(which): bytes from an element of a unit to the next;
 // - kHasWords: neighbours may lie anywhere, and what is read are neighbours; then joins_next(step)
-//   and joins_previous(step) say whether the neighbouring lanes have what lies beside a unit;
-// - transpose_read(which, units), transpose_results(which, values): called after values were read,
-//   and before they are written.
+//   and joins_previous(step) say whether the neighbouring lanes have what lies beside a unit.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +43,6 @@ class UnitValues {
     } else {
       settle<4>(tile.kind(which));
     }
-    tile.transpose_read(which, *this);
   }
   // Half types stay packed, for few registers.
   __device__ __forceinline__ float at(int step, int i) const {
@@ -54,10 +51,6 @@ class UnitValues {
     } else {
       return __uint_as_float(units_[step].cells[i]);
     }
-  }
-  __device__ __forceinline__ void set(int step, int i, float value) {
-    static_assert(!kIsHalf);
-    units_[step].cells[i] = __float_as_uint(value);
   }
 
   __device__ __forceinline__ void unfold() {
@@ -73,18 +66,12 @@ class UnitValues {
   // Rounds and writes.
   static __device__ __forceinline__ void store(const Tile& tile, Which which,
                                                const float (&results)[kCount]) {
-    float values[kCount];
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      values[n] = results[n];
-    }
-    tile.transpose_results(which, values);
     if constexpr (kIsHalf) {
-      store_as<scalar_t>(tile, which, values);
+      store_as<scalar_t>(tile, which, results);
     } else if (is_half(tile, which)) {
-      store_as<AnyHalf>(tile, which, values);
+      store_as<AnyHalf>(tile, which, results);
     } else {
-      store_as<float>(tile, which, values);
+      store_as<float>(tile, which, results);
     }
   }
 
