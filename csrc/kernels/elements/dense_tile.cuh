@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/elements/any_half.cuh"
+#include "kernels/primitives/any_half.cuh"
 #include "kernels/elements/operands.h"
 #include "kernels/primitives/vectorized.cuh"
 

@@ -235,12 +235,6 @@ void visit_dense_forward(const ElementwiseArgs& args, const Launch& what, const 
   });
 }
 
-// Calls body with float, or with AnyHalf: half types share a kernel, for little machine code.
-template <typename Body>
-void visit_float_or_any_half(DType dtype, const Body& body) {
-  dtype == DType::kFloat32 ? body(TypeTag<float>{}) : body(TypeTag<AnyHalf>{});
-}
-
 // Forward with a gradient of target.
 template <typename Body>
 void visit_dense_gradients(const ElementwiseArgs& args, const Launch& what, const Body& body) {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/elements/any_half.cuh"
+#include "kernels/primitives/any_half.cuh"
 #include "kernels/elements/single_values.cuh"
 #include "kernels/elements/thread_begins.cuh"
 #include "kernels/elements/tiles.h"

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/elements/any_half.cuh"
+#include "kernels/primitives/any_half.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
 

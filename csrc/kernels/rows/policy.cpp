@@ -37,12 +37,13 @@ bool contiguous_gradient(P p) { return p.args.grad_input_class_stride == 1; }
 // Of contiguous classes unless it says otherwise; "Hopper": sm_90 and sm_100.
 const PolicyRow kPolicy[kFamilies] = {
     {Family::kSideBySideRows, "side_by_side_rows", "rows/side_by_side_rows.cu",
-     "side by side, at any address (images), at most 88 classes, class indices",
+     "side by side, at any address (images), at most 88 classes, class indices, with smoothing or "
+     "weights",
      "a thread has a group of rows, all of whose classes it copies to shared memory first",
      "16x21x512x512: a thread a row .43 / .37 in fp32, .25 / .24 in fp16; this .88 / .86, .80 / "
      ".79",
      [](P p) {
-       return p.plain && p.indices && p.args.input_class_stride != 1 &&
+       return p.plain && p.smooth_indices && p.args.input_class_stride != 1 &&
               p.classes <= side_by_side::kMaxColumnClasses &&
               side_by_side::lies_side_by_side(p.args, p.args.input, p.args.input_class_stride);
      },

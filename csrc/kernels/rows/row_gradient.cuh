@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/primitives/any_half.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/plain_rows.cuh"
 #include "kernels/rows/row_terms.cuh"
@@ -276,11 +277,9 @@ __device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient
                                                         int first_class) {
   constexpr int kSize = kVectorSize<scalar_t>;
   using acc_t = acc_type_t<scalar_t>;
+  const DType dtype = gradient.args.input.dtype;
   acc_t values[kSize];
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    values[i] = to_acc<acc_t>(x.get(i));
-  }
+  unpack_of<scalar_t>(x, dtype, values);
   if constexpr (Gradient::kIsDense) {
     acc_t q[kSize];
     load_coefficients(gradient.target, first_class, q);
@@ -293,14 +292,14 @@ __device__ __forceinline__ Vector<scalar_t> gradient_of(const Gradient& gradient
   } else {
     gradient.logit_gradient.replace(values);
   }
-  Vector<scalar_t> results = pack<scalar_t>(values);
+  Vector<scalar_t> results = pack_of<scalar_t>(values, dtype);
   // At the class index, where it is one of these: a branch for a few threads, not for all.
   const int at = static_cast<int>(gradient.target.index) - first_class;
   if (!Gradient::kIsDense && at >= 0 && at < kSize) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       if (i == at) {
-        results.set(i, from_acc<scalar_t>(gradient.at_index));
+        results.set(i, from_acc_of<scalar_t>(gradient.at_index, dtype));
       }
     }
   }

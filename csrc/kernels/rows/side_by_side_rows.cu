@@ -98,6 +98,40 @@ __device__ __forceinline__ int shared_rows(const IterationSpace& rows, const Col
   return static_cast<int>(place.begin - place.position);
 }
 
+// The sums of q (max - x) of a group's rows with smoothing. own, count: the classes but the index.
+template <typename scalar_t>
+__device__ __forceinline__ void weigh_distances(const SmoothedIndex& smooth,
+                                                const RowGroup<scalar_t>* own, int count,
+                                                const IndexRow (&reduced)[kGroupRows<scalar_t>],
+                                                const float (&x_at_index)[kGroupRows<scalar_t>],
+                                                float (&distances)[kGroupRows<scalar_t>]) {
+  constexpr int kRows = kGroupRows<scalar_t>;
+#pragma unroll 1
+  for (int c = 0; c < count; c += kColumnUnroll) {
+    RowGroup<scalar_t> x[kColumnUnroll];
+#pragma unroll
+    for (int u = 0; u < kColumnUnroll; ++u) {
+      x[u] = own[min(c + u, count - 1) * kWarpSize];
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      float values[kColumnUnroll];
+#pragma unroll
+      for (int u = 0; u < kColumnUnroll; ++u) {
+        // Weighed before they are added: the sum of distances may be infinite.
+        values[u] = c + u < count ? smooth.other * (reduced[i].max - x[u].get(i)) : 0.0f;
+      }
+      distances[i] += pairwise_sum(values);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    // The class index once as any class, once for what its coefficient is more.
+    const float of_any = smooth.other * (reduced[i].max - x_at_index[i]);
+    distances[i] = smooth.with_index(distances[i] + of_any, reduced[i].max, x_at_index[i]);
+  }
+}
+
 template <typename scalar_t, bool kGradient>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
     cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -219,9 +253,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
   if (kExact && group < shape.groups) {
     load_targets();
   }
-  // For rows without class weights.
+  const bool is_smooth = args.label_smoothing > 0;
+  const SmoothedIndex smooth(args);
+  // For rows without class weights and smoothing.
   [[maybe_unused]] const bool scale_is_plain =
-      args.weight == nullptr && IndexRow::gradient_is_plain(scale);
+      args.weight == nullptr && !is_smooth && IndexRow::gradient_is_plain(scale);
   Partial partial;
   int counted = 0;  // rows for the mean, if they have no weights
   while (group < shape.groups) {
@@ -275,7 +311,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
     bool all_plain = false;
     bool is_written = false;
     [[maybe_unused]] Group reaches = {};
-    if constexpr (!kExact) {
+    if (!kExact && !is_smooth) {
       sum_terms(
           others, [](int, float x) { return plain_exp(x); },
           [&](const Group& x) { reaches.reach_to(x); });
@@ -325,8 +361,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
         }
       }
     } else {
-      bool shift = kExact;
-      if constexpr (!kExact) {
+      bool shift = kExact || is_smooth;
+      if (!shift) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const float reach = math::max_number(::fabsf(reaches.get(i)), ::fabsf(x_at_index[i]));
@@ -372,19 +408,32 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
           }
         }
       }
+      float distances[kRows] = {};  // by smoothing: the sum of q (max - x)
+      if (is_smooth) {
+        weigh_distances(smooth, own, count, reduced, x_at_index, distances);
+      }
       LogitGradient<float, kExact> gradients[kRows];
+      float taken[kRows];  // from the gradients, by smoothing
       // Whether one formula gives the gradients of all rows: PlainGradient's, or the direct one.
-      bool all_alike = true;
+      bool all_alike = !is_smooth;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const float weight = row_weight(args, indices[i]);
         const auto finished = reduced[i].template finish<!kExact>(x_at_index[i], scales[i], weight);
         const bool has_loss = indices[i] >= 0;
-        losses[i] = has_loss ? finished.loss : gradient_without_loss(indices[i]);
+        const float loss =
+            is_smooth ? dense_row_loss(reduced[i].rest, SmoothedIndex::kSum, distances[i])
+                      : finished.loss;
+        losses[i] = has_loss ? loss : gradient_without_loss(indices[i]);
         if (args.weight != nullptr && i >= shared_rows<kRows>(args.rows, shape, group)) {
           partial.weight += static_cast<double>(weight);
         }
-        at_index[i] = has_loss ? finished.gradient_at_index : gradient_without_loss(indices[i]);
+        // Without smoothing both are finished.gradient_at_index and 0.
+        taken[i] = is_smooth ? scales[i] * smooth.other : 0.0f;
+        const float gradient_at_index =
+            is_smooth ? finished.gradient_at_index + scales[i] * (1.0f - smooth.at_index)
+                      : finished.gradient_at_index;
+        at_index[i] = has_loss ? gradient_at_index : gradient_without_loss(indices[i]);
         gradients[i] = LogitGradient<float, kExact>(finished.softmax, scales[i] * weight);
         if constexpr (kExact) {
           if (!has_loss) {
@@ -409,7 +458,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
             for (int i = 0; i < kRows; ++i) {
               float value[1] = {x[i]};
               gradients[i].replace(value);
-              x[i] = indices[i] >= 0 ? value[0] : gradient_without_loss(indices[i]);
+              x[i] = indices[i] >= 0 ? value[0] - taken[i] : gradient_without_loss(indices[i]);
             }
           });
           is_written = true;
@@ -438,6 +487,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
         const IndexRow kept = reduced[i].kept(x_at_index[i]);
         stats.max[row + i] = kept.max;
         stats.rest[row + i] = kept.rest;
+        if (is_smooth) {
+          stats.q_sum[row + i] = SmoothedIndex::kSum;
+        }
       }
     }
     if (args.reduction == Reduction::kNone && !grad_output.exists()) {

@@ -12,6 +12,7 @@
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/grid_reduce.cuh"
 #include "kernels/grid/launch.cuh"
+#include "kernels/primitives/any_half.cuh"
 #include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/dynamic_shared.cuh"
@@ -126,15 +127,18 @@ struct TeamReader {
 // cache: leaves the row's whole vectors there, for the thread that reads them here; may be null.
 template <typename State, typename scalar_t, int kUnroll, typename acc_t = acc_type_t<scalar_t>>
 __device__ __forceinline__ State reduce_row(TeamReader<scalar_t, kUnroll>& reader,
-                                            const RowTarget<acc_t>& target, scalar_t* cache) {
+                                            const RowTarget<acc_t>& target, DType dtype,
+                                            scalar_t* cache) {
   constexpr int kSize = kVectorSize<scalar_t>;
   RowSum<State> row;
   for (; reader.more(); reader.advance()) {
     acc_t max = -math::infinity<acc_t>();
     reader.for_each_vector([&](int u) {
+      acc_t x[kSize];
+      unpack_of<scalar_t>(reader.loaded[u], dtype, x);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        max = math::max_number(to_acc<acc_t>(reader.loaded[u].get(i)), max);
+        max = math::max_number(x[i], max);
       }
     });
     row.raise_max(max);
@@ -145,18 +149,19 @@ __device__ __forceinline__ State reduce_row(TeamReader<scalar_t, kUnroll>& reade
         store_vector(cache, reader.vector(u), reader.loaded[u]);
       }
       forget_conversions(reader.loaded[u]);
+      acc_t x[kSize];
+      unpack_of<scalar_t>(reader.loaded[u], dtype, x);
       acc_t q[kSize];
       load_coefficients_for<State>(target, reader.first_class(u), q);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        add_below_max<kExactExponentials<scalar_t>>(local, to_acc<acc_t>(reader.loaded[u].get(i)),
-                                                    shift, q[i]);
+        add_below_max<kExactExponentials<scalar_t>>(local, x[i], shift, q[i]);
       }
     });
     row.add(local);
   }
   reader.for_each_single([&](int c) {
-    const acc_t x[1] = {to_acc<acc_t>(reader.row[c])};
+    const acc_t x[1] = {to_acc_of<acc_t>(reader.row[c], dtype)};
     fold<kExactExponentials<scalar_t>>(row, x, target, c);
   });
   return row.total();
@@ -169,8 +174,9 @@ __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_
                                                    scalar_t* grad_input, const scalar_t* cache) {
   using acc_t = acc_type_t<scalar_t>;
   constexpr int kSize = kVectorSize<scalar_t>;
+  const DType dtype = gradient.args.input.dtype;
   if (!gradient.target.has_loss()) {
-    const auto value = from_acc<scalar_t>(gradient.without_loss());
+    const auto value = from_acc_of<scalar_t>(gradient.without_loss(), dtype);
     for (int c = lane; c < num_classes; c += team) {
       grad_input[c] = value;
     }
@@ -203,7 +209,8 @@ __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_
   }
   // fault: team-gradient-singles
   for (int c = num_classes / kSize * kSize + lane; c < num_classes; c += team) {
-    grad_input[c] = from_acc<scalar_t>(gradient.of_logit(to_acc<acc_t>(row[c]), c));
+    const acc_t x = to_acc_of<acc_t>(row[c], dtype);
+    grad_input[c] = from_acc_of<scalar_t>(gradient.of_logit(x, c), dtype);
   }
 }
 
@@ -240,11 +247,11 @@ __global__ void __launch_bounds__(kMaxRowThreads, kGradient ? kMinGradientBlocks
     const auto target = target_of<acc_t, kDense>(args, offsets[1]);
     acc_t x_at_index = 0;
     if (!kDense && lane == 0 && target.has_loss()) {
-      x_at_index = to_acc<acc_t>(logits[target.index]);
+      x_at_index = to_acc_of<acc_t>(logits[target.index], args.input.dtype);
     }
     State state;
     if (target.has_loss()) {
-      state = reduce_row<State>(reader, target, cache);
+      state = reduce_row<State>(reader, target, args.input.dtype, cache);
     }
     state = block_reduce(state);
     if (lane == 0) {
@@ -305,9 +312,9 @@ __global__ void __launch_bounds__(kMaxRowThreads)
       continue;
     }
     for (int c = lane; c < args.num_classes; c += team) {
-      const acc_t x[1] = {to_acc<acc_t>(logits[c])};
+      const acc_t x[1] = {to_acc_of<acc_t>(logits[c], args.input.dtype)};
       if (args.grad_input.data != nullptr) {
-        grad_input[c] = from_acc<scalar_t>(gradient.of_logit(x[0], c));
+        grad_input[c] = from_acc_of<scalar_t>(gradient.of_logit(x[0], c), args.input.dtype);
       }
       if constexpr (kDense) {
         acc_t value[1];
@@ -351,6 +358,17 @@ void forward_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                 args, cache > 0, denominator, partials, finalize);
 }
 
+// Calls body with the tag of a floating dtype. Half types share the kernels of dense coefficients,
+// which are long: AnyHalf.
+template <bool kDense, typename Body>
+void visit_team_type(DType dtype, const Body& body) {
+  if constexpr (kDense) {
+    dtype == DType::kFloat64 ? body(TypeTag<double>{}) : visit_float_or_any_half(dtype, body);
+  } else {
+    visit_floating(dtype, body);
+  }
+}
+
 // Where args.grad_input is given, for fp32 and half types, writes it too.
 inline void launch_team_rows_forward(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                                      const Denominator& denominator, const GradOutput&,
@@ -358,7 +376,7 @@ inline void launch_team_rows_forward(const CrossEntropyForwardArgs& args, const 
                                      cudaStream_t stream) {
   visit_bool(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
-    visit_floating(args.input.dtype, [&](auto type) {
+    visit_team_type<kDense>(args.input.dtype, [&](auto type) {
       using scalar_t = typename decltype(type)::type;
       if constexpr (sizeof(scalar_t) <= 4) {
         if (args.grad_input.data != nullptr) {
@@ -375,10 +393,11 @@ inline void launch_team_rows_backward(const CrossEntropyBackwardArgs& args, cuda
   const int team = team_size(args);
   const int64_t max_blocks = args.kept ? most_blocks_of_kept(block_size(team)) : kMaxGrid;
   visit_bool(args.dense(), [&](auto dense) {
-    visit_floating(args.input.dtype, [&](auto type) {
+    constexpr bool kDense = decltype(dense)::value;
+    visit_team_type<kDense>(args.input.dtype, [&](auto type) {
       launch_kernel(
           "cross_entropy_backward_kernel",
-          cross_entropy_backward_kernel<typename decltype(type)::type, decltype(dense)::value>,
+          cross_entropy_backward_kernel<typename decltype(type)::type, kDense>,
           {team_row_blocks(args, team, max_blocks), block_size(team), 0, 1, true}, stream, args,
           team);
     });
