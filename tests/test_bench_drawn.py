@@ -119,12 +119,13 @@ def test_rows_cover_what_they_promise() -> None:
     assert {draw.dtype for draw in draws} == set(cases.DTYPES)
     of_ce = [draw for draw in draws if not draw.is_tokens]
     assert {draw.reduction for draw in of_ce} == {"mean", "sum", "none"}
-    for family in ("padded", "images", "soft"):
+    for family in ("padded", "images", "soft", "soft-images"):
         found = [draw for draw in draws if draw.family == family]
         assert {draw.reduction for draw in found} == {"mean", "sum", "none"}
     assert {draw.reduction for draw in draws if draw.family == "contiguous"} == {"mean", "sum"}
     assert {draw.reduction for draw in draws if draw.family == "none"} == {"none"}
-    assert {len(draw.shape) for draw in draws if draw.family == "images"} == {3, 4, 5}
+    images = [draw for draw in draws if draw.family in ("images", "soft-images")]
+    assert {len(draw.shape) for draw in images} == {3, 4, 5}
 
     padded = [draw for draw in draws if draw.family == "padded"]
     strides = [draw.classes + draw.pad for draw in padded if draw.pad]
@@ -133,16 +134,17 @@ def test_rows_cover_what_they_promise() -> None:
     assert all(draw.pad or draw.offset for draw in padded)
     assert not any(draw.pad or draw.offset for draw in of_ce if draw.family != "padded")
 
-    soft = [draw for draw in draws if draw.family == "soft"]
-    assert {(draw.probabilities, draw.smoothing > 0) for draw in soft} == {
-        (False, True),
-        (True, False),
-        (True, True),
-    }
+    for family in ("soft", "soft-images"):
+        soft = [draw for draw in draws if draw.family == family]
+        assert {(draw.probabilities, draw.smoothing > 0) for draw in soft} == {
+            (False, True),
+            (True, False),
+            (True, True),
+        }
     assert 20 < sum(draw.weight for draw in draws) < 100
     assert 20 < sum(draw.ignored > 0 for draw in draws) < 100
 
-    classes = [draw.classes for draw in draws if draw.family != "images"]
+    classes = [draw.classes for draw in draws if draw not in images]
     assert 2 <= min(classes) < 8 and 100_000 < max(classes) <= 262144
     assert any(c % 2 for c in classes) and any(c % 1024 == 0 for c in classes)
     assert min(draw.rows for draw in draws) < 1000 < 1_000_000 < max(draw.rows for draw in draws)

@@ -209,15 +209,69 @@ def test_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
         t[1, 0, 0] = classes
         shifted = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(x.shape)
         shifted.copy_(x)
-        for weight in (None, torch.rand(classes).to(dtype).cuda() + 0.5):
+        weight = torch.rand(classes).to(dtype).cuda() + 0.5
+        for options in ({}, {"weight": weight}, {"label_smoothing": 0.1}):
             for reduction in ("none", "sum"):
                 groups, rows = (
-                    run(logits, t, weight=weight, reduction=reduction) for logits in (x, shifted)
+                    run(logits, t, reduction=reduction, **options) for logits in (x, shifted)
                 )
                 if reduction == "none":
                     assert same_bits(groups.value.nan_to_num(), rows.value.nan_to_num())
                 gradients = [result.gradients["input"].nan_to_num() for result in (groups, rows)]
                 assert same_bits(gradients[0], gradients[1]), (spread, reduction)
+
+
+@pytest.mark.parametrize("classes", [1, 2, 5, 21, 88, 89])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_smoothed_images(dtype: torch.dtype, classes: int) -> None:
+    """Beside torch in float64, with rows that have infinite logits and a grad_output for each."""
+    rtol = 1e-5 if dtype == torch.float32 else 1e-2
+    for spread, width in ((1.0, 44), (25.0, 43), (120.0, 44)):
+        x = (spread * torch.randn(2, classes, 7, width)).to(dtype).cuda()
+        t = torch.randint(0, classes, (2, 7, width)).cuda()
+        t[torch.rand(t.shape) < 0.1] = -100
+        t[0, 0, :4] = torch.arange(4).clamp(max=classes - 1)
+        x[0, 0, 0, 0] = -float("inf")  # at the class index
+        x[0, 0, 0, 1] = -float("inf")  # elsewhere
+        x[0, :, 0, 2] = -float("inf")
+        x[0, -1, 0, 3] = float("nan")
+        exact = x.double().requires_grad_()
+        expected = torch.nn.functional.cross_entropy(
+            exact, t, label_smoothing=0.1, reduction="none"
+        )
+        given = torch.rand_like(expected) + 0.5
+        leaf = x.detach().requires_grad_()
+        loss = lossops.cross_entropy(leaf, t, label_smoothing=0.1, reduction="none")
+        assert torch.allclose(loss.double(), expected, rtol=rtol, atol=1e-6, equal_nan=True)
+        loss.backward(given.to(dtype))
+        expected.backward(given.to(dtype).double())
+        close = torch.allclose(leaf.grad.double(), exact.grad, rtol=rtol, atol=1e-6, equal_nan=True)
+        assert close, (spread, width)
+        assert classes > 1 or not leaf.grad[1].any()
+
+
+@pytest.mark.parametrize("classes", [2, 7, 21, 88])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_smoothed_rows_do_not_depend_on_where_they_lie(dtype: torch.dtype, classes: int) -> None:
+    """Side by side, too few for that, apart from each other."""
+    x = (3 * torch.randn(2, classes, 6, 20)).to(dtype).cuda()
+    t = torch.randint(0, classes, (2, 6, 20)).cuda()
+
+    def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        result = run(logits, targets, label_smoothing=0.1, reduction="none")
+        return result.value, result.gradients["input"]
+
+    loss, gradient = losses_and_gradient(x, t)
+    apart = torch.empty(*x.shape, 2, dtype=dtype, device="cuda")[..., 0].copy_(x)
+    for what, logits, place in (
+        ("apart", apart, (slice(None), slice(None))),
+        ("one", x[:1, :, :1, 3:4], (slice(1), slice(1), slice(3, 4))),
+    ):
+        targets = t[place] if what == "one" else t
+        own_loss, own_gradient = losses_and_gradient(logits, targets)
+        assert same_bits(own_loss, loss[place]), what
+        expected = gradient[place[0], :, *place[1:]]
+        assert same_bits(own_gradient, expected), what
 
 
 def logits_of_reach(rows: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

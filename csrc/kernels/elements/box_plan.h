@@ -111,9 +111,7 @@ class BoxPlanner {
   }
 
   // Whether 31 bits hold BoxOperand::step_stride.
-  bool is_near(int dim) const {
-    return are_near(operands_, dim, kTileThreads >> kLeastBoxShift);
-  }
+  bool is_near(int dim) const { return are_near(operands_, dim, kTileThreads >> kLeastBoxShift); }
 
   const Layout& layout_;
   const Operand* const operands_;

@@ -30,8 +30,8 @@ class BoxValues : public SingleValues<Tile> {
   }
 };
 
-// A box. A warp reads and writes neighbours, wherever they begin: columns of straight operands, rows
-// of transposed ones. Shared memory is between the two.
+// A box. A warp reads and writes neighbours, wherever they begin: columns of straight operands,
+// rows of transposed ones. Shared memory is between the two.
 class BoxTile {
  public:
   using acc_t = float;
@@ -41,7 +41,8 @@ class BoxTile {
   static constexpr bool kHasSubnormals = true;
   using Values = BoxValues<BoxTile>;
 
-  // Rows lie one element further apart than they are long, so that a column is in different banks.
+  // Rows lie one element further apart than they are long, so that a column is in different banks:
+  // where a warp has several columns, some of them share banks.
   struct Shared {
     float values[kBoxElements + (kBoxElements >> kLeastBoxShift)];
     char* matrices[kNumOperands];  // where the matrix of the tile begins, by slot
@@ -61,8 +62,9 @@ class BoxTile {
       const BoxPlaces places = places_along(operand.is_transposed ? 1 : 0);
       const int column = operand.is_transposed ? places.far() : places.near();
       const int row = operand.is_transposed ? places.near() : places.far();
-      begin = shared.matrices[operand.slot] + (boxes.first[0] + column) * operand.strides[0] +
-              (boxes.first[1] + row) * operand.strides[1];
+      begin = shared.matrices[operand.slot] +
+              (int64_t{boxes.first[0]} + column) * operand.strides[0] +
+              (int64_t{boxes.first[1]} + row) * operand.strides[1];
     });
   }
 
@@ -105,8 +107,8 @@ class BoxTile {
     }
   }
 
-  // Each thread gives what it has along side `from`, and gets what it has along `to`. All threads of
-  // the block.
+  // Each thread gives what it has along side `from`, and gets what it has along `to`. All threads
+  // of the block.
   __device__ __forceinline__ void exchange(float (&values)[kSteps], int from, int to) const {
     __syncthreads();  // what was exchanged before has been read
     for_each_cell(from, [&](int step, float* cell) { *cell = values[step]; });
@@ -122,8 +124,8 @@ class BoxTile {
   __device__ __forceinline__ void for_each_cell(int side, const Body& body) const {
     const BoxPlaces places = places_along(side);
     const int pitch = (1 << plan_.shifts[0]) + 1;
-    const int first = side == 0 ? places.far() * pitch + places.near()
-                                : places.near() * pitch + places.far();
+    const int first =
+        side == 0 ? places.far() * pitch + places.near() : places.near() * pitch + places.far();
     const int distance = (side == 0 ? pitch : 1) << plan_.far_shift(side);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/primitives/any_half.cuh"
 #include "kernels/elements/operands.h"
+#include "kernels/primitives/any_half.cuh"
 #include "kernels/primitives/vectorized.cuh"
 
 namespace lossops::cuda {

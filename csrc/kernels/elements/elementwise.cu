@@ -302,8 +302,8 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   } else if (!sums && boxes.has_boxes()) {
     const AnyWork<(kForwardWork & ~kWeightWork) | kWantsGradTarget> forward{what.work};
     const AnyWork<kBackwardWork & ~kWeightWork> backward{what.work};
-    what.is_backward() ? body(InBoxes<true>{}, boxes.plan(), backward, any)
-                       : body(InBoxes<false>{}, boxes.plan(), forward, any);
+    what.is_backward() ? body(InBoxes{}, boxes.plan(), backward, any)
+                       : body(InBoxes{}, boxes.plan(), forward, any);
   } else if (sums && !must_sum) {
     constexpr unsigned kWork = kSumsLosses | kWantsGradInput | kWantsGradTarget | kIsBackward;
     visit_loss_type(args.loss, [&](auto loss) {

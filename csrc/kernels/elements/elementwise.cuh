@@ -160,7 +160,6 @@ using GradientsInSingles = InStrips<SingleStripTile<float, 4>, 3, true>;
 using InWeightedSingles = InStrips<SingleStripTile<float, 2>, 3>;
 using InDoubles = InStrips<SingleStripTile<double, 1>, 2, true>;
 
-template <bool kIsBackward>
 struct InBoxes {
   using Plan = BoxPlan;
   using acc_t = BoxTile::acc_t;

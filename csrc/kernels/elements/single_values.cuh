@@ -7,7 +7,7 @@
 // - operand(which): what the plan says of it, its dtype among that;
 // - for_each_element(which, body): calls body(step, address) for each step. What does not count
 // lies
-//   where another element does.
+//   where another element does, or is left out.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // How the elements of rows are dealt out. Host code without CUDA; kernels read the plan by tiles.h.
 //
-// One dimension is that of the columns, along which operands are read; the others number the rows.
+// One dimension is that of the columns, as Layout chooses it; the others number the rows.
 // A unit is a few neighbouring columns of a row. Rows are cut into strips, which have as many units
 // as threads side by side. A thread keeps its columns and walks along one dimension, from row to
 // row, so that all the rest is found once a tile: where its first unit lies, whether that is the
@@ -109,7 +109,7 @@ struct StripPlan : PlanOperands<StripOperand> {
 class StripPlanner {
  public:
   // summed: plans for the sums of this gradient, whatever else would be faster. kNumOperands: the
-  // plan follows from what is read alone, so that it is the same with a gradient and without one.
+  // plan does not follow from gradients, so that it is the same with one and without.
   StripPlanner(const Layout& layout, const Operand* operands, Which summed = kNumOperands)
       : layout_(&layout),
         operands_(operands),

@@ -3,11 +3,11 @@
 
 #include <cstdint>
 
-#include "kernels/primitives/any_half.cuh"
 #include "kernels/elements/single_values.cuh"
 #include "kernels/elements/thread_begins.cuh"
 #include "kernels/elements/tiles.h"
 #include "kernels/elements/unit_values.cuh"
+#include "kernels/primitives/any_half.cuh"
 
 namespace lossops::cuda {
 

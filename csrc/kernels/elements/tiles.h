@@ -217,8 +217,8 @@ class BoxPlaces {
         near_(thread & ((1 << plan.shifts[side]) - 1)),
         far_(thread >> plan.shifts[side]) {}
 
-  // In the box, along the side and along the other one. That is the first step's: from a step to the
-  // next, far() is 2^far_shift more.
+  // In the box, along the side and along the other one. That is the first step's: from a step to
+  // the next, far() is 2^far_shift more.
   LOSSOPS_HOST_DEVICE int near() const { return near_; }
   LOSSOPS_HOST_DEVICE int far() const { return far_; }
 
@@ -227,7 +227,7 @@ class BoxPlaces {
   LOSSOPS_HOST_DEVICE int steps(const BoxPlan& plan, int first_near, int first_far) const {
     const int left = plan.matrix_sizes[1 - side_] - first_far - far_;
     const int steps = ((left - 1) >> plan.far_shift(side_)) + 1;
-    return left > 0 && first_near + near_ < plan.matrix_sizes[side_] ? steps : 0;
+    return left > 0 && near_ < plan.matrix_sizes[side_] - first_near ? steps : 0;
   }
 
  private:

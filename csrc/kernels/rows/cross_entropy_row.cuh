@@ -298,6 +298,18 @@ struct SmoothedIndex {
     const float gap = at_index == other ? 0.0f : max - x_at_index;
     return weighted_others + (at_index - other) * gap;
   }
+
+  // These two for sums of `other` times max - x over the other classes, which are weighed before
+  // they are added: the sum of distances may be infinite. Not part of an FMA, for the same bits
+  // anywhere.
+  __device__ __forceinline__ float of_other(float distance) const {
+    return __fmul_rn(other, distance);
+  }
+  // The class index once as any class, once for what its coefficient is more.
+  __device__ __forceinline__ float with_any_index(float weighted_others, float max,
+                                                  float x_at_index) const {
+    return with_index(weighted_others + of_other(max - x_at_index), max, x_at_index);
+  }
 };
 
 // The gradient of all logits of a row that has no loss.

@@ -41,10 +41,10 @@ const PolicyRow kPolicy[kFamilies] = {
      "weights",
      "a thread has a group of rows, all of whose classes it copies to shared memory first",
      "16x21x512x512: a thread a row .43 / .37 in fp32, .25 / .24 in fp16; this .88 / .86, .80 / "
-     ".79",
+     ".79. Smoothing, bf16 8x21x512x512, H100: a thread a row .22 / .16, this .63 / .61",
      [](P p) {
-       return p.plain && p.smooth_indices && p.args.input_class_stride != 1 &&
-              p.classes <= side_by_side::kMaxColumnClasses &&
+       return p.plain && (p.indices || side_by_side::is_smoothed(p.args)) &&
+              p.args.input_class_stride != 1 && p.classes <= side_by_side::kMaxColumnClasses &&
               side_by_side::lies_side_by_side(p.args, p.args.input, p.args.input_class_stride);
      },
      side_by_side::plan,
@@ -169,7 +169,8 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; },
      Again::kNever, always},
     {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
-     "the rest, any layout and dtypes: strided classes with smoothing or probabilities, fp64",
+     "the rest, any layout and dtypes: strided classes with probabilities, with smoothing of more "
+     "than 88 classes or with weights; fp64",
      "a thread a row, so that a warp reads neighbouring rows",
      "10 classes: 6 times as fast as a team a row; 100 classes forward 5 times", always,
      strided_rows::plan, never, Again::kNever, never},

@@ -82,9 +82,6 @@ struct RowProblem {
   const int64_t element_bytes = element_size(args.input.dtype);
   const int64_t bytes = classes * element_bytes;  // of a row
   const bool indices = !args.dense();             // class indices without smoothing
-  // The same, or with smoothing and without class weights.
-  const bool smooth_indices =
-      !args.target_is_probability && (args.label_smoothing == 0 || args.weight == nullptr);
   // Rows that fp32 arithmetic can read once.
   const bool plain = rows > 0 && classes > 0 && classes <= kMaxRowClasses && !args.acc_double &&
                      args.input.dtype != DType::kFloat64;

@@ -17,6 +17,7 @@
 #include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_sum.cuh"
 #include "kernels/rows/side_by_side_rows.cuh"
+#include "kernels/rows/side_by_side_rows_plan.h"
 #include "kernels/rows/team_rows_plan.h"
 #include "launchers.h"
 
@@ -69,7 +70,8 @@ struct WideningLoader {
 };
 
 // Twice over the row, in the order of the kernel for columns: where rows lie does not change a bit.
-template <bool kExact, typename Logit>
+// kMayBePlain: see IndexRow; not with smoothing.
+template <bool kExact, bool kMayBePlain, typename Logit>
 __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t num_classes,
                                                        int64_t index, float x_at_index) {
   // The last class takes the place of the class index.
@@ -101,7 +103,7 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
     others.add(last);
     return others.total();
   };
-  if constexpr (!kExact) {
+  if constexpr (kMayBePlain) {
     float reach = ::fabsf(x_at_index);
     const float plain_others = sum_of([&](float x) {
       reach = math::max_number(::fabsf(x), reach);
@@ -119,6 +121,26 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
   }
   const RowTerms<kExact> terms(max);
   return IndexRow::of(terms, max, sum_of(terms), x_at_index);
+}
+
+// The sum of q (max - x) of a row with smoothing, as side_by_side_rows.cu adds it up.
+template <typename Logit>
+__device__ __forceinline__ float smoothed_distance(const SmoothedIndex& smooth, Logit&& logit,
+                                                   int64_t num_classes, int64_t index, float max,
+                                                   float x_at_index) {
+  const int64_t count = num_classes - 1;
+  float distance = 0;
+#pragma unroll 1
+  for (int64_t c = 0; c < count; c += kColumnUnroll) {
+    float values[kColumnUnroll];
+#pragma unroll
+    for (int i = 0; i < kColumnUnroll; ++i) {
+      const float x = logit(c + i == index ? count : min(c + i, count));
+      values[i] = c + i < count ? smooth.of_other(max - x) : 0.0f;
+    }
+    distance += pairwise_sum(values);
+  }
+  return smooth.with_any_index(distance, max, x_at_index);
 }
 
 // Calls body(x, first_class, count) with the logits of each kClassUnroll neighbouring classes. The
@@ -174,14 +196,31 @@ __global__ void __launch_bounds__(kStridedThreads)
       };
       if constexpr (!kDense && std::is_same_v<acc_t, float>) {
         x_at_index = logit(target.index);
-        const IndexRow reduced =
-            reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
+        const IndexRow reduced = reduce_strided_row<Loader::kExact, !Loader::kExact>(
+            logit, args.num_classes, target.index, x_at_index);
         const float weight = target.index_weight();
         const float loss = reduced.finish<!Loader::kExact>(x_at_index, 1.0f, weight).loss;
         record_row(
             args, loss, weight, reduced, x_at_index, row, [&](int64_t) { return offsets[2]; },
             partial);
         continue;
+      }
+      if constexpr (kDense && std::is_same_v<acc_t, float>) {
+        if (side_by_side::is_smoothed(args)) {
+          x_at_index = logit(target.index);
+          const IndexRow reduced = reduce_strided_row<Loader::kExact, false>(
+              logit, args.num_classes, target.index, x_at_index);
+          const float distance = smoothed_distance(SmoothedIndex(args), logit, args.num_classes,
+                                                   target.index, reduced.max, x_at_index);
+          const float loss = dense_row_loss(reduced.rest, SmoothedIndex::kSum, distance);
+          if (args.row_stats != nullptr) {
+            RowStats<float>(args.row_stats, args.rows.numel).q_sum[row] = SmoothedIndex::kSum;
+          }
+          record_row(
+              args, loss, 1.0f, reduced.max, reduced.rest, row, [&](int64_t) { return offsets[2]; },
+              partial);
+          continue;
+        }
       }
       RowSum<RowState<acc_t, kDense>> sum;
       for_each_group<acc_t, kDense>(args.num_classes, logit,

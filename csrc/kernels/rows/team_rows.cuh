@@ -358,15 +358,10 @@ void forward_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                 args, cache > 0, denominator, partials, finalize);
 }
 
-// Calls body with the tag of a floating dtype. Half types share the kernels of dense coefficients,
-// which are long: AnyHalf.
-template <bool kDense, typename Body>
+// Calls body with the tag of a floating dtype. Half types share a kernel, for little machine code.
+template <typename Body>
 void visit_team_type(DType dtype, const Body& body) {
-  if constexpr (kDense) {
-    dtype == DType::kFloat64 ? body(TypeTag<double>{}) : visit_float_or_any_half(dtype, body);
-  } else {
-    visit_floating(dtype, body);
-  }
+  dtype == DType::kFloat64 ? body(TypeTag<double>{}) : visit_float_or_any_half(dtype, body);
 }
 
 // Where args.grad_input is given, for fp32 and half types, writes it too.
@@ -376,7 +371,7 @@ inline void launch_team_rows_forward(const CrossEntropyForwardArgs& args, const 
                                      cudaStream_t stream) {
   visit_bool(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
-    visit_team_type<kDense>(args.input.dtype, [&](auto type) {
+    visit_team_type(args.input.dtype, [&](auto type) {
       using scalar_t = typename decltype(type)::type;
       if constexpr (sizeof(scalar_t) <= 4) {
         if (args.grad_input.data != nullptr) {
@@ -394,12 +389,11 @@ inline void launch_team_rows_backward(const CrossEntropyBackwardArgs& args, cuda
   const int64_t max_blocks = args.kept ? most_blocks_of_kept(block_size(team)) : kMaxGrid;
   visit_bool(args.dense(), [&](auto dense) {
     constexpr bool kDense = decltype(dense)::value;
-    visit_team_type<kDense>(args.input.dtype, [&](auto type) {
-      launch_kernel(
-          "cross_entropy_backward_kernel",
-          cross_entropy_backward_kernel<typename decltype(type)::type, kDense>,
-          {team_row_blocks(args, team, max_blocks), block_size(team), 0, 1, true}, stream, args,
-          team);
+    visit_team_type(args.input.dtype, [&](auto type) {
+      launch_kernel("cross_entropy_backward_kernel",
+                    cross_entropy_backward_kernel<typename decltype(type)::type, kDense>,
+                    {team_row_blocks(args, team, max_blocks), block_size(team), 0, 1, true}, stream,
+                    args, team);
     });
   });
 }

@@ -31,6 +31,7 @@ FAMILIES = {
     "images": "classes in dimension 1, one to three dimensions behind them",
     "soft": "label smoothing, probabilities as targets",
     "tokens": "log-probabilities and entropies of tokens",
+    "soft-images": "images with label smoothing or probabilities",
 }
 # Of logits, about: shapes are rounded.
 MIB_OF_LOGITS = (64.0, 2048.0)
@@ -122,7 +123,8 @@ def draw(source: random.Random, family: str, bounds: Bounds) -> RowDraw:
     least, most = bounds.mib or MIB_OF_LOGITS
     elements = log_uniform(source, least * MIB, most * MIB) / DTYPES[dtype].itemsize
     fewest, most_classes = bounds.classes
-    if family == "images":
+    is_image = family in ("images", "soft-images")
+    if is_image:
         most_classes = max(fewest, min(most_classes, MOST_CLASSES_OF_IMAGES))
     classes = _classes(source, fewest, most_classes)
     rows = max(1, round(elements / classes))
@@ -131,7 +133,7 @@ def draw(source: random.Random, family: str, bounds: Bounds) -> RowDraw:
     draw_options = functools.partial(
         RowDraw,
         family=family,
-        shape=_image(source, rows, classes) if family == "images" else (rows, classes),
+        shape=_image(source, rows, classes) if is_image else (rows, classes),
         dtype=dtype,
         weight=source.random() < 0.15 and family != "tokens",
         ignored=source.choice([0.1, 0.3, 0.7]) if source.random() < 0.15 else 0.0,
@@ -197,6 +199,7 @@ _OPTIONS = {
     "images": _images,
     "soft": _soft,
     "tokens": _tokens,
+    "soft-images": _soft,
 }
 
 
