@@ -263,15 +263,11 @@ def test_smoothed_rows_do_not_depend_on_where_they_lie(dtype: torch.dtype, class
 
     loss, gradient = losses_and_gradient(x, t)
     apart = torch.empty(*x.shape, 2, dtype=dtype, device="cuda")[..., 0].copy_(x)
-    for what, logits, place in (
-        ("apart", apart, (slice(None), slice(None))),
-        ("one", x[:1, :, :1, 3:4], (slice(1), slice(1), slice(3, 4))),
-    ):
-        targets = t[place] if what == "one" else t
-        own_loss, own_gradient = losses_and_gradient(logits, targets)
-        assert same_bits(own_loss, loss[place]), what
-        expected = gradient[place[0], :, *place[1:]]
-        assert same_bits(own_gradient, expected), what
+    own_loss, own_gradient = losses_and_gradient(apart, t)
+    assert same_bits(own_loss, loss) and same_bits(own_gradient, gradient)
+    own_loss, own_gradient = losses_and_gradient(x[:1, :, :1, 3:4], t[:1, :1, 3:4])
+    assert same_bits(own_loss, loss[:1, :1, 3:4])
+    assert same_bits(own_gradient, gradient[:1, :, :1, 3:4])
 
 
 def logits_of_reach(rows: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
