@@ -124,7 +124,7 @@ void take(const Problem& problem, const Plan& plan, bool counts, std::vector<int
 
 // What kernels take for granted of a unit that begins at `address`. is_whole: it shares nothing
 // with the one before.
-void check_kind(const PlanOperand& operand, int width, int64_t stride, int64_t address,
+void check_kind(const StripOperand& operand, int width, int64_t stride, int64_t address,
                 bool is_whole) {
   switch (operand.kind) {
     case UnitKind::kVector:

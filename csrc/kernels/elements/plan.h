@@ -14,22 +14,13 @@
 
 namespace lossops::cuda {
 
-// How a unit, the neighbours that a thread takes at once, lies in an operand.
-enum class UnitKind : int8_t {
-  kVector,   // an aligned vector, but for a last one that begins earlier: that is as kStrided
-  kOne,      // one number for all columns
-  kWords,    // neighbours, anywhere
-  kStrided,  // at equal distances
-};
-
 // An operand, as plans number its elements. Strides are in bytes, and [0] is that of the columns.
 struct PlanOperand {
   char* data = nullptr;  // null: absent
   int64_t strides[kPlanDims] = {};
   DType dtype = DType::kFloat32;
   int32_t bytes = 4;  // of an element
-  UnitKind kind = UnitKind::kStrided;
-  int8_t slot = 0;  // its number among those that are there
+  int8_t slot = 0;    // its number among those that are there
 };
 
 // Operands as their plan numbers them.

@@ -25,7 +25,16 @@
 
 namespace lossops::cuda {
 
+// How a unit, the neighbours that a thread takes at once, lies in an operand.
+enum class UnitKind : int8_t {
+  kVector,   // an aligned vector, but for a last one that begins earlier: that is as kStrided
+  kOne,      // one number for all columns
+  kWords,    // neighbours, anywhere
+  kStrided,  // at equal distances
+};
+
 struct StripOperand : PlanOperand {
+  UnitKind kind = UnitKind::kStrided;
   int32_t walk_stride = 0;  // bytes that one more of Walk::index() makes
 };
 

@@ -87,7 +87,6 @@ class UnitStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, sca
  public:
   using StripTile<float, kSteps, kVectorSize<scalar_t>, scalar_t>::StripTile;
   using Values = UnitValues<UnitStripTile>;
-  static constexpr bool kHasWords = true;
 
   __device__ __forceinline__ UnitKind kind(Which which) const {
     const UnitKind kind = this->operand(which).kind;

@@ -64,19 +64,6 @@ struct UnitCells {
     }
   }
 
-  // Elements `distance` bytes apart.
-  template <int kBytes>
-  __device__ __forceinline__ void load_strided(const char* data, int distance) {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      if constexpr (kBytes == 4) {
-        cells[i] = *reinterpret_cast<const uint32_t*>(data + int64_t{i} * distance);
-      } else {
-        cells[i] = *reinterpret_cast<const uint16_t*>(data + int64_t{i} * distance);
-      }
-    }
-  }
-
   // These bring what was read into the layout of an aligned vector.
   template <int kBytes>
   __device__ __forceinline__ void settle_one() {
@@ -91,13 +78,6 @@ struct UnitCells {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       cells[i] = __funnelshift_r(cells[i], cells[i + 1], shift);
-    }
-  }
-  // Of elements of 2 bytes.
-  __device__ __forceinline__ void settle_strided() {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      cells[i] = __byte_perm(cells[2 * i], cells[2 * i + 1], 0x5410);
     }
   }
 

@@ -1,20 +1,21 @@
 // A thread's units of an operand, whose elements follow each other in an aligned vector, or are one
-// number, lie in words, or at equal distances: read, converted, written.
+// number, or lie in words wherever they begin: read, converted, written. What is written may also
+// lie at equal distances.
 //
 // A Tile says how many there are (kSteps) of how many elements (kWidth), of which type all operands
 // are (scalar_t; float: each operand of its own), and where they are:
 //
-// - operand(which): its PlanOperand; kind(which): how the thread takes its units;
+// - operand(which): its StripOperand; kind(which): how the thread takes its units;
 // - locate(which, addresses): the addresses of their first elements;
 // - stride(which): bytes from an element of a unit to the next;
-// - kHasWords: neighbours may lie anywhere, and what is read are neighbours; then joins_next(step)
-//   and joins_previous(step) say whether the neighbouring lanes have what lies beside a unit.
+// - joins_next(step), joins_previous(step): whether the neighbouring lanes have what lies beside a
+//   unit of words.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/elements/plan.h"
+#include "kernels/elements/strip_plan.h"
 #include "kernels/elements/unit_cells.cuh"
 
 namespace lossops::cuda {
@@ -99,18 +100,13 @@ class UnitValues {
       for_each([](Unit& unit, const char* data) { unit.template load_vector<kBytes>(data); });
     } else if (kind == UnitKind::kOne) {
       for_each([](Unit& unit, const char* data) { unit.template load_one<kBytes>(data); });
-    } else if constexpr (Tile::kHasWords) {  // no other kind is read
+    } else {  // words: no other kind is read
       shifts_ = 0;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         shifts_ |= (low_bits(addresses[step]) & 2) << (3 + kShiftBits * step);
         units_[step].template load_words<kBytes>(addresses[step]);
       }
-    } else {
-      const int stride = tile.stride(which);
-      for_each([stride](Unit& unit, const char* data) {
-        unit.template load_strided<kBytes>(data, stride);
-      });
     }
   }
 
@@ -124,11 +120,7 @@ class UnitValues {
     } else if (kBytes == 2 && kind != UnitKind::kVector) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        if constexpr (Tile::kHasWords) {
-          units_[step].settle_words(shifts_ >> kShiftBits * step);
-        } else {
-          units_[step].settle_strided();
-        }
+        units_[step].settle_words(shifts_ >> kShiftBits * step);
       }
     }
   }
@@ -160,13 +152,11 @@ class UnitValues {
       });
       return;
     }
-    if constexpr (Tile::kHasWords) {
-      if (tile.kind(which) == UnitKind::kWords) {
-        for_each([&](int step, const Unit& unit, char* data) {
-          unit.template store_words<kBytes>(data, tile.joins_previous(step), tile.joins_next(step));
-        });
-        return;
-      }
+    if (tile.kind(which) == UnitKind::kWords) {
+      for_each([&](int step, const Unit& unit, char* data) {
+        unit.template store_words<kBytes>(data, tile.joins_previous(step), tile.joins_next(step));
+      });
+      return;
     }
     const int stride = tile.stride(which);
     for_each([stride](int /*step*/, const Unit& unit, char* data) {

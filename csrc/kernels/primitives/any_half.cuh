@@ -88,7 +88,7 @@ __device__ __forceinline__ Vector<scalar_t> pack_of(const acc_t (&values)[kVecto
     visit_type_of<scalar_t>(dtype, [&](auto type) {
       const auto packed = pack<typename decltype(type)::type>(values);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kVectorBytes / 4; ++i) {
         vector.set_word(i, packed.word(i));
       }
     });

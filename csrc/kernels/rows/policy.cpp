@@ -37,11 +37,11 @@ bool contiguous_gradient(P p) { return p.args.grad_input_class_stride == 1; }
 // Of contiguous classes unless it says otherwise; "Hopper": sm_90 and sm_100.
 const PolicyRow kPolicy[kFamilies] = {
     {Family::kSideBySideRows, "side_by_side_rows", "rows/side_by_side_rows.cu",
-     "side by side, at any address (images), at most 88 classes, class indices, with smoothing or "
-     "weights",
+     "side by side, at any address (images), at most 88 classes, class indices, of fp32 with "
+     "smoothing too",
      "a thread has a group of rows, all of whose classes it copies to shared memory first",
      "16x21x512x512: a thread a row .43 / .37 in fp32, .25 / .24 in fp16; this .88 / .86, .80 / "
-     ".79. Smoothing, bf16 8x21x512x512, H100: a thread a row .22 / .16, this .63 / .61",
+     ".79. Smoothing, fp32 8x21x512x512, H100: a thread a row .46 / .40, this .83 / .83",
      [](P p) {
        return p.plain && (p.indices || side_by_side::is_smoothed(p.args)) &&
               p.args.input_class_stride != 1 && p.classes <= side_by_side::kMaxColumnClasses &&
@@ -169,8 +169,8 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; },
      Again::kNever, always},
     {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
-     "the rest, any layout and dtypes: strided classes with probabilities, with smoothing of more "
-     "than 88 classes or with weights; fp64",
+     "the rest, any layout and dtypes: strided classes with probabilities, or with smoothing and "
+     "more than 88 classes, half types or weights; fp64",
      "a thread a row, so that a warp reads neighbouring rows",
      "10 classes: 6 times as fast as a team a row; 100 classes forward 5 times", always,
      strided_rows::plan, never, Again::kNever, never},

@@ -314,8 +314,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
     bool all_plain = false;
     bool is_written = false;
     [[maybe_unused]] Group reaches = {};
-    constexpr bool kMayBePlain = !kExact && !kIsSmooth;
-    if constexpr (kMayBePlain) {
+    if constexpr (!kExact) {
       sum_terms(
           others, [](int, float x) { return plain_exp(x); },
           [&](const Group& x) { reaches.reach_to(x); });
@@ -365,8 +364,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
         }
       }
     } else {
-      bool shift = !kMayBePlain;
-      if constexpr (kMayBePlain) {
+      bool shift = kExact;
+      if constexpr (!kExact) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const float reach = math::max_number(::fabsf(reaches.get(i)), ::fabsf(x_at_index[i]));
@@ -464,7 +463,6 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
             }
           });
         }
-        is_written = true;
       } else if constexpr (kGradient) {
         if (!all_alike) {
           write([&](auto& x) {
@@ -597,19 +595,18 @@ void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan
   const LaunchShape launch = {grad_output.limit_blocks(plan.blocks, kMaxThreads), plan.threads,
                               plan.shared_bytes, 1,
                               waits_for_previous_kernel(denominator, grad_output)};
+  const auto launch_as = [&](auto kernel) {
+    launch_kernel("cross_entropy_forward_column_kernel", kernel, launch, stream, args, shape,
+                  denominator, grad_output, partials, finalize);
+  };
+  if (args.label_smoothing > 0) {
+    return launch_as(cross_entropy_forward_column_kernel<float, true, true>);
+  }
   visit_float_or_half(args.input.dtype, [&](auto type) {
-    using scalar_t = typename decltype(type)::type;
-    const auto launch_as = [&](auto kernel) {
-      launch_kernel("cross_entropy_forward_column_kernel", kernel, launch, stream, args, shape,
-                    denominator, grad_output, partials, finalize);
-    };
-    if (args.label_smoothing > 0) {
-      launch_as(cross_entropy_forward_column_kernel<scalar_t, true, true>);
-    } else {
-      visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
-        launch_as(cross_entropy_forward_column_kernel<scalar_t, decltype(gradient)::value, false>);
-      });
-    }
+    visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
+      launch_as(cross_entropy_forward_column_kernel<typename decltype(type)::type,
+                                                    decltype(gradient)::value, false>);
+    });
   });
 }
 

@@ -70,8 +70,7 @@ struct WideningLoader {
 };
 
 // Twice over the row, in the order of the kernel for columns: where rows lie does not change a bit.
-// kMayBePlain: see IndexRow; not with smoothing.
-template <bool kExact, bool kMayBePlain, typename Logit>
+template <bool kExact, typename Logit>
 __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t num_classes,
                                                        int64_t index, float x_at_index) {
   // The last class takes the place of the class index.
@@ -103,7 +102,7 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
     others.add(last);
     return others.total();
   };
-  if constexpr (kMayBePlain) {
+  if constexpr (!kExact) {
     float reach = ::fabsf(x_at_index);
     const float plain_others = sum_of([&](float x) {
       reach = math::max_number(::fabsf(x), reach);
@@ -196,8 +195,8 @@ __global__ void __launch_bounds__(kStridedThreads)
       };
       if constexpr (!kDense && std::is_same_v<acc_t, float>) {
         x_at_index = logit(target.index);
-        const IndexRow reduced = reduce_strided_row<Loader::kExact, !Loader::kExact>(
-            logit, args.num_classes, target.index, x_at_index);
+        const IndexRow reduced =
+            reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
         const float weight = target.index_weight();
         const float loss = reduced.finish<!Loader::kExact>(x_at_index, 1.0f, weight).loss;
         record_row(
@@ -205,11 +204,11 @@ __global__ void __launch_bounds__(kStridedThreads)
             partial);
         continue;
       }
-      if constexpr (kDense && std::is_same_v<acc_t, float>) {
+      if constexpr (kDense && std::is_same_v<Loader, FloatLoader>) {
         if (side_by_side::is_smoothed(args)) {
           x_at_index = logit(target.index);
-          const IndexRow reduced = reduce_strided_row<Loader::kExact, false>(
-              logit, args.num_classes, target.index, x_at_index);
+          const IndexRow reduced =
+              reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
           const float distance = smoothed_distance(SmoothedIndex(args), logit, args.num_classes,
                                                    target.index, reduced.max, x_at_index);
           const float loss = dense_row_loss(reduced.rest, SmoothedIndex::kSum, distance);
