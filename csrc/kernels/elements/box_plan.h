@@ -64,8 +64,6 @@ class BoxPlanner {
     }
     plan_.for_each(operands_, [&](const Operand& operand, BoxOperand& own) {
       own.is_transposed = operand.strides[other] == 1 && Layout::is_transposed(operand, lead);
-    });
-    plan_.for_each(operands_, [&](const Operand& /*operand*/, BoxOperand& own) {
       const int side = own.is_transposed ? 1 : 0;
       own.step_stride = static_cast<int32_t>(own.strides[1 - side] << plan_.far_shift(side));
       own.box_stride = own.strides[1] << plan_.shifts[1];

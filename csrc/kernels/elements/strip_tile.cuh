@@ -11,6 +11,7 @@
 
 namespace lossops::cuda {
 
+// Where the walks of a strip begin.
 template <int kWidth>
 __device__ __forceinline__ void set_begins(const StripPlan& plan, const Strip& strip,
                                            const Walk<kWidth>& walk) {

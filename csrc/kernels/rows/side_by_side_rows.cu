@@ -12,8 +12,8 @@
 #include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/dynamic_shared.cuh"
-#include "kernels/primitives/integers.h"
 #include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/column_places.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_groups.cuh"
@@ -32,71 +32,6 @@ constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7
                                                  : 6;
 // Classes that a thread loads at a time, of groups at any address. With 4, half types spill.
 constexpr int kOddUnroll = 2;
-// Where groups of rows are.
-struct ColumnShape {
-  int64_t groups;
-  bool aligned;          // groups of logits and gradients, and rows are whole groups
-  bool targets_in_line;  // int64, one after the other
-  // Rows of one dimension or two, whose groups have numbers of 31 bits. The divisor is the number
-  // of groups along the first dimension.
-  bool by_divisor;
-  Divisor first_dimension;
-};
-
-// Of groups of rows that are counted along two dimensions. Computed where it is needed: kept, it
-// would take registers.
-struct GroupPlace {
-  uint32_t plane;
-  int64_t begin;     // the group's number in its plane, times its rows
-  int64_t position;  // of its first row in the plane: begin, but so that all of its rows exist
-
-  template <int kRows>
-  static __device__ __forceinline__ GroupPlace of(const IterationSpace& rows,
-                                                  const ColumnShape& shape, int64_t group) {
-    const auto index = static_cast<uint32_t>(group);
-    const uint32_t plane = shape.first_dimension.quotient(index);
-    const int64_t begin = int64_t{index - plane * shape.first_dimension.value} * kRows;
-    return {plane, begin, min(begin, rows.sizes[0] - kRows)};
-  }
-};
-
-// Offsets of a group's first row.
-template <int kRows, int N>
-__device__ __forceinline__ void group_offsets(const IterationSpace& rows, const ColumnShape& shape,
-                                              const Operand* const (&operands)[N], int64_t group,
-                                              int64_t (&offsets)[N]) {
-  if (!shape.by_divisor) {
-    row_offsets(rows, operands, group * kRows, offsets);
-    return;
-  }
-  const auto place = GroupPlace::of<kRows>(rows, shape, group);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    offsets[n] = place.position * operands[n]->strides[0] + place.plane * operands[n]->strides[1];
-  }
-}
-
-// The number of a group's first row.
-template <int kRows>
-__device__ __forceinline__ int64_t first_row(const IterationSpace& rows, const ColumnShape& shape,
-                                             int64_t group) {
-  if (shape.aligned) {
-    return group * kRows;
-  }
-  const auto place = GroupPlace::of<kRows>(rows, shape, group);
-  return place.plane * rows.sizes[0] + place.position;
-}
-
-// How many of a group's rows, the first ones, count in the group before it.
-template <int kRows>
-__device__ __forceinline__ int shared_rows(const IterationSpace& rows, const ColumnShape& shape,
-                                           int64_t group) {
-  if (shape.aligned) {
-    return 0;
-  }
-  const auto place = GroupPlace::of<kRows>(rows, shape, group);
-  return static_cast<int>(place.begin - place.position);
-}
 
 // The sums of q (max - x) of a group's rows with smoothing, in the order of smoothed_distance().
 // own, count: the classes but the index.
@@ -130,8 +65,8 @@ __device__ __forceinline__ void weigh_distances(const SmoothedIndex& smooth,
   }
 }
 
-// kGradient: one may be wanted. kIsSmooth: label smoothing, without class weights. Then a gradient
-// is wanted or not, for less machine code.
+// kGradient: one may be wanted. kIsSmooth: label smoothing of fp32, without class weights. Then a
+// gradient is wanted or not, for less machine code.
 template <typename scalar_t, bool kGradient, bool kIsSmooth>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
     cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,

@@ -12,6 +12,7 @@
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/grid_reduce.cuh"
 #include "kernels/grid/launch.cuh"
+#include "kernels/primitives/any_half.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/row_gradient.cuh"
@@ -44,15 +45,11 @@ struct HalfLoader {
   using acc_t = float;
   static constexpr bool kExact = kExactExponentials<half_t>;
   static __device__ __forceinline__ float load(const Operand& operand, int64_t offset) {
-    const uint16_t bits = static_cast<const uint16_t*>(operand.data)[offset];
-    return operand.dtype == DType::kBFloat16 ? to_acc<float>(bfloat16_t{bits})
-                                             : to_acc<float>(half_t{bits});
+    return to_acc_of<float>(static_cast<const AnyHalf*>(operand.data)[offset], operand.dtype);
   }
   static __device__ __forceinline__ void store(const Operand& operand, int64_t offset,
                                                float value) {
-    static_cast<uint16_t*>(operand.data)[offset] = operand.dtype == DType::kBFloat16
-                                                       ? from_acc<bfloat16_t>(value).bits
-                                                       : from_acc<half_t>(value).bits;
+    static_cast<AnyHalf*>(operand.data)[offset] = from_acc_of<AnyHalf>(value, operand.dtype);
   }
 };
 
