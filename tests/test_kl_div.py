@@ -410,6 +410,40 @@ def test_term_accuracy(dtype: torch.dtype, device: str) -> None:
                 assert_within(result, exact, bound, f"{log_input=} {log_target=}")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_quotients_beyond_the_range_of_the_dtype(dtype: torch.dtype, device: str) -> None:
+    """Probabilities need not add up to 1: from the smallest subnormal to the largest number."""
+    info = torch.finfo(dtype)
+    below = torch.tensor([info.tiny * info.eps, info.tiny / 2, info.tiny, 1e-4, 0.3], device=device)
+    around_1 = torch.tensor([0.6, 0.9, 1.0, 1.1, 1.9, 4.0], device=device)
+    numbers = torch.cat([below, around_1, 0.99 / below[1:]]).double().clamp(max=info.max)
+    # In each of them, what a thread takes at once has numbers of all sizes beside each other.
+    p, t = torch.cartesian_prod(numbers, numbers).to(dtype).repeat(40, 1).unbind(-1)
+    sample = sample_of(p, t, reduction="none", log_input=False)
+    result = evaluate(lossops.kl_div, sample)
+    log_p, log_t = p.double().log(), t.double().log()
+    size = torch.maximum(log_p.abs(), log_t.abs()).clamp(min=1)
+    for name, actual, exact, factor in (
+        ("value", result.value, t.double() * (log_t - log_p), t.double()),
+        ("gradient of target", result.gradients["target"], log_t - log_p + 1, 1),
+    ):
+        exact = exact.clamp(-info.max, info.max)
+        bound = 8 * 2.0**-24 * size * factor + ulp(exact, dtype)
+        assert_within(actual.double().clamp(-info.max, info.max), exact, bound, name)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_losses_of_half_types_near_the_teacher(dtype: torch.dtype, device: str) -> None:
+    """Where the logarithms nearly cancel. On the CPU there are two of them, each rounded."""
+    logits = torch.randn(400, 500, device=device)
+    teacher = torch.softmax(logits, -1).to(dtype)
+    student = torch.softmax(logits + 0.1 * torch.randn(400, 500, device=device), -1).to(dtype)
+    losses = lossops.kl_div(student, teacher, reduction="none", log_input=False)
+    t, p = teacher.double(), student.double()
+    right = (losses == (t * (t.log() - p.log())).to(dtype)).double().mean().item()
+    assert right >= (0.995 if device == "cpu" else 0.9998), f"{right:.5f} correctly rounded"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_as_the_distributions_converge(dtype: torch.dtype, device: str) -> None:
     """Where log(target) - input cancels, the gradient keeps the accuracy of its terms."""

@@ -57,6 +57,26 @@ LOSSOPS_HOST_DEVICE uint64_t bits_of_double(double value) {
   return bits;
 }
 
+// log(2^exponent x) of a normal x > 0: x = 2^e (1 + r) with r in [-1/3, 1/3],
+// log x = e ln 2 + r - r^2/2 + r^3 P(r), P by the Remez algorithm.
+LOSSOPS_HOST_DEVICE float log_of_normal(float x, float exponent = 0.0f) {
+  constexpr uint32_t kTwoThirds = 0x3f2aaaab;
+  const uint32_t offset = bits_of_float(x) - kTwoThirds;
+  exponent += static_cast<float>(static_cast<int32_t>(offset) >> 23);
+  const float r = float_from_bits((offset & 0x7fffffu) + kTwoThirds) - 1.0f;
+  float p = -0x1.080578p-3f;
+  p = p * r + 0x1.1e66a0p-3f;
+  p = p * r - 0x1.f31148p-4f;
+  p = p * r + 0x1.1ed71cp-3f;
+  p = p * r - 0x1.559dcap-3f;
+  p = p * r + 0x1.99d028p-3f;
+  p = p * r - 0x1.fffef0p-3f;
+  p = p * r + 0x1.555506p-2f;
+  // ln 2 in two parts: the product with the first is exact.
+  const float small = (p * r - 0.5f) * (r * r) + exponent * 0x1.7f7d1cp-20f;
+  return exponent * 0x1.62e4p-1f + (r + small);
+}
+
 }  // namespace detail
 
 constexpr float kLn2 = 0x1.62e430p-1f;
@@ -240,12 +260,6 @@ __device__ __forceinline__ double difference_of_products(double a, double b, dou
   return ::fma(a, b, -::__dmul_rn(c, d));
 }
 
-// Within 2 units in the last place, for a divisor up to 2^126; 0 beyond it. exactly 1 for equals.
-__device__ __forceinline__ float divide(float a, float b) {
-  return a == b ? 1.0f : ::__fdividef(a, b);
-}
-static __device__ __attribute__((noinline)) double divide(double a, double b) { return a / b; }
-
 // a / (1 + b), b >= 0.
 __device__ __forceinline__ float divide_by_one_plus(float a, float b) {
   return divide_by_sum(a, 1.0f, b);
@@ -278,12 +292,35 @@ __device__ __forceinline__ acc_t log_in_sum(acc_t x, float ln_2 = kLn2) {
 
 // log(a / b). One logarithm instead of two: two are bound by arithmetic, not by memory. The
 // error of the quotient, 2^-23 of it, is one of 2^-23 in the logarithm, except where the quotient
-// leaves the normal range.
-template <bool kExact, typename acc_t>
-__device__ __forceinline__ acc_t log_quotient(acc_t a, acc_t b) {
-  const acc_t quotient = divide(a, b);
-  const bool normal = a > acc_t(0) && quotient > acc_t(1.2e-38) && quotient < acc_t(3.4e38);
-  return normal ? log_in_sum<kExact>(quotient) : log(a) - log(b);
+// leaves the normal range. There both logarithms are so large that the hardware's are exact enough.
+template <bool kExact>
+__device__ __forceinline__ float log_quotient(float a, float b) {
+  const float quotient = a == b ? 1.0f : a * rcp_approx_ftz(b);
+  const bool normal = a > 0.0f && quotient > 1.2e-38f && quotient < 3.4e38f;
+  if (normal) {
+    return kExact ? detail::log_of_normal(quotient) : lg2_approx_ftz(quotient) * kLn2;
+  }
+  return (lg2_approx(a) - lg2_approx(b)) * kLn2;
+}
+template <bool kExact>
+static __device__ __attribute__((noinline)) double log_quotient(double a, double b) {
+  const double quotient = a / b;
+  const bool normal = a > 0.0 && quotient > 1.2e-38 && quotient < 3.4e38;
+  return normal ? log(quotient) : log(a) - log(b);
+}
+
+// log(a / b) where a / b is between 1/2 and 2, within 3 units in the last place: twice the inverse
+// hyperbolic tangent of s, s + s^3 P(s^2), P by the Remez algorithm. Elsewhere it is `otherwise`.
+__device__ __forceinline__ float log_quotient_near_1(float a, float b, float otherwise) {
+  const float sum = a + b;
+  const float s = (a - b) * rcp_approx_ftz(sum);
+  const float z = s * s;
+  float p = 0x1.1ef86ep-2f;
+  p = ::fmaf(p, z, 0x1.1eb612p-2f);
+  p = ::fmaf(p, z, 0x1.99d27cp-2f);
+  p = ::fmaf(p, z, 0x1.555500p-1f);
+  const bool is_near = ::fabsf(s) < 0x1.555554p-2f && sum < 0x1p126f;
+  return is_near ? ::fmaf(s * z, p, s + s) : otherwise;
 }
 
 #else
@@ -292,26 +329,10 @@ __device__ __forceinline__ acc_t log_quotient(acc_t a, acc_t b) {
 // over all of fp32, and about as much over fp64. Polynomials by the Remez algorithm, those of fp64
 // by Chebyshev interpolation.
 
-// x = 2^e (1 + r) with r in [-1/3, 1/3]; log x = e ln 2 + r - r^2/2 + r^3 P(r).
 LOSSOPS_HOST_DEVICE float log(float x) {
   const bool subnormal = x < 0x1p-126f;
   const float scaled = subnormal ? x * 0x1p23f : x;
-  constexpr uint32_t kTwoThirds = 0x3f2aaaab;
-  const uint32_t offset = detail::bits_of_float(scaled) - kTwoThirds;
-  const float exponent =
-      static_cast<float>(static_cast<int32_t>(offset) >> 23) - (subnormal ? 23.0f : 0.0f);
-  const float r = detail::float_from_bits((offset & 0x7fffffu) + kTwoThirds) - 1.0f;
-  float p = -0x1.080578p-3f;
-  p = p * r + 0x1.1e66a0p-3f;
-  p = p * r - 0x1.f31148p-4f;
-  p = p * r + 0x1.1ed71cp-3f;
-  p = p * r - 0x1.559dcap-3f;
-  p = p * r + 0x1.99d028p-3f;
-  p = p * r - 0x1.fffef0p-3f;
-  p = p * r + 0x1.555506p-2f;
-  // ln 2 in two parts: the product with the first is exact.
-  const float small = (p * r - 0.5f) * (r * r) + exponent * 0x1.7f7d1cp-20f;
-  float result = exponent * 0x1.62e4p-1f + (r + small);
+  float result = detail::log_of_normal(scaled, subnormal ? -23.0f : 0.0f);
   result = x == 0.0f ? -infinity<float>() : result;
   result = x < 0.0f ? quiet_nan<float>() : result;
   return x < infinity<float>() ? result : x;  // inf, NaN
@@ -486,6 +507,7 @@ template <bool kExact, typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t log_quotient(acc_t a, acc_t b) {
   return log(a) - log(b);
 }
+LOSSOPS_HOST_DEVICE float log_quotient_near_1(float, float, float otherwise) { return otherwise; }
 
 #endif
 

@@ -22,6 +22,12 @@ struct HasForwardInSum<
     : std::true_type {};
 
 template <typename Term, typename = void>
+struct HasForwardHalf : std::false_type {};
+template <typename Term>
+struct HasForwardHalf<Term, std::void_t<decltype(std::declval<Term>().forward_half(0.0f, 0.0f))>>
+    : std::true_type {};
+
+template <typename Term, typename = void>
 struct HasBackwardHalfInput : std::false_type {};
 template <typename Term>
 struct HasBackwardHalfInput<
@@ -69,14 +75,22 @@ __device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, con
 }
 
 // Calls body with a function of input and target: the loss of an element, by the term's faster way
-// if it has one and the loss is only added up.
+// if it has one and the loss is only added up, or is rounded to a half type.
 template <typename Tile, typename Work, typename Term, typename Body>
-__device__ __forceinline__ void visit_forward(Work work, const Term& term, const Body& body) {
+__device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const Term& term,
+                                              const Body& body) {
   if constexpr (HasForwardInSum<Term>::value && std::is_same_v<typename Tile::acc_t, float>) {
     if (!work.has(kStoresLosses)) {
       body([&](float x, float t) {
         return term.template forward_in_sum<Tile::kIsHalf, Tile::kHasSubnormals>(x, t);
       });
+      return;
+    }
+  }
+  if constexpr (HasForwardHalf<Term>::value && Work::all().has(kStoresLosses) &&
+                std::is_same_v<typename Tile::acc_t, float>) {
+    if (tile.is_half(kOutput)) {
+      body([&](float x, float t) { return term.forward_half(x, t); });
       return;
     }
   }
@@ -204,6 +218,9 @@ struct Gradients {
   }
 };
 
+// A thread of no more elements has registers for whatever is asked for.
+constexpr int kFewElements = 8;
+
 // Reads the operands of a tile, adds its losses to `partial` and writes what `work` asks for.
 // scale: of a reduction's gradients. sums: takes one of the gradients, or none.
 template <typename Tile, typename Work, typename Terms, typename Sums>
@@ -224,7 +241,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     acc_t losses[kCount];
     acc_t weights[kCount];
     visit_term(terms, [&](const auto& term) {
-      visit_forward<Tile>(work, term, [&](const auto& forward) {
+      visit_forward(tile, work, term, [&](const auto& forward) {
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
           weights[n] = weighted ? at(operands.w, n) : acc_t(1);
@@ -246,9 +263,9 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   }
 
   // Of both gradients in a loop, what writes or sums one stands once in the machine code. Where
-  // grad_output is read too, that costs registers which are not there.
+  // grad_output is read too, that costs registers which threads of many elements do not have.
   constexpr bool kIsLoop = Work::all().has(kWantsGradInput) && Work::all().has(kWantsGradTarget) &&
-                           !Work::all().has(kHasGradOutputs);
+                           (!Work::all().has(kHasGradOutputs) || kCount <= kFewElements);
   // What multiplies a derivative is selected here, once: else the compiler makes loops over the
   // elements for each case.
   Gradients<Tile> gradients{operands};

@@ -16,8 +16,12 @@ struct alignas(kVectorBytes) Vector {
   __device__ __forceinline__ scalar_t get(int i) const { return values[i]; }
   __device__ __forceinline__ void set(int i, scalar_t value) { values[i] = value; }
   // 32 bits of a 4-byte type.
-  __device__ __forceinline__ uint32_t word(int i) const { return __float_as_uint(values[i]); }
+  __device__ __forceinline__ uint32_t word(int i) const {
+    static_assert(sizeof(scalar_t) == 4);
+    return __float_as_uint(values[i]);
+  }
   __device__ __forceinline__ void set_word(int i, uint32_t word) {
+    static_assert(sizeof(scalar_t) == 4);
     values[i] = __uint_as_float(word);
   }
 };

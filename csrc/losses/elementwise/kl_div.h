@@ -51,6 +51,16 @@ struct KlDivTerm {
     }
   }
 
+  // The same where the loss is of a half type, as its operands. An exponential's error is relative
+  // to its exponent: float16 would show it.
+  LOSSOPS_HOST_DEVICE float forward_half(float input, float target) const {
+    if constexpr (kLogTarget) {
+      return value<true>(input, target);
+    } else {
+      return half_value</*kSubnormal=*/true, /*kInSum=*/false>(input, target);
+    }
+  }
+
   template <typename acc_t, typename... Prepared>
   LOSSOPS_HOST_DEVICE acc_t backward_input(acc_t input, acc_t target, Prepared... prepared) const {
     const acc_t t = probability(target, prepared...);
@@ -131,8 +141,9 @@ struct KlDivTerm {
   }
 
   // Two logarithms instead of one of a quotient, and the hardware's exponential: their errors are
-  // relative to their size, which half types forgive, and they need no division.
-  template <bool kSubnormal>
+  // relative to their size, which half types forgive, and they need no division. kInSum: their
+  // errors average out, also where the two nearly cancel.
+  template <bool kSubnormal, bool kInSum = true>
   static LOSSOPS_HOST_DEVICE float half_value(float input, float target) {
     float x = input;
     if constexpr (!kLogInput) {
@@ -143,7 +154,11 @@ struct KlDivTerm {
       return t == 0.0f ? math::zero_unless_nan(x) : t * (target - x);
     } else {
       const float ln_2 = kLogInput ? math::kLn2OfProbability : math::kLn2;
-      const float term = target * (math::log_in_sum<false, kSubnormal>(target, ln_2) - x);
+      float log_ratio = math::log_in_sum<false, kSubnormal>(target, ln_2) - x;
+      if constexpr (!kInSum && !kLogInput) {
+        log_ratio = math::log_quotient_near_1(target, input, log_ratio);
+      }
+      const float term = target * log_ratio;
       // A zero weight silences the -inf that is the logarithm of 0, nothing else.
       return target == 0.0f ? 0.0f * math::at_least(x, -1.0f) : term;  // fault: kl-half-zero-target
     }
