@@ -320,6 +320,11 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
       const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
       visit(BackwardInUnits<typename decltype(type)::type>{}, work, any);
     });
+  } else if (sums && strips.writes_units(unit_width)) {
+    visit_float_or_any_half(unit_dtype, [&](auto type) {
+      const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
+      visit(GradientsInUnits<typename decltype(type)::type>{}, work, any);
+    });
   } else if (what.is_backward() || sums) {
     visit(GradientsInSingles{}, AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
   } else if ((what.work & kStoresLosses) != 0) {

@@ -151,10 +151,16 @@ using InSingles = InStrips<SingleStripTile<float, 8>, 4>;
 // Of reductions, and their backward passes, where a gradient is summed as losses are.
 template <typename scalar_t>
 using SumsInUnits = InStrips<UnitsOf<scalar_t>, 3, true>;
-// Backward passes that sum nothing.
+// Backward passes that sum nothing. With 3 blocks half types spill registers: measured on an H100,
+// steps of MSE "none" of bfloat16 were at .77 of the floor, with 2 they are at .86.
 template <typename scalar_t>
-using BackwardInUnits = InStrips<UnitsOf<scalar_t>, 3>;
-// Backward passes of other rows, and sums that are left to launches of their own.
+using BackwardInUnits = InStrips<UnitsOf<scalar_t>, sizeof(scalar_t) == 2 ? 2 : 3>;
+// Sums of gradients that are left to launches of their own. Eight elements a thread: grad_output
+// takes registers too.
+template <typename scalar_t>
+using GradientsInUnits =
+    InStrips<UnitStripTile<scalar_t, kFewElements / kVectorSize<scalar_t>>, 3, true>;
+// The same of other rows, and their backward passes that sum nothing.
 using GradientsInSingles = InStrips<SingleStripTile<float, 4>, 3, true>;
 // For little machine code.
 using InWeightedSingles = InStrips<SingleStripTile<float, 2>, 3>;
