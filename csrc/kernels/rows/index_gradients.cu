@@ -61,11 +61,9 @@ CrossEntropyBackwardArgs slice_of(const RowSlice& slice, CrossEntropyBackwardArg
 // Calls body with the type of logits: fp32, or any half type.
 template <typename Body>
 void visit_type(const CrossEntropyBackwardArgs& args, Body&& body) {
-  if (args.input.dtype == DType::kFloat32) {
-    body(RowType<float>(args.input.dtype));
-  } else {
-    body(RowType<any_half_t>(args.input.dtype));
-  }
+  visit_float_or_any_half(args.input.dtype, [&](auto like) {
+    body(RowType<typename decltype(like)::type>(args.input.dtype));
+  });
 }
 
 }  // namespace

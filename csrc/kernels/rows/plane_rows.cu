@@ -403,15 +403,14 @@ void launch(const CrossEntropyForwardArgs& args, const PlaneBackward& backward,
   shape.shared_bytes = spread.shared_bytes;
   shape.cluster = spread.cluster;
   const PlaneGrid grid(args, spread, args.grad_input, args.grad_input_class_stride);
-  const auto launch_as = [&](auto type) {
-    const auto kernel = plane_rows_kernel<typename decltype(type)::scalar_type>;
+  visit_float_or_any_half(args.input.dtype, [&](auto like) {
+    const RowType<typename decltype(like)::type> type(args.input.dtype);
+    const auto kernel = plane_rows_kernel<typename decltype(like)::type>;
     allow_shared_bytes(kernel, shape.shared_bytes, kStaticBytes,
                        static_cast<int>(most_shared_bytes(current_device_limits().shared_bytes)));
     launch_kernel("plane_rows_kernel", kernel, shape, stream, args, backward, grid, type,
                   denominator, grad_output, partials, finalize);
-  };
-  args.input.dtype == DType::kFloat32 ? launch_as(RowType<float>(args.input.dtype))
-                                      : launch_as(RowType<any_half_t>(args.input.dtype));
+  });
 }
 
 }  // namespace

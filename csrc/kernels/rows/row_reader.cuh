@@ -9,6 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "kernels/primitives/any_half.cuh"
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/row_cut.h"
@@ -16,11 +17,6 @@
 #include "scalar_types.h"
 
 namespace lossops::cuda {
-
-// One of the half types, known at launch: kernels of rows are long, and have one for both.
-struct any_half_t {
-  uint16_t bits;
-};
 
 // Of the elements of a row: what they are, where their type does not say so.
 template <typename scalar_t>
@@ -34,8 +30,8 @@ struct RowType {
   }
 };
 template <>
-struct RowType<any_half_t> {
-  using scalar_type = any_half_t;
+struct RowType<AnyHalf> {
+  using scalar_type = AnyHalf;
   bool is_bfloat16;
 
   explicit RowType(DType dtype) : is_bfloat16(dtype == DType::kBFloat16) {}

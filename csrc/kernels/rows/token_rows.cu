@@ -59,7 +59,7 @@ void visit_logits(const TokenArgs& args, const LogitMapParams& params, Body&& bo
   } else if (args.input.dtype == DType::kFloat32) {
     visit_map(float{});
   } else {
-    visit_map(any_half_t{});
+    visit_map(AnyHalf{});
   }
 }
 
