@@ -103,7 +103,9 @@ def exact_table(log_input: bool, log_target: bool) -> tuple[Tensor, Tensor, dict
     inputs = [-1.0, -0.25, 0.0, -INF, INF, NAN]
     if not log_input:
         inputs = [0.5, 1.0, 0.0, -0.0, -1.0, INF, NAN]
-    targets = [-0.5, 0.0, -2.0, -INF, NAN] if log_target else [0.0, -0.0, 0.5, 1.0, -0.5, NAN]
+    targets = (
+        [-0.5, 0.0, -2.0, -INF, NAN] if log_target else [0.0, -0.0, 0.5, 1.0, -0.5, -0.75, NAN]
+    )
     pairs = torch.cartesian_prod(
         torch.tensor(inputs, dtype=torch.float64), torch.tensor(targets, dtype=torch.float64)
     )
@@ -417,31 +419,33 @@ def test_quotients_beyond_the_range_of_the_dtype(dtype: torch.dtype, device: str
     below = torch.tensor([info.tiny * info.eps, info.tiny / 2, info.tiny, 1e-4, 0.3], device=device)
     around_1 = torch.tensor([0.6, 0.9, 1.0, 1.1, 1.9, 4.0], device=device)
     numbers = torch.cat([below, around_1, 0.99 / below[1:]]).double().clamp(max=info.max)
-    # In each of them, what a thread takes at once has numbers of all sizes beside each other.
+    # A thread takes numbers of all sizes at once.
     p, t = torch.cartesian_prod(numbers, numbers).to(dtype).repeat(40, 1).unbind(-1)
     sample = sample_of(p, t, reduction="none", log_input=False)
     result = evaluate(lossops.kl_div, sample)
     log_p, log_t = p.double().log(), t.double().log()
     size = torch.maximum(log_p.abs(), log_t.abs()).clamp(min=1)
-    for name, actual, exact, factor in (
-        ("value", result.value, t.double() * (log_t - log_p), t.double()),
-        ("gradient of target", result.gradients["target"], log_t - log_p + 1, 1),
+    for name, actual, exact, allowed in (
+        ("value", result.value, t.double() * (log_t - log_p), 4 * t.double() * size),
+        ("gradient of target", result.gradients["target"], log_t - log_p + 1, 8 * size),
     ):
         exact = exact.clamp(-info.max, info.max)
-        bound = 8 * 2.0**-24 * size * factor + ulp(exact, dtype)
+        bound = 2.0**-24 * allowed + ulp(exact, dtype)
         assert_within(actual.double().clamp(-info.max, info.max), exact, bound, name)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-def test_losses_of_half_types_near_the_teacher(dtype: torch.dtype, device: str) -> None:
-    """Where the logarithms nearly cancel. On the CPU there are two of them, each rounded."""
+def test_losses_of_half_types_near_the_teacher(dtype: torch.dtype) -> None:
+    """Where the logarithms nearly cancel."""
+    device = "cuda"
     logits = torch.randn(400, 500, device=device)
     teacher = torch.softmax(logits, -1).to(dtype)
     student = torch.softmax(logits + 0.1 * torch.randn(400, 500, device=device), -1).to(dtype)
     losses = lossops.kl_div(student, teacher, reduction="none", log_input=False)
     t, p = teacher.double(), student.double()
     right = (losses == (t * (t.log() - p.log())).to(dtype)).double().mean().item()
-    assert right >= (0.995 if device == "cpu" else 0.9998), f"{right:.5f} correctly rounded"
+    assert right >= 0.9998, f"{right:.5f} correctly rounded"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

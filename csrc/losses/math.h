@@ -290,15 +290,17 @@ __device__ __forceinline__ acc_t log_in_sum(acc_t x, float ln_2 = kLn2) {
   }
 }
 
-// log(a / b). One logarithm instead of two: two are bound by arithmetic, not by memory. The
-// error of the quotient, 2^-23 of it, is one of 2^-23 in the logarithm, except where the quotient
-// leaves the normal range. There both logarithms are so large that the hardware's are exact enough.
+// log(a / b). One logarithm instead of two: two are bound by arithmetic, not by memory. The error
+// of the quotient, 2^-23 of it and a rounding, is as much in the logarithm, except where the
+// quotient leaves the normal range. There the larger of the two logarithms is at least 43, beside
+// which the errors of the hardware's are small.
 template <bool kExact>
 __device__ __forceinline__ float log_quotient(float a, float b) {
   const float quotient = a == b ? 1.0f : a * rcp_approx_ftz(b);
-  const bool normal = a > 0.0f && quotient > 1.2e-38f && quotient < 3.4e38f;
+  const bool normal =
+      a > 0.0f && a < infinity<float>() && quotient > 1.2e-38f && quotient < 3.4e38f;
   if (normal) {
-    return kExact ? detail::log_of_normal(quotient) : lg2_approx_ftz(quotient) * kLn2;
+    return kExact ? detail::log_of_normal(quotient) : log_in_sum<false, false>(quotient);
   }
   return (lg2_approx(a) - lg2_approx(b)) * kLn2;
 }
@@ -309,8 +311,9 @@ static __device__ __attribute__((noinline)) double log_quotient(double a, double
   return normal ? log(quotient) : log(a) - log(b);
 }
 
-// log(a / b) where a / b is between 1/2 and 2, within 3 units in the last place: twice the inverse
-// hyperbolic tangent of s, s + s^3 P(s^2), P by the Remez algorithm. Elsewhere it is `otherwise`.
+// log(a / b) of positive numbers with a / b between 1/2 and 2, of half types within 3 units in the
+// last place: twice the inverse hyperbolic tangent of s, 2 s + s^3 P(s^2), P by the Remez
+// algorithm. Elsewhere, and where a + b is 2^126 or more, it is `otherwise`.
 __device__ __forceinline__ float log_quotient_near_1(float a, float b, float otherwise) {
   const float sum = a + b;
   const float s = (a - b) * rcp_approx_ftz(sum);
@@ -319,7 +322,9 @@ __device__ __forceinline__ float log_quotient_near_1(float a, float b, float oth
   p = ::fmaf(p, z, 0x1.1eb612p-2f);
   p = ::fmaf(p, z, 0x1.99d27cp-2f);
   p = ::fmaf(p, z, 0x1.555500p-1f);
-  const bool is_near = ::fabsf(s) < 0x1.555554p-2f && sum < 0x1p126f;
+  // Of negative numbers and NaN the bits are larger than those of 2^126.
+  constexpr uint32_t kLargeBits = 0x7e800000;
+  const bool is_near = ::fabsf(s) < 0x1.555554p-2f && detail::bits_of_float(sum) < kLargeBits;
   return is_near ? ::fmaf(s * z, p, s + s) : otherwise;
 }
 

@@ -442,7 +442,7 @@ int main() {
   cuda::Seen seen;
   for (int n = 0; n < 500; ++n) {
     const cuda::Problem problem = cuda::draw_problem(n % 5 == 0 ? 4 : 3);
-    const int at_once = cuda::draw(0, 1) == 0 ? 4 : 2;
+    const int at_once = 1 << cuda::draw(0, 2);
     test::subject() = "problem " + std::to_string(n) + ", " + std::to_string(at_once) + " at once";
     cuda::check_strips<1>(problem, at_once, seen);
     cuda::check_strips<cuda::kVectorSize<float>>(problem, at_once, seen);

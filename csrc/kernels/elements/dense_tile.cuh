@@ -65,7 +65,7 @@ class DenseTile : public DenseTraits<scalar_t> {
       return to_acc_of<acc_t>(vectors_[step].get(i), dtype_);
     }
     __device__ __forceinline__ void unfold() {
-      if constexpr (sizeof(scalar_t) <= 4) {  // as unfolded() of double
+      if constexpr (sizeof(scalar_t) <= 4) {  // unfolded() changes no double
 #pragma unroll
         for (int n = 0; n < kSteps * 4; ++n) {
           vectors_[n / 4].set_word(n % 4, unfolded(vectors_[n / 4].word(n % 4)));

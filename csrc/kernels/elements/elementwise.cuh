@@ -155,12 +155,10 @@ using SumsInUnits = InStrips<UnitsOf<scalar_t>, 3, true>;
 // steps of MSE "none" of bfloat16 were at .77 of the floor, with 2 they are at .86.
 template <typename scalar_t>
 using BackwardInUnits = InStrips<UnitsOf<scalar_t>, sizeof(scalar_t) == 2 ? 2 : 3>;
-// Sums of gradients that are left to launches of their own. Eight elements a thread: grad_output
-// takes registers too.
-template <typename scalar_t>
-using GradientsInUnits =
-    InStrips<UnitStripTile<scalar_t, kFewElements / kVectorSize<scalar_t>>, 3, true>;
-// The same of other rows, and their backward passes that sum nothing.
+// Launches of half types that sum one gradient and may write the other. Eight elements a thread:
+// grad_output takes registers too.
+using GradientsInUnits = InStrips<UnitStripTile<AnyHalf, 1>, 3, true>;
+// Backward passes of rows that no units take, with sums and without.
 using GradientsInSingles = InStrips<SingleStripTile<float, 4>, 3, true>;
 // For little machine code.
 using InWeightedSingles = InStrips<SingleStripTile<float, 2>, 3>;

@@ -24,8 +24,8 @@ struct HasForwardInSum<
 template <typename Term, typename = void>
 struct HasForwardHalf : std::false_type {};
 template <typename Term>
-struct HasForwardHalf<Term, std::void_t<decltype(std::declval<Term>().forward_half(0.0f, 0.0f))>>
-    : std::true_type {};
+struct HasForwardHalf<Term, std::void_t<decltype(Term::kHasForwardHalf)>>
+    : std::bool_constant<Term::kHasForwardHalf> {};
 
 template <typename Term, typename = void>
 struct HasBackwardHalfInput : std::false_type {};
@@ -218,7 +218,7 @@ struct Gradients {
   }
 };
 
-// A thread of no more elements has registers for whatever is asked for.
+// Threads that have at most so many elements at once can also hold grad_output in registers.
 constexpr int kFewElements = 8;
 
 // Reads the operands of a tile, adds its losses to `partial` and writes what `work` asks for.
@@ -263,7 +263,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   }
 
   // Of both gradients in a loop, what writes or sums one stands once in the machine code. Where
-  // grad_output is read too, that costs registers which threads of many elements do not have.
+  // grad_output is read too, threads of more elements have no registers for that.
   constexpr bool kIsLoop = Work::all().has(kWantsGradInput) && Work::all().has(kWantsGradTarget) &&
                            (!Work::all().has(kHasGradOutputs) || kCount <= kFewElements);
   // What multiplies a derivative is selected here, once: else the compiler makes loops over the

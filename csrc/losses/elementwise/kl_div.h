@@ -51,14 +51,12 @@ struct KlDivTerm {
     }
   }
 
-  // The same where the loss is of a half type, as its operands. An exponential's error is relative
-  // to its exponent: float16 would show it.
+  // Whether a loss that is rounded to a half type has a faster way. With one logarithm the
+  // hardware's errors would show, and so would those of its exponential.
+  static constexpr bool kHasForwardHalf = !kLogTarget && !kLogInput;
+
   LOSSOPS_HOST_DEVICE float forward_half(float input, float target) const {
-    if constexpr (kLogTarget) {
-      return value<true>(input, target);
-    } else {
-      return half_value</*kSubnormal=*/true, /*kInSum=*/false>(input, target);
-    }
+    return half_value</*kSubnormal=*/true, /*kInSum=*/false>(input, target);
   }
 
   template <typename acc_t, typename... Prepared>
@@ -155,7 +153,7 @@ struct KlDivTerm {
     } else {
       const float ln_2 = kLogInput ? math::kLn2OfProbability : math::kLn2;
       float log_ratio = math::log_in_sum<false, kSubnormal>(target, ln_2) - x;
-      if constexpr (!kInSum && !kLogInput) {
+      if constexpr (!kInSum) {
         log_ratio = math::log_quotient_near_1(target, input, log_ratio);
       }
       const float term = target * log_ratio;
