@@ -279,8 +279,8 @@ __device__ __forceinline__ float divide_half(float a, float b) {
   return a * scale * rcp_approx_ftz(b * scale);
 }
 
-// log of a term of a sum: within 2^-22 of it, and 2^-22 near 1, which a sum of many forgives.
-// kSubnormal: x may be.
+// log of a term of a sum, or of what is rounded to a half type: within 2^-22 of it, and 2^-22
+// near 1. kSubnormal: x may be.
 template <bool kExact, bool kSubnormal = true, typename acc_t>
 __device__ __forceinline__ acc_t log_in_sum(acc_t x, float ln_2 = kLn2) {
   if constexpr (kExact || sizeof(acc_t) > 4) {
