@@ -236,22 +236,25 @@ bool are_taken(const std::vector<int>& taken) {
   return std::all_of(taken.begin(), taken.end(), [](int count) { return count == 1; });
 }
 
-// Along both sides, threads have every element of a box once, neighbours have neighbours, and those
-// of the matrix count.
-void check_places(const BoxPlan& plan, const BoxesTile& tile) {
+// Along both sides, threads have every element of a box once, those of the matrix count that are
+// not the box's before, and the others are the last ones again.
+void check_places(const BoxPlan& plan, const BoxesTile& tile, int box) {
   for (const int side : {0, 1}) {
-    const int first_row = tile.first_row(plan, tile.boxes - 1);
-    const int first[2] = {tile.first[0], first_row};
+    const int shared_near = tile.shared(plan, box, side);
+    const int shared_far = tile.shared(plan, box, 1 - side);
     std::vector<int> found(kBoxElements);
     for (int thread = 0; thread < kTileThreads; ++thread) {
       const BoxPlaces places(plan, side, thread);
-      CHECK(places.near() == thread % (1 << plan.shifts[side]));
-      const int steps = places.steps(plan, first[side], first[1 - side]);
+      CHECK(places.own_near() == thread % (1 << plan.shifts[side]));
       for (int step = 0; step < kBoxElements / kTileThreads; ++step) {
-        const int far = places.far() + (step << plan.far_shift(side));
-        ++found[(far << plan.shifts[side]) + places.near()];
-        CHECK((step < steps) == (first[side] + places.near() < plan.matrix_sizes[side] &&
-                                 first[1 - side] + far < plan.matrix_sizes[1 - side]));
+        const int near = places.own_near();
+        const int far = places.own_far(step);
+        ++found[(far << plan.shifts[side]) + near];
+        CHECK(places.near() == std::min(near, plan.sizes[side] - 1));
+        CHECK(places.far(step) == std::min(far, plan.sizes[1 - side] - 1));
+        CHECK(places.has(shared_near, shared_far, step) ==
+              (near >= shared_near && near < plan.sizes[side] && far >= shared_far &&
+               far < plan.sizes[1 - side]));
       }
     }
     CHECK(are_taken(found));
@@ -259,24 +262,23 @@ void check_places(const BoxPlan& plan, const BoxesTile& tile) {
 }
 
 void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& taken) {
-  const Extents& extents = plan.extents;
   const int sides[2] = {1 << plan.shifts[0], 1 << plan.shifts[1]};
   CHECK(sides[0] * sides[1] == kBoxElements);
   CHECK(std::min(sides[0], sides[1]) >= 1 << kLeastBoxShift);
   for (int64_t number = 0; number < plan.tiles; ++number) {
     const BoxesTile tile = BoxesTile::of(plan, number);
     CHECK(0 < tile.boxes && tile.boxes <= kBoxesOfTile);
-    for (int n = 0; n < tile.boxes * kBoxElements; ++n) {
-      const int column = tile.first[0] + n % sides[0];
-      const int row = tile.first_row(plan, n / kBoxElements) + n % kBoxElements / sides[0];
-      if (column < plan.matrix_sizes[0] && row < plan.matrix_sizes[1]) {
-        take(problem, plan, true, taken, [&](const BoxOperand& operand) {
-          return column * operand.strides[0] + row * operand.strides[1] +
-                 extents.offset(operand.strides, tile.matrix, 2);
-        });
+    for (int box = 0; box < tile.boxes; ++box) {
+      for (int row = tile.shared(plan, box, 1); row < plan.sizes[1]; ++row) {
+        for (int column = tile.shared(plan, box, 0); column < plan.sizes[0]; ++column) {
+          take(problem, plan, true, taken, [&](const BoxOperand& operand) {
+            return tile.offset(plan, operand, box) + column * operand.strides[0] +
+                   row * operand.strides[1];
+          });
+        }
       }
+      check_places(plan, tile, box);
     }
-    check_places(plan, tile);
   }
 }
 

@@ -25,20 +25,27 @@ constexpr int kBoxesOfTile = 4;
 
 struct BoxOperand : PlanOperand {
   bool is_transposed = false;  // its neighbours are those of a column
-  // In bytes: from a thread's element of a step to the next one; from a box to the next one.
-  int32_t step_stride = 0;
-  int64_t box_stride = 0;
+  int32_t far_stride = 0;      // in bytes, from its neighbours to those beside them
 };
 
+// Side 0 of a box is along the columns of a matrix, side 1 along its rows.
 struct BoxPlan : PlanOperands<BoxOperand> {
   // Dimensions 0 and 1 number the tiles along the columns and the rows of a matrix.
   int64_t tiles = 0;
   int32_t shifts[2] = {};        // logarithms of the sides of a box, to base 2
   int32_t matrix_sizes[2] = {};  // columns and rows
+  int32_t sizes[2] = {};         // of what a box has of these: less than its side if the matrix has
 
   // Threads take neighbouring elements of side 0, columns, or of side 1, rows. 2^far_shift(side) of
   // them are there along the other side.
   LOSSOPS_HOST_DEVICE int far_shift(int side) const { return kTileShift - shifts[side]; }
+
+  // Where along a side the box begins whose number times its side is `first`. The last box begins
+  // earlier if less is left for it than a side: it shares elements with the one before.
+  LOSSOPS_HOST_DEVICE int begin(int side, int first) const {
+    const int last = matrix_sizes[side] - sizes[side];
+    return first < last ? first : last;
+  }
 };
 
 // Makes a BoxPlan.
@@ -65,8 +72,7 @@ class BoxPlanner {
     plan_.for_each(operands_, [&](const Operand& operand, BoxOperand& own) {
       own.is_transposed = operand.strides[other] == 1 && Layout::is_transposed(operand, lead);
       const int side = own.is_transposed ? 1 : 0;
-      own.step_stride = static_cast<int32_t>(own.strides[1 - side] << plan_.far_shift(side));
-      own.box_stride = own.strides[1] << plan_.shifts[1];
+      own.far_stride = static_cast<int32_t>(own.strides[1 - side]);
     });
     Extents& extents = plan_.extents;
     extents.sizes[0] = ceil_div(plan_.matrix_sizes[0], int64_t{1} << plan_.shifts[0]);
@@ -87,8 +93,8 @@ class BoxPlanner {
     const IterationSpace& space = layout_.space();
     const int64_t sizes[2] = {space.sizes[layout_.lead()], space.sizes[layout_.other()]};
     if (layout_.other() == layout_.lead() || std::min(sizes[0], sizes[1]) < kLeastBoxSide ||
-        std::max(sizes[0], sizes[1]) > kMaxDividend || !is_near(layout_.lead()) ||
-        !is_near(layout_.other())) {
+        std::max(sizes[0], sizes[1]) > kMaxDividend || !are_near(operands_, layout_.lead()) ||
+        !are_near(operands_, layout_.other())) {
       return false;
     }
     const auto padded = [&](int i, int shift) { return (((sizes[i] - 1) >> shift) + 1) << shift; };
@@ -104,12 +110,10 @@ class BoxPlanner {
     }
     for (int i = 0; i < 2; ++i) {
       plan_.matrix_sizes[i] = static_cast<int32_t>(sizes[i]);
+      plan_.sizes[i] = std::min(plan_.matrix_sizes[i], 1 << plan_.shifts[i]);
     }
     return 2 * sizes[0] * sizes[1] >= least;
   }
-
-  // Whether 31 bits hold BoxOperand::step_stride.
-  bool is_near(int dim) const { return are_near(operands_, dim, kTileThreads >> kLeastBoxShift); }
 
   const Layout& layout_;
   const Operand* const operands_;

@@ -45,36 +45,40 @@ class BoxTile {
   // where a warp has several columns, some of them share banks.
   struct Shared {
     float values[kBoxElements + (kBoxElements >> kLeastBoxShift)];
-    char* matrices[kNumOperands];  // where the matrix of the tile begins, by slot
+    BoxesTile boxes;
+    // Where the boxes of the tile begin in each operand, from where it begins, by slot.
+    int64_t offsets[kBoxesOfTile][kNumOperands];
   };
 
-  // All threads of the block.
-  __device__ __forceinline__ BoxTile(const BoxPlan& plan, const BoxesTile& boxes, Shared& shared)
-      : plan_(plan), boxes_(boxes), shared_(shared) {
-    __syncthreads();
-    if (const auto slot = static_cast<int>(threadIdx.x); slot < plan.num_slots) {
-      const BoxOperand& operand = plan.operands[plan.slots[slot]];
-      const Extents& extents = plan.extents;
-      shared.matrices[slot] = operand.data + extents.offset(operand.strides, boxes.matrix, 2);
-    }
-    __syncthreads();
+  // All threads of the block, once: where their neighbours are in a box.
+  static __device__ __forceinline__ void set_begins(const BoxPlan& plan) {
     ThreadBegins::for_each(plan, [&](char*& begin, const BoxOperand& operand) {
-      const BoxPlaces places = places_along(operand.is_transposed ? 1 : 0);
-      const int column = operand.is_transposed ? places.far() : places.near();
-      const int row = operand.is_transposed ? places.near() : places.far();
-      begin = shared.matrices[operand.slot] +
-              (int64_t{boxes.first[0]} + column) * operand.strides[0] +
-              (int64_t{boxes.first[1]} + row) * operand.strides[1];
+      const int side = operand.is_transposed ? 1 : 0;
+      const BoxPlaces places(plan, side, static_cast<int>(threadIdx.x));
+      begin = operand.data + places.near() * operand.strides[side];
     });
   }
 
-  // Goes to a box of the tile.
-  __device__ __forceinline__ void move_to(int box) {
-    box_ = box;
-    const int row = boxes_.first_row(plan_, box);
-    straight_steps_ = places_along(0).steps(plan_, boxes_.first[0], row);
-    transposed_steps_ = places_along(1).steps(plan_, row, boxes_.first[0]);
+  // All threads of the block.
+  __device__ __forceinline__ BoxTile(const BoxPlan& plan, int64_t number, Shared& shared)
+      : plan_(plan), shared_(shared) {
+    __syncthreads();
+    const auto thread = static_cast<int>(threadIdx.x);
+    const int box = thread / kNumOperands;
+    const int slot = thread % kNumOperands;
+    if (box < kBoxesOfTile && slot < plan.num_slots) {
+      const BoxesTile boxes = BoxesTile::of(plan, number);
+      shared.offsets[box][slot] = boxes.offset(plan, plan.operands[plan.slots[slot]], box);
+      if (thread == 0) {
+        shared.boxes = boxes;
+      }
+    }
+    __syncthreads();
   }
+
+  __device__ __forceinline__ int boxes() const { return shared_.boxes.boxes; }
+  // Goes to a box of the tile.
+  __device__ __forceinline__ void move_to(int box) { box_ = box; }
 
   __device__ __forceinline__ const BoxOperand& operand(Which which) const {
     return plan_.operands[which];
@@ -87,23 +91,28 @@ class BoxTile {
     Values(results).store(*this, which);
   }
 
-  __device__ __forceinline__ bool has(int n) const { return n < straight_steps_; }
-  __device__ __forceinline__ bool has_all() const { return has(kSteps - 1); }
+  __device__ __forceinline__ bool has(int n) const {
+    return places_along(0).has(shared(0), shared(1), n);
+  }
+  __device__ __forceinline__ bool has_all() const {
+    return shared(0) == 0 && shared(1) == 0 && plan_.sizes[0] == 1 << plan_.shifts[0] &&
+           plan_.sizes[1] == 1 << plan_.shifts[1];
+  }
 
   template <typename Body>
   __device__ __forceinline__ void for_each_element(Which which, const Body& body) const {
     const BoxOperand& own = operand(which);
-    const int steps = own.is_transposed ? transposed_steps_ : straight_steps_;
+    const BoxPlaces places = places_along(own.is_transposed ? 1 : 0);
+    // Input and target are in every plan.
+    const int slot = which <= kTarget ? static_cast<int>(which) : own.slot;
     // Each kept in registers, so that adding a distance takes one instruction.
-    char* const begin = unfolded(ThreadBegins::get(own.slot) + box_ * own.box_stride);
-    const int stride = unfolded(own.step_stride);
+    char* const begin = unfolded(ThreadBegins::get(slot) + shared_.offsets[box_][slot]);
+    const int stride = unfolded(own.far_stride);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      char* const address = begin + int64_t{step} * stride;
+      char* const address = begin + int64_t{places.far(step)} * stride;
       __builtin_assume(__isGlobal(address));
-      if (step < steps) {
-        body(step, address);
-      }
+      body(step, address);
     }
   }
 
@@ -120,12 +129,15 @@ class BoxTile {
   __device__ __forceinline__ BoxPlaces places_along(int side) const {
     return {plan_, side, static_cast<int>(threadIdx.x)};
   }
+  __device__ __forceinline__ int shared(int side) const {
+    return shared_.boxes.shared(plan_, box_, side);
+  }
   template <typename Body>
   __device__ __forceinline__ void for_each_cell(int side, const Body& body) const {
     const BoxPlaces places = places_along(side);
     const int pitch = (1 << plan_.shifts[0]) + 1;
-    const int first =
-        side == 0 ? places.far() * pitch + places.near() : places.near() * pitch + places.far();
+    const int first = side == 0 ? places.own_far(0) * pitch + places.own_near()
+                                : places.own_near() * pitch + places.own_far(0);
     const int distance = (side == 0 ? pitch : 1) << plan_.far_shift(side);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -134,12 +146,8 @@ class BoxTile {
   }
 
   const BoxPlan& plan_;
-  const BoxesTile& boxes_;
   Shared& shared_;
   int box_;
-  // How many of the thread's steps count, from the first on.
-  int straight_steps_;
-  int transposed_steps_;
 };
 
 }  // namespace lossops::cuda

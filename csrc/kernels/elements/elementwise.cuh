@@ -175,13 +175,13 @@ struct InBoxes {
   template <typename Body>
   static __device__ __forceinline__ void for_each_tile(const BoxPlan& plan, const Body& body) {
     __shared__ BoxTile::Shared shared;
+    BoxTile::set_begins(plan);
     NoSums no_sums;
     Operands<BoxTile> operands;
     for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
-      const BoxesTile boxes = BoxesTile::of(plan, number);
-      BoxTile tile(plan, boxes, shared);
+      BoxTile tile(plan, number, shared);
 #pragma unroll 1
-      for (int box = 0; box < boxes.boxes; ++box) {
+      for (int box = 0; box < tile.boxes(); ++box) {
         tile.move_to(box);
         body(tile, operands, no_sums);
       }

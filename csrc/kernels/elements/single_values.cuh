@@ -79,10 +79,14 @@ class SingleValues {
       tile.for_each_element(
           which, [&](int step, char* to) { *reinterpret_cast<float*>(to) = values_[step]; });
     } else {
-      const bool is_bfloat16 = dtype == DType::kBFloat16;
+      uint32_t bits[kSteps];
+      if (dtype == DType::kBFloat16) {
+        pack<bfloat16_t>(bits);
+      } else {
+        pack<half_t>(bits);
+      }
       tile.for_each_element(which, [&](int step, char* to) {
-        *reinterpret_cast<uint16_t*>(to) = is_bfloat16 ? from_acc<bfloat16_t>(values_[step]).bits
-                                                       : from_acc<half_t>(values_[step]).bits;
+        *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(bits[step]);
       });
     }
   }
@@ -96,6 +100,13 @@ class SingleValues {
 #pragma unroll
     for (acc_t& value : values_) {
       value = to_acc<acc_t>(scalar_t{static_cast<uint16_t>(__float_as_uint(value))});
+    }
+  }
+  template <typename scalar_t>
+  __device__ __forceinline__ void pack(uint32_t (&bits)[kSteps]) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      bits[step] = from_acc<scalar_t>(values_[step]).bits;
     }
   }
 };

@@ -207,33 +207,53 @@ struct BoxesTile {
   LOSSOPS_HOST_DEVICE int first_row(const BoxPlan& plan, int box) const {
     return first[1] + (box << plan.shifts[1]);
   }
+  // How much of a box is the one before's, along a side.
+  LOSSOPS_HOST_DEVICE int shared(const BoxPlan& plan, int box, int side) const {
+    const int own = side == 0 ? first[0] : first_row(plan, box);
+    return own - plan.begin(side, own);
+  }
+  // The distance of a box from where an operand begins.
+  LOSSOPS_HOST_DEVICE int64_t offset(const BoxPlan& plan, const BoxOperand& operand,
+                                     int box) const {
+    return plan.extents.offset(operand.strides, matrix, 2) +
+           plan.begin(0, first[0]) * operand.strides[0] +
+           plan.begin(1, first_row(plan, box)) * operand.strides[1];
+  }
 };
 
-// A thread's elements of a box, one a step. side: see BoxPlan::far_shift().
+// A thread's elements of a box, one a step. side: see BoxPlan::far_shift(). Where the matrix has
+// none, its last one is taken again, and does not count.
 class BoxPlaces {
  public:
   LOSSOPS_HOST_DEVICE BoxPlaces(const BoxPlan& plan, int side, int thread)
-      : side_(side),
-        near_(thread & ((1 << plan.shifts[side]) - 1)),
-        far_(thread >> plan.shifts[side]) {}
+      : near_(thread & ((1 << plan.shifts[side]) - 1)),
+        far_(thread >> plan.shifts[side]),
+        far_shift_(plan.far_shift(side)),
+        last_near_(plan.sizes[side] - 1),
+        last_far_(plan.sizes[1 - side] - 1) {}
 
-  // In the box, along the side and along the other one. That is the first step's: from a step to
-  // the next, far() is 2^far_shift more.
-  LOSSOPS_HOST_DEVICE int near() const { return near_; }
-  LOSSOPS_HOST_DEVICE int far() const { return far_; }
+  // In the box, along the side and along the other one.
+  LOSSOPS_HOST_DEVICE int near() const { return least(near_, last_near_); }
+  LOSSOPS_HOST_DEVICE int far(int step) const { return least(own_far(step), last_far_); }
+  // The same, also where the matrix has none.
+  LOSSOPS_HOST_DEVICE int own_near() const { return near_; }
+  LOSSOPS_HOST_DEVICE int own_far(int step) const { return far_ + (step << far_shift_); }
 
-  // How many of the steps, from the first on, have an element of the matrix. first_near, first_far:
-  // where the box begins.
-  LOSSOPS_HOST_DEVICE int steps(const BoxPlan& plan, int first_near, int first_far) const {
-    const int left = plan.matrix_sizes[1 - side_] - first_far - far_;
-    const int steps = ((left - 1) >> plan.far_shift(side_)) + 1;
-    return left > 0 && near_ < plan.matrix_sizes[side_] - first_near ? steps : 0;
+  // Whether an element counts, and is not the box's before. shared_near, shared_far: see
+  // BoxesTile::shared().
+  LOSSOPS_HOST_DEVICE bool has(int shared_near, int shared_far, int step) const {
+    return shared_near <= near_ && near_ <= last_near_ && shared_far <= own_far(step) &&
+           own_far(step) <= last_far_;
   }
 
  private:
-  int side_;
+  static LOSSOPS_HOST_DEVICE int least(int a, int b) { return a < b ? a : b; }
+
   int near_;
-  int far_;
+  int far_;  // of the first step
+  int far_shift_;
+  int last_near_;
+  int last_far_;
 };
 
 }  // namespace lossops::cuda
