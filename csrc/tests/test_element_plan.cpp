@@ -236,29 +236,43 @@ bool are_taken(const std::vector<int>& taken) {
   return std::all_of(taken.begin(), taken.end(), [](int count) { return count == 1; });
 }
 
-// Along both sides, threads have every element of a box once, those of the matrix count that are
-// not the box's before, and the others are the last ones again.
+// Along both sides, threads have every place of a box once. At a place, each side has an element of
+// the same column and row, and of those that are not the box's before, each counts once.
 void check_places(const BoxPlan& plan, const BoxesTile& tile, int box) {
+  std::vector<int> elements[2];
   for (const int side : {0, 1}) {
     const int shared_near = tile.shared(plan, box, side);
     const int shared_far = tile.shared(plan, box, 1 - side);
     std::vector<int> found(kBoxElements);
+    std::vector<int> counted(kBoxElements);
+    elements[side].resize(kBoxElements);
     for (int thread = 0; thread < kTileThreads; ++thread) {
       const BoxPlaces places(plan, side, thread);
-      CHECK(places.own_near() == thread % (1 << plan.shifts[side]));
-      for (int step = 0; step < kBoxElements / kTileThreads; ++step) {
-        const int near = places.own_near();
-        const int far = places.own_far(step);
-        ++found[(far << plan.shifts[side]) + near];
-        CHECK(places.near() == std::min(near, plan.sizes[side] - 1));
-        CHECK(places.far(step) == std::min(far, plan.sizes[1 - side] - 1));
-        CHECK(places.has(shared_near, shared_far, step) ==
-              (near >= shared_near && near < plan.sizes[side] && far >= shared_far &&
-               far < plan.sizes[1 - side]));
+      CHECK(places.whole_near() == thread % (1 << plan.shifts[side]));
+      for (int step = 0; step < kBoxSteps; ++step) {
+        const int whole[2] = {places.whole_near(), places.whole_far() + step};
+        const int own[2] = {places.near(), places.far() + places.distance(step)};
+        CHECK(0 <= own[0] && own[0] < plan.sizes[side]);
+        CHECK(0 <= own[1] && own[1] < plan.sizes[1 - side]);
+        const auto number = [&](const int (&at)[2]) {
+          return (at[1 - side] << plan.shifts[0]) + at[side];
+        };
+        ++found[number(whole)];
+        elements[side][number(whole)] = number(own);
+        counted[number(own)] += places.has(shared_near, shared_far, step) ? 1 : 0;
       }
     }
     CHECK(are_taken(found));
+    const int shared[2] = {tile.shared(plan, box, 0), tile.shared(plan, box, 1)};
+    for (int n = 0; n < kBoxElements; ++n) {
+      const int column = n & ((1 << plan.shifts[0]) - 1);
+      const int row = n >> plan.shifts[0];
+      const bool counts =
+          shared[0] <= column && column < plan.sizes[0] && shared[1] <= row && row < plan.sizes[1];
+      CHECK(counted[n] == (counts ? 1 : 0));
+    }
   }
+  CHECK(elements[0] == elements[1]);
 }
 
 void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& taken) {

@@ -16,8 +16,11 @@ namespace lossops::cuda {
 // A box has 2^kBoxShift elements. Its sides are powers of two.
 constexpr int kBoxShift = 11;
 constexpr int kBoxElements = 1 << kBoxShift;
+// Elements of a thread: neighbours along the far side.
+constexpr int kBoxStepsShift = kBoxShift - kTileShift;
+constexpr int kBoxSteps = 1 << kBoxStepsShift;
 // Those of the shortest side.
-constexpr int kLeastBoxShift = 3;
+constexpr int kLeastBoxShift = kBoxStepsShift;
 // Narrower matrices are for strips.
 constexpr int64_t kLeastBoxSide = 4;
 // Boxes of a tile, at the most. A choice, not measured.
@@ -28,17 +31,15 @@ struct BoxOperand : PlanOperand {
   int32_t far_stride = 0;      // in bytes, from its neighbours to those beside them
 };
 
-// Side 0 of a box is along the columns of a matrix, side 1 along its rows.
+// Side 0 of a box is along the columns of a matrix, side 1 along its rows. Neighbouring threads
+// have neighbouring elements along a side, the near one, and each thread has kBoxSteps along the
+// other side, the far one.
 struct BoxPlan : PlanOperands<BoxOperand> {
   // Dimensions 0 and 1 number the tiles along the columns and the rows of a matrix.
   int64_t tiles = 0;
   int32_t shifts[2] = {};        // logarithms of the sides of a box, to base 2
   int32_t matrix_sizes[2] = {};  // columns and rows
   int32_t sizes[2] = {};         // of what a box has of these: less than its side if the matrix has
-
-  // Threads take neighbouring elements of side 0, columns, or of side 1, rows. 2^far_shift(side) of
-  // them are there along the other side.
-  LOSSOPS_HOST_DEVICE int far_shift(int side) const { return kTileShift - shifts[side]; }
 
   // Where along a side the box begins whose number times its side is `first`. The last box begins
   // earlier if less is left for it than a side: it shares elements with the one before.

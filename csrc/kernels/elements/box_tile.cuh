@@ -36,7 +36,7 @@ class BoxTile {
  public:
   using acc_t = float;
   static constexpr int kWidth = 1;
-  static constexpr int kSteps = kBoxElements / kTileThreads;
+  static constexpr int kSteps = kBoxSteps;
   static constexpr bool kIsHalf = false;
   static constexpr bool kHasSubnormals = true;
   using Values = BoxValues<BoxTile>;
@@ -50,12 +50,13 @@ class BoxTile {
     int64_t offsets[kBoxesOfTile][kNumOperands];
   };
 
-  // All threads of the block, once: where their neighbours are in a box.
+  // All threads of the block, once: where they are in a box.
   static __device__ __forceinline__ void set_begins(const BoxPlan& plan) {
     ThreadBegins::for_each(plan, [&](char*& begin, const BoxOperand& operand) {
       const int side = operand.is_transposed ? 1 : 0;
       const BoxPlaces places(plan, side, static_cast<int>(threadIdx.x));
-      begin = operand.data + places.near() * operand.strides[side];
+      begin = operand.data + places.near() * operand.strides[side] +
+              places.far() * operand.strides[1 - side];
     });
   }
 
@@ -110,7 +111,7 @@ class BoxTile {
     const int stride = unfolded(own.far_stride);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      char* const address = begin + int64_t{places.far(step)} * stride;
+      char* const address = begin + int64_t{places.distance(step)} * stride;
       __builtin_assume(__isGlobal(address));
       body(step, address);
     }
@@ -136,9 +137,9 @@ class BoxTile {
   __device__ __forceinline__ void for_each_cell(int side, const Body& body) const {
     const BoxPlaces places = places_along(side);
     const int pitch = (1 << plan_.shifts[0]) + 1;
-    const int first = side == 0 ? places.own_far(0) * pitch + places.own_near()
-                                : places.own_near() * pitch + places.own_far(0);
-    const int distance = (side == 0 ? pitch : 1) << plan_.far_shift(side);
+    const int first = side == 0 ? places.whole_far() * pitch + places.whole_near()
+                                : places.whole_near() * pitch + places.whole_far();
+    const int distance = side == 0 ? pitch : 1;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       body(step, shared_.values + first + step * distance);

@@ -167,7 +167,7 @@ using InDoubles = InStrips<SingleStripTile<double, 1>, 2, true>;
 struct InBoxes {
   using Plan = BoxPlan;
   using acc_t = BoxTile::acc_t;
-  static constexpr int kBlocks = 3;
+  static constexpr int kBlocks = 4;
 
   static int64_t tiles(const BoxPlan& plan) { return plan.tiles; }
   static int64_t bytes(const BoxPlan& plan) { return plan.table_bytes(); }

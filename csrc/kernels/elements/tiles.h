@@ -221,39 +221,56 @@ struct BoxesTile {
   }
 };
 
-// A thread's elements of a box, one a step. side: see BoxPlan::far_shift(). Where the matrix has
-// none, its last one is taken again, and does not count.
+// A thread's elements of a box, one a step. Both sides are cut into groups of kBoxSteps elements. A
+// group for which less is left begins earlier, and shares elements with the one before; if there is
+// none before, its last element is taken again.
 class BoxPlaces {
  public:
-  LOSSOPS_HOST_DEVICE BoxPlaces(const BoxPlan& plan, int side, int thread)
-      : near_(thread & ((1 << plan.shifts[side]) - 1)),
-        far_(thread >> plan.shifts[side]),
-        far_shift_(plan.far_shift(side)),
-        last_near_(plan.sizes[side] - 1),
-        last_far_(plan.sizes[1 - side] - 1) {}
+  // near_side: along which neighbouring threads have neighbours.
+  LOSSOPS_HOST_DEVICE BoxPlaces(const BoxPlan& plan, int near_side, int thread)
+      : near_(thread & ((1 << plan.shifts[near_side]) - 1)),
+        far_(thread >> plan.shifts[near_side] << kBoxStepsShift),
+        near_size_(plan.sizes[near_side]),
+        far_size_(plan.sizes[1 - near_side]) {}
 
-  // In the box, along the side and along the other one.
-  LOSSOPS_HOST_DEVICE int near() const { return least(near_, last_near_); }
-  LOSSOPS_HOST_DEVICE int far(int step) const { return least(own_far(step), last_far_); }
-  // The same, also where the matrix has none.
-  LOSSOPS_HOST_DEVICE int own_near() const { return near_; }
-  LOSSOPS_HOST_DEVICE int own_far(int step) const { return far_ + (step << far_shift_); }
+  // In the box, along the near side and along the far one. The latter is that of the first step.
+  LOSSOPS_HOST_DEVICE int near() const {
+    return begin(near_, near_size_) + distance(near_ % kBoxSteps, near_size_);
+  }
+  LOSSOPS_HOST_DEVICE int far() const { return begin(far_, far_size_); }
+  // From there to the element of a step.
+  LOSSOPS_HOST_DEVICE int distance(int step) const { return distance(step, far_size_); }
 
-  // Whether an element counts, and is not the box's before. shared_near, shared_far: see
-  // BoxesTile::shared().
+  // The same if the matrix filled the box.
+  LOSSOPS_HOST_DEVICE int whole_near() const { return near_; }
+  LOSSOPS_HOST_DEVICE int whole_far() const { return far_; }
+
+  // Whether an element counts: no other thread or step has counted it, nor the box before.
+  // shared_near, shared_far: see BoxesTile::shared().
   LOSSOPS_HOST_DEVICE bool has(int shared_near, int shared_far, int step) const {
-    return shared_near <= near_ && near_ <= last_near_ && shared_far <= own_far(step) &&
-           own_far(step) <= last_far_;
+    return counts(near_, near_size_, shared_near) && counts(far_ + step, far_size_, shared_far);
   }
 
  private:
   static LOSSOPS_HOST_DEVICE int least(int a, int b) { return a < b ? a : b; }
+  // Where the group of an element begins; how far it is from there.
+  static LOSSOPS_HOST_DEVICE int begin(int element, int size) {
+    const int last = size > kBoxSteps ? size - kBoxSteps : 0;
+    return least(element & -kBoxSteps, last);
+  }
+  static LOSSOPS_HOST_DEVICE int distance(int step, int size) {
+    return step < kLeastBoxSide ? step : least(step, size - 1);
+  }
+  static LOSSOPS_HOST_DEVICE bool counts(int element, int size, int shared) {
+    const int step = element % kBoxSteps;
+    const int own = begin(element, size) + step;
+    return step < size && own >= element - step && own >= shared;
+  }
 
   int near_;
-  int far_;  // of the first step
-  int far_shift_;
-  int last_near_;
-  int last_far_;
+  int far_;
+  int near_size_;
+  int far_size_;
 };
 
 }  // namespace lossops::cuda
