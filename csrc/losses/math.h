@@ -272,6 +272,8 @@ __device__ __forceinline__ double zero_unless_nan(double x) { return is_nan(x) ?
 // exp(x) for what forgives an error of |x| / 2^24 of it.
 __device__ __forceinline__ float exp_of_half(float x) { return ex2_approx(x * kLog2E); }
 
+// Infinite where b is subnormal.
+__device__ __forceinline__ float divide_fast(float a, float b) { return a * rcp_approx_ftz(b); }
 // a / b within 2^-22 of it, which half types forgive: a few instructions instead of thirty, none of
 // them a branch. Scaled, so that neither b nor 1 / b is subnormal.
 __device__ __forceinline__ float divide_half(float a, float b) {
@@ -309,23 +311,6 @@ static __device__ __attribute__((noinline)) double log_quotient(double a, double
   const double quotient = a / b;
   const bool normal = a > 0.0 && quotient > 1.2e-38 && quotient < 3.4e38;
   return normal ? log(quotient) : log(a) - log(b);
-}
-
-// log(a / b) of positive numbers with a / b between 1/2 and 2, of half types within 3 units in the
-// last place: twice the inverse hyperbolic tangent of s, 2 s + s^3 P(s^2), P by the Remez
-// algorithm. Elsewhere, and where a + b is 2^126 or more, it is `otherwise`.
-__device__ __forceinline__ float log_quotient_near_1(float a, float b, float otherwise) {
-  const float sum = a + b;
-  const float s = (a - b) * rcp_approx_ftz(sum);
-  const float z = s * s;
-  float p = 0x1.1ef86ep-2f;
-  p = ::fmaf(p, z, 0x1.1eb612p-2f);
-  p = ::fmaf(p, z, 0x1.99d27cp-2f);
-  p = ::fmaf(p, z, 0x1.555500p-1f);
-  // Of negative numbers and NaN the bits are larger than those of 2^126.
-  constexpr uint32_t kLargeBits = 0x7e800000;
-  const bool is_near = ::fabsf(s) < 0x1.555554p-2f && detail::bits_of_float(sum) < kLargeBits;
-  return is_near ? ::fmaf(s * z, p, s + s) : otherwise;
 }
 
 #else
@@ -505,6 +490,7 @@ LOSSOPS_HOST_DEVICE float divide_by_one_plus(float a, float b) {
 }
 LOSSOPS_HOST_DEVICE double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
 
+LOSSOPS_HOST_DEVICE float divide_fast(float a, float b) { return a / b; }
 LOSSOPS_HOST_DEVICE float divide_half(float a, float b) { return a / b; }
 
 // Vectors of logarithms take no branch, so the two stay two.
@@ -512,9 +498,28 @@ template <bool kExact, typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t log_quotient(acc_t a, acc_t b) {
   return log(a) - log(b);
 }
-LOSSOPS_HOST_DEVICE float log_quotient_near_1(float, float, float otherwise) { return otherwise; }
 
 #endif
+
+// log(a / b) of positive numbers with a / b between 1/2 and 2, of half types within 3 units in the
+// last place: twice the inverse hyperbolic tangent of s, 2 s + s^3 P(s^2), P by the Remez
+// algorithm. Elsewhere, and where a + b is 2^126 or more, it is `otherwise`.
+LOSSOPS_HOST_DEVICE double log_quotient_near_1(double, double, double otherwise) {
+  return otherwise;
+}
+LOSSOPS_HOST_DEVICE float log_quotient_near_1(float a, float b, float otherwise) {
+  const float sum = a + b;
+  const float s = divide_fast(a - b, sum);
+  const float z = s * s;
+  float p = 0x1.1ef86ep-2f;
+  p = p * z + 0x1.1eb612p-2f;
+  p = p * z + 0x1.99d27cp-2f;
+  p = p * z + 0x1.555500p-1f;
+  // Of negative numbers and NaN the bits are larger than those of 2^126.
+  constexpr uint32_t kLargeBits = 0x7e800000;
+  const bool is_near = ::fabsf(s) < 0x1.555554p-2f && detail::bits_of_float(sum) < kLargeBits;
+  return is_near ? s * z * p + (s + s) : otherwise;
+}
 
 // tanh within 2 units in the last place. Where it is small, an odd polynomial (Remez; within
 // 2^-26): from exponentials alone it would be a difference that cancels.

@@ -202,8 +202,8 @@ struct KlDivTerm {
   }
 
   template <bool kExact, typename acc_t>
-  static LOSSOPS_HOST_DEVICE acc_t log_of_quotient(acc_t, acc_t input, acc_t prepared) {
-    return prepared - math::log(input);
+  static LOSSOPS_HOST_DEVICE acc_t log_of_quotient(acc_t target, acc_t input, acc_t prepared) {
+    return math::log_quotient_near_1(target, input, prepared - math::log(input));
   }
 
   template <typename acc_t>
