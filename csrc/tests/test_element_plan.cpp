@@ -77,6 +77,28 @@ Problem draw_problem(int most_dims) {
   return problem;
 }
 
+// Target is transposed.
+Problem draw_transposed() {
+  Problem problem;
+  IterationSpace& space = problem.space;
+  space.ndim = 3;
+  const int short_dim = static_cast<int>(draw(0, 2));  // 2: there is none
+  for (int dim = 0; dim < 2; ++dim) {
+    space.sizes[dim] = dim == short_dim ? draw(4, 12) : draw(20, 520);
+  }
+  space.sizes[2] = draw(1, 2);
+  space.numel = space.sizes[0] * space.sizes[1] * space.sizes[2];
+  int64_t strides[kMaxDims];
+  draw_strides(space, true, strides);
+  problem.add(kOutput, DType::kFloat32, strides);
+  problem.add(kInput, DType::kFloat32, strides);
+  strides[0] = space.sizes[1] + draw(0, 1);
+  strides[1] = 1;
+  strides[2] = strides[0] * space.sizes[0];
+  problem.add(kTarget, DType::kBFloat16, strides);
+  return problem;
+}
+
 // Target is broadcast along two short dimensions that do not merge.
 Problem draw_far_sums() {
   Problem problem;
@@ -169,6 +191,7 @@ int64_t begin_of(const StripPlan& plan, const Walk<kWidth>& walk, const Strip& s
 
 struct Seen {
   int boxes = 0;
+  int narrow_boxes = 0;
   int column_walks = 0;
   int sides = 0;           // plans with rows side by side along two dimensions
   int kinds[4] = {};       // by UnitKind, of strips
@@ -241,34 +264,41 @@ bool are_taken(const std::vector<int>& taken) {
 void check_places(const BoxPlan& plan, const BoxesTile& tile, int box) {
   std::vector<int> elements[2];
   for (const int side : {0, 1}) {
-    const int shared_near = tile.shared(plan, box, side);
-    const int shared_far = tile.shared(plan, box, 1 - side);
+    const int repeated_near = tile.repeated(plan, box, side);
+    const int repeated_far = tile.repeated(plan, box, 1 - side);
     std::vector<int> found(kBoxElements);
     std::vector<int> counted(kBoxElements);
     elements[side].resize(kBoxElements);
     for (int thread = 0; thread < kTileThreads; ++thread) {
       const BoxPlaces places(plan, side, thread);
-      CHECK(places.whole_near() == thread % (1 << plan.shifts[side]));
+      CHECK(places.cell_near() == thread % (1 << plan.shifts[side]));
       for (int step = 0; step < kBoxSteps; ++step) {
-        const int whole[2] = {places.whole_near(), places.whole_far() + step};
+        const int cell[2] = {places.cell_near(), places.cell_far() + step};
         const int own[2] = {places.near(), places.far() + places.distance(step)};
         CHECK(0 <= own[0] && own[0] < plan.sizes[side]);
         CHECK(0 <= own[1] && own[1] < plan.sizes[1 - side]);
         const auto number = [&](const int (&at)[2]) {
           return (at[1 - side] << plan.shifts[0]) + at[side];
         };
-        ++found[number(whole)];
-        elements[side][number(whole)] = number(own);
-        counted[number(own)] += places.has(shared_near, shared_far, step) ? 1 : 0;
+        ++found[number(cell)];
+        elements[side][number(cell)] = number(own);
+        for (const Which which : {kInput, kTarget, kOutput}) {
+          const BoxOperand& operand = plan.operands[which];
+          CHECK(operand.is_transposed != (side == 1) ||
+                places.far() * operand.strides[1 - side] +
+                        int64_t{places.distance(step)} * operand.far_stride ==
+                    own[1] * operand.strides[1 - side]);
+        }
+        counted[number(own)] += places.has(repeated_near, repeated_far, step) ? 1 : 0;
       }
     }
     CHECK(are_taken(found));
-    const int shared[2] = {tile.shared(plan, box, 0), tile.shared(plan, box, 1)};
+    const int repeated[2] = {tile.repeated(plan, box, 0), tile.repeated(plan, box, 1)};
     for (int n = 0; n < kBoxElements; ++n) {
       const int column = n & ((1 << plan.shifts[0]) - 1);
       const int row = n >> plan.shifts[0];
-      const bool counts =
-          shared[0] <= column && column < plan.sizes[0] && shared[1] <= row && row < plan.sizes[1];
+      const bool counts = repeated[0] <= column && column < plan.sizes[0] && repeated[1] <= row &&
+                          row < plan.sizes[1];
       CHECK(counted[n] == (counts ? 1 : 0));
     }
   }
@@ -281,10 +311,10 @@ void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& 
   CHECK(std::min(sides[0], sides[1]) >= 1 << kLeastBoxShift);
   for (int64_t number = 0; number < plan.tiles; ++number) {
     const BoxesTile tile = BoxesTile::of(plan, number);
-    CHECK(0 < tile.boxes && tile.boxes <= kBoxesOfTile);
-    for (int box = 0; box < tile.boxes; ++box) {
-      for (int row = tile.shared(plan, box, 1); row < plan.sizes[1]; ++row) {
-        for (int column = tile.shared(plan, box, 0); column < plan.sizes[0]; ++column) {
+    CHECK(0 < tile.count && tile.count <= kBoxesOfTile);
+    for (int box = 0; box < tile.count; ++box) {
+      for (int row = tile.repeated(plan, box, 1); row < plan.sizes[1]; ++row) {
+        for (int column = tile.repeated(plan, box, 0); column < plan.sizes[0]; ++column) {
           take(problem, plan, true, taken, [&](const BoxOperand& operand) {
             return tile.offset(plan, operand, box) + column * operand.strides[0] +
                    row * operand.strides[1];
@@ -409,8 +439,10 @@ void check_boxes(const Problem& problem, Seen& seen) {
     return;
   }
   ++seen.boxes;
+  const BoxPlan& plan = planner.plan();
+  seen.narrow_boxes += std::min(plan.sizes[0], plan.sizes[1]) < kBoxSteps ? 1 : 0;
   std::vector<int> taken(problem.space.numel);
-  check_boxes(problem, planner.plan(), taken);
+  check_boxes(problem, plan, taken);
   CHECK(are_taken(taken));
 }
 
@@ -474,6 +506,10 @@ int main() {
     cuda::check_sums<1>(problem, 2, seen);
     cuda::check_sums<cuda::kVectorSize<float>>(problem, 2, seen);
   }
+  for (int n = 0; n < 100; ++n) {
+    test::subject() = "transposed " + std::to_string(n);
+    cuda::check_boxes(cuda::draw_transposed(), seen);
+  }
   test::subject() = "long rows";
   cuda::check_long((int64_t{1} << 31) + 1, 3, (int64_t{1} << 31) + 8);
   test::subject() = "rows far apart";
@@ -484,7 +520,8 @@ int main() {
   test::subject() = "many rows";
   cuda::check_long(2, (int64_t{1} << 31) + 1, 3);
   test::subject() = "all problems";
-  CHECK(seen.boxes > 5);
+  CHECK(seen.boxes > 50);
+  CHECK(seen.narrow_boxes > 5);
   CHECK(seen.column_walks > 5);
   CHECK(seen.sides > 5);
   CHECK(seen.joined_rows > 100);

@@ -19,7 +19,7 @@ constexpr int kBoxElements = 1 << kBoxShift;
 // Elements of a thread: neighbours along the far side.
 constexpr int kBoxStepsShift = kBoxShift - kTileShift;
 constexpr int kBoxSteps = 1 << kBoxStepsShift;
-// Those of the shortest side.
+// 2^kLeastBoxShift is the shortest side: at least one thread's elements.
 constexpr int kLeastBoxShift = kBoxStepsShift;
 // Narrower matrices are for strips.
 constexpr int64_t kLeastBoxSide = 4;
@@ -41,11 +41,11 @@ struct BoxPlan : PlanOperands<BoxOperand> {
   int32_t matrix_sizes[2] = {};  // columns and rows
   int32_t sizes[2] = {};         // of what a box has of these: less than its side if the matrix has
 
-  // Where along a side the box begins whose number times its side is `first`. The last box begins
-  // earlier if less is left for it than a side: it shares elements with the one before.
-  LOSSOPS_HOST_DEVICE int begin(int side, int first) const {
+  // Where a box begins along a side. nominal: its number times its side. If less is left for the
+  // last box than a side, it begins earlier, and repeats elements of the one before.
+  LOSSOPS_HOST_DEVICE int begin(int side, int nominal) const {
     const int last = matrix_sizes[side] - sizes[side];
-    return first < last ? first : last;
+    return nominal < last ? nominal : last;
   }
 };
 

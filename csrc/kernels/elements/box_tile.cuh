@@ -41,12 +41,12 @@ class BoxTile {
   static constexpr bool kHasSubnormals = true;
   using Values = BoxValues<BoxTile>;
 
-  // Rows lie one element further apart than they are long, so that a column is in different banks:
-  // where a warp has several columns, some of them share banks.
+  // Rows lie one element further apart than they are long, so that a column is in different banks.
+  // Only of sides of 16 elements do two lanes of a warp share a bank.
   struct Shared {
     float values[kBoxElements + (kBoxElements >> kLeastBoxShift)];
     BoxesTile boxes;
-    // Where the boxes of the tile begin in each operand, from where it begins, by slot.
+    // From where an operand begins to each box of the tile, by box and the operand's slot.
     int64_t offsets[kBoxesOfTile][kNumOperands];
   };
 
@@ -65,6 +65,7 @@ class BoxTile {
       : plan_(plan), shared_(shared) {
     __syncthreads();
     const auto thread = static_cast<int>(threadIdx.x);
+    static_assert(kBoxesOfTile * kNumOperands <= kTileThreads);
     const int box = thread / kNumOperands;
     const int slot = thread % kNumOperands;
     if (box < kBoxesOfTile && slot < plan.num_slots) {
@@ -77,7 +78,7 @@ class BoxTile {
     __syncthreads();
   }
 
-  __device__ __forceinline__ int boxes() const { return shared_.boxes.boxes; }
+  __device__ __forceinline__ int boxes() const { return shared_.boxes.count; }
   // Goes to a box of the tile.
   __device__ __forceinline__ void move_to(int box) { box_ = box; }
 
@@ -93,10 +94,10 @@ class BoxTile {
   }
 
   __device__ __forceinline__ bool has(int n) const {
-    return places_along(0).has(shared(0), shared(1), n);
+    return places_along(0).has(repeated(0), repeated(1), n);
   }
   __device__ __forceinline__ bool has_all() const {
-    return shared(0) == 0 && shared(1) == 0 && plan_.sizes[0] == 1 << plan_.shifts[0] &&
+    return repeated(0) == 0 && repeated(1) == 0 && plan_.sizes[0] == 1 << plan_.shifts[0] &&
            plan_.sizes[1] == 1 << plan_.shifts[1];
   }
 
@@ -104,7 +105,7 @@ class BoxTile {
   __device__ __forceinline__ void for_each_element(Which which, const Body& body) const {
     const BoxOperand& own = operand(which);
     const BoxPlaces places = places_along(own.is_transposed ? 1 : 0);
-    // Input and target are in every plan.
+    // Known at compile time of input and target, which are in every plan.
     const int slot = which <= kTarget ? static_cast<int>(which) : own.slot;
     // Each kept in registers, so that adding a distance takes one instruction.
     char* const begin = unfolded(ThreadBegins::get(slot) + shared_.offsets[box_][slot]);
@@ -130,15 +131,15 @@ class BoxTile {
   __device__ __forceinline__ BoxPlaces places_along(int side) const {
     return {plan_, side, static_cast<int>(threadIdx.x)};
   }
-  __device__ __forceinline__ int shared(int side) const {
-    return shared_.boxes.shared(plan_, box_, side);
+  __device__ __forceinline__ int repeated(int side) const {
+    return shared_.boxes.repeated(plan_, box_, side);
   }
   template <typename Body>
   __device__ __forceinline__ void for_each_cell(int side, const Body& body) const {
     const BoxPlaces places = places_along(side);
     const int pitch = (1 << plan_.shifts[0]) + 1;
-    const int first = side == 0 ? places.whole_far() * pitch + places.whole_near()
-                                : places.whole_near() * pitch + places.whole_far();
+    const int first = side == 0 ? places.cell_far() * pitch + places.cell_near()
+                                : places.cell_near() * pitch + places.cell_far();
     const int distance = side == 0 ? pitch : 1;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {

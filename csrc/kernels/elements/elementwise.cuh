@@ -164,6 +164,8 @@ using GradientsInSingles = InStrips<SingleStripTile<float, 4>, 3, true>;
 using InWeightedSingles = InStrips<SingleStripTile<float, 2>, 3>;
 using InDoubles = InStrips<SingleStripTile<double, 1>, 2, true>;
 
+// On an H200, transposed operands are a tenth faster with 4 blocks than with 3. Backward spills 12
+// bytes.
 struct InBoxes {
   using Plan = BoxPlan;
   using acc_t = BoxTile::acc_t;

@@ -5,8 +5,8 @@
 // are:
 //
 // - operand(which): what the plan says of it, its dtype among that;
-// - for_each_element(which, body): calls body(step, address) for each step. What does not count is
-//   left out, or lies where another element does.
+// - for_each_element(which, body): calls body(step, address) for each step. What does not count
+//   lies where another element does.
 #pragma once
 
 #include <cstdint>

@@ -185,8 +185,8 @@ class Walk {
 
 // A tile of boxes that follow each other along their rows.
 struct BoxesTile {
-  int32_t first[2];  // the first column, and the first row
-  int32_t boxes;
+  int32_t nominal[2];  // where its first box begins, along both sides: see BoxPlan::begin()
+  int32_t count;       // of boxes
   int64_t matrix;
 
   static LOSSOPS_HOST_DEVICE BoxesTile of(const BoxPlan& plan, int64_t tile) {
@@ -197,78 +197,78 @@ struct BoxesTile {
     const int shift = plan.shifts[1];
     const auto first = static_cast<int32_t>(tile - rest * extents.sizes[0]);
     const auto second = static_cast<int32_t>(rest - own.matrix * extents.sizes[1]);
-    own.first[0] = first << plan.shifts[0];
-    own.first[1] = second * (kBoxesOfTile << shift);
-    const int left = ((plan.matrix_sizes[1] - own.first[1] - 1) >> shift) + 1;
-    own.boxes = left < kBoxesOfTile ? left : kBoxesOfTile;
+    own.nominal[0] = first << plan.shifts[0];
+    own.nominal[1] = second * (kBoxesOfTile << shift);
+    const int left = ((plan.matrix_sizes[1] - own.nominal[1] - 1) >> shift) + 1;
+    own.count = left < kBoxesOfTile ? left : kBoxesOfTile;
     return own;
   }
 
-  LOSSOPS_HOST_DEVICE int first_row(const BoxPlan& plan, int box) const {
-    return first[1] + (box << plan.shifts[1]);
+  LOSSOPS_HOST_DEVICE int nominal_row(const BoxPlan& plan, int box) const {
+    return nominal[1] + (box << plan.shifts[1]);
   }
-  // How much of a box is the one before's, along a side.
-  LOSSOPS_HOST_DEVICE int shared(const BoxPlan& plan, int box, int side) const {
-    const int own = side == 0 ? first[0] : first_row(plan, box);
+  // How many elements along a side a box repeats.
+  LOSSOPS_HOST_DEVICE int repeated(const BoxPlan& plan, int box, int side) const {
+    const int own = side == 0 ? nominal[0] : nominal_row(plan, box);
     return own - plan.begin(side, own);
   }
   // The distance of a box from where an operand begins.
   LOSSOPS_HOST_DEVICE int64_t offset(const BoxPlan& plan, const BoxOperand& operand,
                                      int box) const {
     return plan.extents.offset(operand.strides, matrix, 2) +
-           plan.begin(0, first[0]) * operand.strides[0] +
-           plan.begin(1, first_row(plan, box)) * operand.strides[1];
+           plan.begin(0, nominal[0]) * operand.strides[0] +
+           plan.begin(1, nominal_row(plan, box)) * operand.strides[1];
   }
 };
 
-// A thread's elements of a box, one a step. Both sides are cut into groups of kBoxSteps elements. A
-// group for which less is left begins earlier, and shares elements with the one before; if there is
-// none before, its last element is taken again.
+// A thread's elements of a box, one a step. Both sides are cut into groups of kBoxSteps elements.
+// If less is left for the last group, it begins earlier, and repeats elements of the one before. If
+// there is none before, its last element is taken again.
 class BoxPlaces {
  public:
   // near_side: along which neighbouring threads have neighbours.
   LOSSOPS_HOST_DEVICE BoxPlaces(const BoxPlan& plan, int near_side, int thread)
-      : near_(thread & ((1 << plan.shifts[near_side]) - 1)),
-        far_(thread >> plan.shifts[near_side] << kBoxStepsShift),
+      : cell_near_(thread & ((1 << plan.shifts[near_side]) - 1)),
+        cell_far_(thread >> plan.shifts[near_side] << kBoxStepsShift),
         near_size_(plan.sizes[near_side]),
         far_size_(plan.sizes[1 - near_side]) {}
 
   // In the box, along the near side and along the far one. The latter is that of the first step.
   LOSSOPS_HOST_DEVICE int near() const {
-    return begin(near_, near_size_) + distance(near_ % kBoxSteps, near_size_);
+    const int in_group = cell_near_ % kBoxSteps;
+    return group_begin(cell_near_, near_size_) + least(in_group, near_size_ - 1);
   }
-  LOSSOPS_HOST_DEVICE int far() const { return begin(far_, far_size_); }
-  // From there to the element of a step.
-  LOSSOPS_HOST_DEVICE int distance(int step) const { return distance(step, far_size_); }
+  LOSSOPS_HOST_DEVICE int far() const { return group_begin(cell_far_, far_size_); }
+  // From there to the element of a step. A box has at least kLeastBoxSide elements along a side.
+  LOSSOPS_HOST_DEVICE int distance(int step) const {
+    return step < kLeastBoxSide ? step : least(step, far_size_ - 1);
+  }
 
-  // The same if the matrix filled the box.
-  LOSSOPS_HOST_DEVICE int whole_near() const { return near_; }
-  LOSSOPS_HOST_DEVICE int whole_far() const { return far_; }
+  // The cell of the first step, if each of a whole box's elements has one.
+  LOSSOPS_HOST_DEVICE int cell_near() const { return cell_near_; }
+  LOSSOPS_HOST_DEVICE int cell_far() const { return cell_far_; }
 
-  // Whether an element counts: no other thread or step has counted it, nor the box before.
-  // shared_near, shared_far: see BoxesTile::shared().
-  LOSSOPS_HOST_DEVICE bool has(int shared_near, int shared_far, int step) const {
-    return counts(near_, near_size_, shared_near) && counts(far_ + step, far_size_, shared_far);
+  // Whether an element counts: no other thread or step counts it, and the box does not repeat it.
+  // repeated_near, repeated_far: see BoxesTile::repeated().
+  LOSSOPS_HOST_DEVICE bool has(int repeated_near, int repeated_far, int step) const {
+    return counts(cell_near_, near_size_, repeated_near) &&
+           counts(cell_far_ + step, far_size_, repeated_far);
   }
 
  private:
   static LOSSOPS_HOST_DEVICE int least(int a, int b) { return a < b ? a : b; }
-  // Where the group of an element begins; how far it is from there.
-  static LOSSOPS_HOST_DEVICE int begin(int element, int size) {
+  static LOSSOPS_HOST_DEVICE int group_begin(int cell, int size) {
     const int last = size > kBoxSteps ? size - kBoxSteps : 0;
-    return least(element & -kBoxSteps, last);
+    return least(cell & -kBoxSteps, last);
   }
-  static LOSSOPS_HOST_DEVICE int distance(int step, int size) {
-    return step < kLeastBoxSide ? step : least(step, size - 1);
-  }
-  static LOSSOPS_HOST_DEVICE bool counts(int element, int size, int shared) {
-    const int step = element % kBoxSteps;
-    const int own = begin(element, size) + step;
-    return step < size && own >= element - step && own >= shared;
+  static LOSSOPS_HOST_DEVICE bool counts(int cell, int size, int repeated) {
+    const int in_group = cell % kBoxSteps;
+    const int own = group_begin(cell, size) + in_group;
+    return in_group < size && own >= cell - in_group && own >= repeated;
   }
 
-  int near_;
-  int far_;
+  int cell_near_;
+  int cell_far_;
   int near_size_;
   int far_size_;
 };
