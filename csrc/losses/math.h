@@ -278,7 +278,7 @@ __device__ __forceinline__ float divide_fast(float a, float b) { return a * rcp_
 // them a branch. Scaled, so that neither b nor 1 / b is subnormal.
 __device__ __forceinline__ float divide_half(float a, float b) {
   const float scale = ::fabsf(b) < 0x1p-100f ? 0x1p60f : 0x1p-2f;
-  return a * scale * rcp_approx_ftz(b * scale);
+  return divide_fast(a * scale, b * scale);
 }
 
 // log of a term of a sum, or of what is rounded to a half type: within 2^-22 of it, and 2^-22
@@ -298,7 +298,7 @@ __device__ __forceinline__ acc_t log_in_sum(acc_t x, float ln_2 = kLn2) {
 // which the errors of the hardware's are small.
 template <bool kExact>
 __device__ __forceinline__ float log_quotient(float a, float b) {
-  const float quotient = a == b ? 1.0f : a * rcp_approx_ftz(b);
+  const float quotient = a == b ? 1.0f : divide_fast(a, b);
   const bool normal =
       a > 0.0f && a < infinity<float>() && quotient > 1.2e-38f && quotient < 3.4e38f;
   if (normal) {

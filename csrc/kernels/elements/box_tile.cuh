@@ -105,8 +105,7 @@ class BoxTile {
   __device__ __forceinline__ void for_each_element(Which which, const Body& body) const {
     const BoxOperand& own = operand(which);
     const BoxPlaces places = places_along(own.is_transposed ? 1 : 0);
-    // Known at compile time of input and target, which are in every plan.
-    const int slot = which <= kTarget ? static_cast<int>(which) : own.slot;
+    const int slot = plan_.slot_of(which);
     // Each kept in registers, so that adding a distance takes one instruction.
     char* const begin = unfolded(ThreadBegins::get(slot) + shared_.offsets[box_][slot]);
     const int stride = unfolded(own.far_stride);

@@ -36,6 +36,11 @@ struct PlanOperands {
     return int64_t{kTileThreads} * num_slots * static_cast<int64_t>(sizeof(char*));
   }
 
+  // The number of an operand among those that are there. Known at compile time of input and target,
+  // which are in every plan.
+  LOSSOPS_HOST_DEVICE int slot_of(Which which) const {
+    return which <= kTarget ? static_cast<int>(which) : operands[which].slot;
+  }
   // Calls body(operand, own) with each that is there. from: as they were given.
   template <typename Body>
   void for_each(const Operand* from, const Body& body) {

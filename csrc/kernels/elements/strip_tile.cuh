@@ -64,10 +64,8 @@ class StripTile {
 
   // The addresses of a thread's units.
   __device__ __forceinline__ void locate(Which which, char* (&addresses)[kSteps]) const {
-    // Input and target are in every plan.
-    const int slot = which <= kTarget ? static_cast<int>(which) : operand(which).slot;
     // Kept in one pair of registers, so that adding a distance takes one instruction.
-    char* const begin = unfolded(ThreadBegins::get(slot));
+    char* const begin = unfolded(ThreadBegins::get(plan_.slot_of(which)));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       addresses[step] = begin + static_cast<int64_t>(walk_.index(plan_, turn_, step)) *
