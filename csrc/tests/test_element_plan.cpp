@@ -3,6 +3,7 @@
 // elements, however rows are cut into units, strips, tiles and boxes.
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <numeric>
 #include <random>
 #include <string>
@@ -206,10 +207,11 @@ struct Seen {
 template <int kWidth>
 void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
                   std::vector<int>& taken, Seen& seen) {
-  CHECK(plan.used_threads() <= kTileThreads);
+  CHECK(plan.used_threads() <= plan.block_threads() && plan.block_threads() <= kTileThreads);
+  CHECK(plan.block_threads() % kWarpSize == 0);
   for_each_strip(plan, [&](const Strip& strip, int64_t /*tile*/) {
     CHECK(Walk<kWidth>::goes_on(plan, strip, 0));
-    for (int thread = 0; thread < kTileThreads; ++thread) {
+    for (int thread = 0; thread < plan.block_threads(); ++thread) {
       const Walk<kWidth> walk(plan, strip, thread);
       for (int n = 0; n < plan.tile_turns * at_once; ++n) {
         const int turn = n / at_once * plan.walk_turn;
@@ -395,7 +397,7 @@ void check_sums(const Problem& problem, int at_once, Seen& seen) {
   std::vector<int64_t> sum_of_place(sums, -1);
   std::vector<int64_t> tile_of_part(plan.splits * sums, -1);
   for_each_strip(plan, [&](const Strip& strip, int64_t tile) {
-    for (int thread = 0; thread < kTileThreads; ++thread) {
+    for (int thread = 0; thread < plan.block_threads(); ++thread) {
       const Walk<kWidth> walk(plan, strip, thread);
       for (int n = 0; n < plan.tile_turns * at_once; ++n) {
         const int turn = n / at_once * plan.walk_turn;
@@ -482,6 +484,54 @@ void check_long(int64_t columns, int64_t rows, int64_t row_stride, int64_t colum
   CHECK(last == (rows - 1) * row_stride + (columns - 1) * column_stride);
 }
 
+// Rows that are padded along each dimension: those side by side in a block are neighbours.
+void check_sides(std::initializer_list<int64_t> sizes) {
+  Problem problem;
+  IterationSpace& space = problem.space;
+  space.numel = 1;
+  int64_t strides[kMaxDims];
+  int64_t next = 1;
+  for (const int64_t size : sizes) {
+    strides[space.ndim] = next;
+    space.sizes[space.ndim++] = size;
+    space.numel *= size;
+    next *= size + 1;
+  }
+  for (const Which which : {kInput, kTarget}) {
+    problem.add(which, DType::kFloat16, strides);
+  }
+  const Layout layout(space, problem.operands);
+  constexpr int kWidth = kVectorSize<half_t>;
+  StripPlanner planner(layout, problem.operands);
+  const StripPlan& plan = planner.plan(kWidth, 2, kResident);
+  const Strip strip = Strip::of(plan, 0);
+  const auto row = [&](int side) {
+    const Walk<kWidth> walk(plan, strip, side * static_cast<int>(plan.strip_units.value));
+    return begin_of(plan, walk, strip, plan.operands[kInput]);
+  };
+  CHECK(plan.used_threads() >= 2 * static_cast<int>(plan.strip_units.value));
+  CHECK(row(1) - row(0) == strides[1] * element_size(DType::kFloat16));
+}
+
+// Boxes have no short runs of neighbours to read and to write where they could have longer ones.
+void check_runs(int64_t columns, int64_t rows) {
+  Problem problem;
+  problem.space.ndim = 2;
+  problem.space.sizes[0] = columns;
+  problem.space.sizes[1] = rows;
+  problem.space.numel = columns * rows;
+  const int64_t straight[] = {1, columns};
+  const int64_t transposed[] = {rows, 1};
+  problem.add(kInput, DType::kFloat16, straight);
+  problem.add(kTarget, DType::kFloat16, transposed);
+  problem.add(kOutput, DType::kFloat16, straight);
+  const Layout layout(problem.space, problem.operands);
+  BoxPlanner planner(layout, problem.operands);
+  CHECK(planner.has_boxes());
+  const BoxPlan& plan = planner.plan();
+  CHECK(std::min(plan.shifts[0], plan.shifts[1]) >= 5);
+}
+
 }  // namespace
 }  // namespace lossops::cuda
 
@@ -519,6 +569,14 @@ int main() {
   cuda::check_long(300, 2, int64_t{1} << 39, int64_t{1} << 30);
   test::subject() = "many rows";
   cuda::check_long(2, (int64_t{1} << 31) + 1, 3);
+  test::subject() = "rows side by side";
+  cuda::check_sides({29, 528, 49, 161});
+  cuda::check_sides({29, 34, 32, 33});
+  cuda::check_sides({29, 5000});
+  test::subject() = "runs of boxes";
+  cuda::check_runs(1542, 87855);
+  cuda::check_runs(99, 445566);
+  cuda::check_runs(4096, 4096);
   test::subject() = "all problems";
   CHECK(seen.boxes > 50);
   CHECK(seen.narrow_boxes > 5);

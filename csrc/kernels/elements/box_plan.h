@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "kernels/elements/plan.h"
 #include "kernels/primitives/integers.h"
@@ -71,7 +72,7 @@ class BoxPlanner {
       }
     }
     plan_.for_each(operands_, [&](const Operand& operand, BoxOperand& own) {
-      own.is_transposed = operand.strides[other] == 1 && Layout::is_transposed(operand, lead);
+      own.is_transposed = is_transposed(operand);
       const int side = own.is_transposed ? 1 : 0;
       own.far_stride = static_cast<int32_t>(own.strides[1 - side]);
     });
@@ -87,9 +88,9 @@ class BoxPlanner {
   }
 
  private:
-  // Chooses the sides of boxes that the two dimensions fill best. Returns whether they fill at
-  // least half of the boxes. Rows are faster for matrices that fill less: these are so small that
-  // the cache holds what a warp reads across the rows (docs/experiments/elementwise.md).
+  // Chooses the sides of boxes. Returns whether there are any that the two dimensions fill at least
+  // half. Rows are faster for matrices that fill less: these are so small that the cache holds what
+  // a warp reads across the rows (docs/experiments/elementwise.md).
   bool chooses_boxes() {
     const IterationSpace& space = layout_.space();
     const int64_t sizes[2] = {space.sizes[layout_.lead()], space.sizes[layout_.other()]};
@@ -99,21 +100,42 @@ class BoxPlanner {
       return false;
     }
     const auto padded = [&](int i, int shift) { return (((sizes[i] - 1) >> shift) + 1) << shift; };
-    int64_t least = 0;
-    // Of sides that are filled alike, the first are chosen: those nearest to a square.
-    for (const int shift : {6, 5, 7, 4, kLeastBoxShift, kBoxShift - kLeastBoxShift}) {
-      const int64_t filled = padded(0, shift) * padded(1, kBoxShift - shift);
-      if (least == 0 || filled < least) {
-        least = filled;
-        plan_.shifts[0] = shift;
-        plan_.shifts[1] = kBoxShift - shift;
+    bool are_filled = false;
+    double least = 0;
+    // Of sides that cost the same, the first are chosen.
+    for (const int shift : {5, 6, 4, 7, kLeastBoxShift, kBoxShift - kLeastBoxShift}) {
+      const int shifts[2] = {shift, kBoxShift - shift};
+      const int64_t filled = padded(0, shifts[0]) * padded(1, shifts[1]);
+      are_filled = are_filled || filled <= 2 * sizes[0] * sizes[1];
+      const double cost = static_cast<double>(filled) * cost_of_element(sizes, shifts);
+      if (least == 0 || cost < least) {
+        least = cost;
+        std::copy(std::begin(shifts), std::end(shifts), plan_.shifts);
       }
     }
     for (int i = 0; i < 2; ++i) {
       plan_.matrix_sizes[i] = static_cast<int32_t>(sizes[i]);
       plan_.sizes[i] = std::min(plan_.matrix_sizes[i], 1 << plan_.shifts[i]);
     }
-    return 2 * sizes[0] * sizes[1] >= least;
+    return are_filled;
+  }
+
+  // What an element of a box costs, in accesses. A run of neighbours costs as much as kRun elements
+  // more: fitted to times of an H100 (docs/experiments/elementwise.md).
+  double cost_of_element(const int64_t (&sizes)[2], const int (&shifts)[2]) const {
+    constexpr double kRun = 32;
+    const auto cost = [&](Which which) {
+      const int side = is_transposed(operands_[which]) ? 1 : 0;
+      const int64_t run = std::min(sizes[side], int64_t{1} << shifts[side]);
+      return 1 + kRun / static_cast<double>(run);
+    };
+    // Without losses, the gradient of the input is written, which lies as the input does. Whether
+    // it is wanted does not count: a plan is the same with gradients and without.
+    const Which written = operands_[kOutput].data != nullptr ? kOutput : kInput;
+    return cost(kInput) + cost(kTarget) + cost(written);
+  }
+  bool is_transposed(const Operand& operand) const {
+    return operand.strides[layout_.other()] == 1 && Layout::is_transposed(operand, layout_.lead());
   }
 
   const Layout& layout_;

@@ -312,19 +312,24 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
         visit(SumsInUnits<typename decltype(type)::type>{}, AnyWork<kWork>{what.work}, terms);
       });
     });
-  } else if (what.is_backward() && !sums && strips.writes_units(kVectorSize<float>)) {
-    // On an H100, units of eight are faster unless more of a row would be computed twice.
-    constexpr int64_t kSharedFraction = 32;
-    const bool is_wide = strips.writes_units(unit_width, kSharedFraction);
-    visit_float_or_any_half(is_wide ? unit_dtype : DType::kFloat32, [&](auto type) {
-      const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
-      visit(BackwardInUnits<typename decltype(type)::type>{}, work, any);
-    });
-  } else if (sums && is_half_type(unit_dtype) && strips.writes_units(unit_width)) {
-    // On an H100, units of float32 were faster in some calls, and slower in as many.
-    visit(GradientsInUnits{}, AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
   } else if (what.is_backward() || sums) {
-    visit(GradientsInSingles{}, AnyWork<kBackwardWork & ~kWeightWork>{what.work}, any);
+    const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
+    const bool writes_units = strips.writes_units(unit_width);
+    if (sums && is_half_type(unit_dtype) && writes_units) {
+      // On an H100, units of float32 were faster in some calls, and slower in as many.
+      visit(GradientsInUnits{}, work, any);
+    } else if (sums) {
+      visit(GradientsInSingles{}, work, any);
+    } else if (strips.writes_units(kVectorSize<float>)) {
+      // Units of eight, unless only units of four are aligned.
+      const bool is_wide = writes_units && (strips.has_vectors(unit_width) ||
+                                            !strips.has_vectors(kVectorSize<float>));
+      visit_float_or_any_half(is_wide ? unit_dtype : DType::kFloat32, [&](auto type) {
+        visit(BackwardInUnits<typename decltype(type)::type>{}, work, any);
+      });
+    } else {
+      visit(BackwardInSingles{}, work, any);
+    }
   } else if ((what.work & kStoresLosses) != 0) {
     const FixedWork<kStoresLosses> work;
     if (strips.writes_units(unit_width)) {
@@ -408,10 +413,10 @@ int64_t launch(const ElementwiseArgs& args, const Launch& what, int64_t most_blo
     using acc_t = typename Taken::acc_t;
     blocks = std::min(blocks_of(taken, plan, what), most_blocks);
     const auto launch = [&] {
-      launch_kernel("elementwise_kernel",
-                    elementwise_kernel<Taken, decltype(work), decltype(terms)>,
-                    {blocks, kTileThreads, Taken::bytes(plan), 1, what.is_backward()}, stream, plan,
-                    work, terms, what.scales, reduction_scale(args, acc_t(1)), partials, finalize);
+      launch_kernel(
+          "elementwise_kernel", elementwise_kernel<Taken, decltype(work), decltype(terms)>,
+          {blocks, Taken::threads(plan), Taken::bytes(plan), 1, what.is_backward()}, stream, plan,
+          work, terms, what.scales, reduction_scale(args, acc_t(1)), partials, finalize);
     };
     if constexpr (std::is_same_v<typename Taken::Plan, StripPlan>) {
       const SumFold fold(plan, what.operands, what.scales, sums, acc_t());

@@ -18,6 +18,7 @@ namespace lossops::cuda {
 // How a kernel takes its operands (Taken) says:
 //
 // - Plan, tiles(plan): the operands as the kernel is told of them, and how many tiles they make;
+// - threads(plan): of a block: kTileThreads, or fewer;
 // - bytes(plan): of dynamic shared memory;
 // - kBlocks: resident blocks a multiprocessor, at the least: as many as leave a thread its
 //   registers;
@@ -38,6 +39,7 @@ struct Dense {
     return std::max<int64_t>(ceil_div(operands.numel, kDenseTile<scalar_t>), 1);
   }
 
+  static int threads(const DenseOperands& /*operands*/) { return kTileThreads; }
   static int64_t bytes(const DenseOperands& /*operands*/) { return 0; }
 
   template <typename Body>
@@ -74,17 +76,13 @@ struct InStrips {
   static constexpr int kSteps = Tile::kSteps;
 
   static int64_t tiles(const StripPlan& plan) { return plan.tiles; }
+  static int threads(const StripPlan& plan) { return plan.block_threads(); }
   static int64_t bytes(const StripPlan& plan) { return plan.table_bytes(); }
 
   template <typename Body>
   static __device__ __forceinline__ void for_each_tile(const StripPlan& plan, const Body& body) {
-    const auto thread = static_cast<int>(threadIdx.x);
-    const bool has_units = thread / kWarpSize * kWarpSize < plan.used_threads();
     Operands<Tile> operands;
     if constexpr (kSums) {
-      if (!has_units && plan.summed_gradient == kNumOperands) {
-        return;
-      }
       __shared__ typename Sums::Shared shared;
       for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
         Sums sums(plan, shared);
@@ -95,9 +93,6 @@ struct InStrips {
         });
       }
     } else {
-      if (!has_units) {
-        return;
-      }
       NoSums no_sums;
       for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
         for_each_turn(plan, tile, [&](const Strip& /*strip*/, const Walk<kWidth>& walk, int turn) {
@@ -158,7 +153,8 @@ using BackwardInUnits = InStrips<UnitsOf<scalar_t>, sizeof(scalar_t) == 2 ? 2 : 
 // Launches of half types that sum one gradient and may write the other. Eight elements a thread:
 // grad_output takes registers too.
 using GradientsInUnits = InStrips<UnitStripTile<AnyHalf, 1>, 3, true>;
-// Backward passes of rows that no units take, with sums and without.
+// Both kinds of passes, for rows that no units take.
+using BackwardInSingles = InStrips<SingleStripTile<float, 8>, 3>;
 using GradientsInSingles = InStrips<SingleStripTile<float, 4>, 3, true>;
 // For little machine code.
 using InWeightedSingles = InStrips<SingleStripTile<float, 2>, 3>;
@@ -172,6 +168,7 @@ struct InBoxes {
   static constexpr int kBlocks = 4;
 
   static int64_t tiles(const BoxPlan& plan) { return plan.tiles; }
+  static int threads(const BoxPlan& /*plan*/) { return kTileThreads; }
   static int64_t bytes(const BoxPlan& plan) { return plan.table_bytes(); }
 
   template <typename Body>

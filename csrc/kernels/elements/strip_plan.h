@@ -4,8 +4,9 @@
 // A unit is a few neighbouring columns of a row. Rows are cut into strips, which have as many units
 // as threads side by side. A thread keeps its columns and walks along one dimension, from row to
 // row, so that all the rest is found once a tile: where its first unit lies, whether that is the
-// last of its row. If strips are short, several rows lie side by side in a block. If rows are few
-// and long, a thread walks along its row instead, from strip to strip.
+// last of its row. If strips are short, several rows lie side by side in a block: neighbours,
+// unless threads keep sums or read across the rows. If rows are few and long, a thread walks along
+// its row instead, from strip to strip.
 //
 // If fewer columns are left for the last unit of a row than it has, it begins earlier and shares
 // columns with the one before: whatever a unit reads is there, and what it writes twice is the
@@ -87,6 +88,10 @@ struct StripPlan : PlanOperands<StripOperand> {
   LOSSOPS_HOST_DEVICE int used_threads() const {
     return static_cast<int>(strip_units.value * side_walked.value) * side_kept;
   }
+  // Of a block: whole warps.
+  int block_threads() const {
+    return static_cast<int>(ceil_div(int64_t{used_threads()}, int64_t{kWarpSize})) * kWarpSize;
+  }
   // The dimensions of the sums, in the order in which parts of them are numbered.
   bool is_kept(int dim) const {
     return extents.sizes[dim] == 1 || operands[summed_gradient].strides[dim] != 0;
@@ -160,11 +165,11 @@ class StripPlanner {
     return is_half_type(common_dtype_) ? kVectorSize<half_t> : kVectorSize<float>;
   }
 
-  // Whether units of so many columns are faster than single ones. fraction: the columns that
-  // a row's last two units share are computed twice; they are at most 1/fraction of a row.
-  bool has_units(int width, int64_t fraction = 2) const {
-    bool has_units = has_near_columns_ && plan_.columns >= width &&
-                     fraction * shared_columns(width) <= plan_.columns;
+  // Whether units of so many columns are faster than single ones. The columns that a row's last two
+  // units share are computed twice; they are at most half of a row.
+  bool has_units(int width) const {
+    bool has_units =
+        has_near_columns_ && plan_.columns >= width && 2 * shared_columns(width) <= plan_.columns;
     for (int which = kInput; which <= kOutput; ++which) {
       const Operand& operand = operands_[which];
       has_units =
@@ -174,10 +179,18 @@ class StripPlanner {
   }
   // Whether units are faster in kernels that write as much as they read. Single columns of short
   // rows write fewer parts of sectors.
-  bool writes_units(int width, int64_t fraction = 2) const {
+  bool writes_units(int width) const {
     constexpr int64_t kShortBytes = 64;
     const bool is_short = plan_.columns * element_size(common_dtype_) < kShortBytes;
-    return has_units(width, fraction) && (!is_short || shared_columns(width) == 0);
+    return has_units(width) && (!is_short || shared_columns(width) == 0);
+  }
+
+  // Whether units of so many columns, if there are any, are aligned vectors in all operands.
+  bool has_vectors(int width) const {
+    return shared_columns(width) == 0 &&
+           std::none_of(operands_, operands_ + kNumOperands, [&](const Operand& operand) {
+             return operand.data != nullptr && kind_of(operand, width) == UnitKind::kWords;
+           });
   }
 
   // To be called once. width: of a unit. steps: units that a thread takes at once. blocks: what
@@ -319,13 +332,16 @@ class StripPlanner {
     }
     for (int dim = 0; dim < space.ndim; ++dim) {
       const Walked own = walked(dim, strip, steps);
-      // Rows that are near each other share cache lines, if they are short or read across. They lie
-      // side by side, or a thread walks along them.
+      // Of walks that use as much, the last: it goes to rows that are far, past neighbours side by
+      // side.
       best =
           own.use > best.use || (own.use == best.use && own.use > 0 && own.sides > 1) ? own : best;
     }
     return best;
   }
+
+  // Along which rows lie nearest to each other: a space begins with neighbours.
+  int nearest_dim() const { return layout_->lead() == 0 ? 1 : 0; }
 
   Walked walked(int dim, int64_t strip, int steps) const {
     const IterationSpace& space = layout_->space();
@@ -340,8 +356,17 @@ class StripPlanner {
     }
     own.size = space.sizes[dim];
     own.sides = std::min(kTileThreads / strip, own.kept * own.size);
-    own.side_kept = std::min(own.sides, own.kept);
-    own.side_walked = std::min(own.sides / own.side_kept, own.size);
+    // Rows side by side are neighbours, so that the parts of sectors that they share are written
+    // together. But threads of which each keeps a sum, or reads across the rows, walk along
+    // neighbours.
+    const bool reads_across = layout_->other() != layout_->lead();
+    if (!sums_ && !reads_across && dim == nearest_dim()) {
+      own.side_walked = std::min(own.sides, own.size);
+      own.side_kept = std::min(own.sides / own.side_walked, own.kept);
+    } else {
+      own.side_kept = std::min(own.sides, own.kept);
+      own.side_walked = std::min(own.sides / own.side_kept, own.size);
+    }
     if (!are_near(operands_, dim, own.side_walked)) {
       return own;
     }

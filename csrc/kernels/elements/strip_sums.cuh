@@ -94,6 +94,7 @@ class StripSums {
 
  private:
   __device__ __forceinline__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ static int threads() { return static_cast<int>(blockDim.x); }
   __device__ __forceinline__ int side() const {
     return static_cast<int>(plan_.strip_units.quotient(threadIdx.x));
   }
@@ -141,7 +142,7 @@ class StripSums {
     const int kept = strip.rest_left < plan_.side_kept ? strip.rest_left : plan_.side_kept;
     __syncthreads();
 #pragma unroll 1
-    for (int begin = 0; begin < kRows * sides; begin += kTileThreads / lanes) {
+    for (int begin = 0; begin < kRows * sides; begin += threads() / lanes) {
       const int number = begin + thread() / lanes;
       const int side = number / kRows;
       const int row = number - side * kRows;
@@ -179,7 +180,7 @@ class StripSums {
     while (sharers > 1) {
       __syncthreads();
       const int half = (sharers + 1) / 2;
-      if (place + half < sharers && own + half * distance < kTileThreads) {
+      if (place + half < sharers && own + half * distance < threads()) {
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
           total(n, own) += total(n, own + half * distance);
