@@ -141,6 +141,23 @@ def test_broadcast_gradients_of_many_terms(loss: Loss, device: str) -> None:
             check(loss, sample.with_tensors(target=target).renamed(f"target {target_shape}"))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("loss", [x for x in LOSSES if x.elementwise], ids=lambda loss: loss.name)
+def test_broadcast_gradients_of_small_blocks(loss: Loss) -> None:
+    """Sums of rows whose columns leave warps of a block without work, by blocks with several."""
+    variant = loss.variants[0]
+    for shape, other in (
+        ((70000, 140), (70000, 1)),
+        ((1300, 65, 20), (1300, 65, 1)),
+        ((70000, 140), (140,)),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            for reduction in ("none", "mean"):
+                sample = variant.sample(shape, device="cuda", dtype=dtype, reduction=reduction)
+                target = variant.sample(other, device="cuda", dtype=dtype).tensors["target"]
+                check(loss, sample.with_tensors(target=target).renamed(f"target {other}"))
+
+
 @per_variant
 def test_expanded_views(loss: Loss, variant: Variant, device: str) -> None:
     """Arguments that are broadcast views, with stride 0 in some dimensions or in all."""

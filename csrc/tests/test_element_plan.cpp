@@ -209,6 +209,7 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
                   std::vector<int>& taken, Seen& seen) {
   CHECK(plan.used_threads() <= plan.block_threads() && plan.block_threads() <= kTileThreads);
   CHECK(plan.block_threads() % kWarpSize == 0);
+  CHECK(plan.block_threads() - plan.used_threads() < kWarpSize);
   for_each_strip(plan, [&](const Strip& strip, int64_t /*tile*/) {
     CHECK(Walk<kWidth>::goes_on(plan, strip, 0));
     for (int thread = 0; thread < plan.block_threads(); ++thread) {
@@ -329,9 +330,10 @@ void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& 
 }
 
 // Sums must not depend on whether a gradient is wanted: elements are numbered alike.
-Problem with_gradient(const Problem& problem) {
+Problem with_gradients(const Problem& problem) {
   Problem other = problem;
   other.operands[kGradInput] = problem.operands[kInput];
+  other.operands[kGradTarget] = problem.operands[kTarget];
   return other;
 }
 
@@ -348,7 +350,7 @@ void check_strips(const Problem& problem, int at_once, Seen& seen) {
   for (const Which which : {kInput, kTarget}) {
     ++seen.kinds[static_cast<int>(plan.operands[which].kind)];
   }
-  const Problem other = with_gradient(problem);
+  const Problem other = with_gradients(problem);
   StripPlanner other_planner(layout, other.operands);
   const StripPlan& other_plan = other_planner.plan(kWidth, at_once, kResident);
   CHECK(other_planner.has_units(kWidth) == planner.has_units(kWidth));
@@ -433,10 +435,24 @@ void check_sums(const Problem& problem, int at_once, Seen& seen) {
 }
 
 void check_boxes(const Problem& problem, Seen& seen) {
+  Problem reduced = problem;  // without losses
+  reduced.operands[kOutput] = Operand();
+  for (const Problem& own : {problem, reduced}) {
+    const Layout layout(own.space, own.operands);
+    BoxPlanner planner(layout, own.operands);
+    const Problem other = with_gradients(own);
+    BoxPlanner other_planner(layout, other.operands);
+    CHECK(other_planner.has_boxes() == planner.has_boxes());
+    if (planner.has_boxes()) {
+      const BoxPlan& plan = planner.plan();
+      const int64_t cells = ceil_div(plan.matrix_sizes[0], 1 << plan.shifts[0]) *
+                            ceil_div(plan.matrix_sizes[1], 1 << plan.shifts[1]) * kBoxElements;
+      CHECK(cells <= 2 * int64_t{plan.matrix_sizes[0]} * plan.matrix_sizes[1]);
+      CHECK(std::equal(plan.shifts, plan.shifts + 2, other_planner.plan().shifts));
+    }
+  }
   const Layout layout(problem.space, problem.operands);
   BoxPlanner planner(layout, problem.operands);
-  const Problem other = with_gradient(problem);
-  CHECK(BoxPlanner(layout, other.operands).has_boxes() == planner.has_boxes());
   if (!planner.has_boxes()) {
     return;
   }
@@ -484,7 +500,8 @@ void check_long(int64_t columns, int64_t rows, int64_t row_stride, int64_t colum
   CHECK(last == (rows - 1) * row_stride + (columns - 1) * column_stride);
 }
 
-// Rows that are padded along each dimension: those side by side in a block are neighbours.
+// Rows that are padded along each dimension: those side by side in a block are neighbours, and
+// threads have work most of the time.
 void check_sides(std::initializer_list<int64_t> sizes) {
   Problem problem;
   IterationSpace& space = problem.space;
@@ -502,9 +519,13 @@ void check_sides(std::initializer_list<int64_t> sizes) {
   }
   const Layout layout(space, problem.operands);
   constexpr int kWidth = kVectorSize<half_t>;
+  constexpr int kAtOnce = 2;
   StripPlanner planner(layout, problem.operands);
-  const StripPlan& plan = planner.plan(kWidth, 2, kResident);
+  const StripPlan& plan = planner.plan(kWidth, kAtOnce, kResident);
   const Strip strip = Strip::of(plan, 0);
+  const int64_t units = space.numel / plan.columns * ceil_div(plan.columns, int64_t{kWidth});
+  const int64_t taken = plan.tiles * plan.block_threads() * plan.tile_turns * kAtOnce;
+  CHECK(10 * units >= 7 * taken);
   const auto row = [&](int side) {
     const Walk<kWidth> walk(plan, strip, side * static_cast<int>(plan.strip_units.value));
     return begin_of(plan, walk, strip, plan.operands[kInput]);
@@ -513,7 +534,25 @@ void check_sides(std::initializer_list<int64_t> sizes) {
   CHECK(row(1) - row(0) == strides[1] * element_size(DType::kFloat16));
 }
 
-// Boxes have no short runs of neighbours to read and to write where they could have longer ones.
+// Rows side by side of which fewer are near than there is room for.
+void check_far_sides() {
+  Problem problem;
+  problem.space.ndim = 3;
+  const int64_t sizes[] = {8, 200, 2};
+  const int64_t strides[] = {1, 6000000, 1300000000};
+  std::copy(std::begin(sizes), std::end(sizes), problem.space.sizes);
+  problem.space.numel = 8 * 200 * 2;
+  for (const Which which : {kInput, kTarget}) {
+    problem.add(which, DType::kFloat32, strides);
+  }
+  const Layout layout(problem.space, problem.operands);
+  StripPlanner planner(layout, problem.operands);
+  const StripPlan& plan = planner.plan(kVectorSize<float>, 2, kResident);
+  CHECK(!plan.walks_columns && plan.used_threads() > 2 * kWarpSize);
+  CHECK(plan.operands[kInput].walk_stride == plan.side_walked.value * strides[1] * 4);
+}
+
+// Boxes that could have runs of 32 neighbours to read and to write have no shorter ones.
 void check_runs(int64_t columns, int64_t rows) {
   Problem problem;
   problem.space.ndim = 2;
@@ -573,6 +612,9 @@ int main() {
   cuda::check_sides({29, 528, 49, 161});
   cuda::check_sides({29, 34, 32, 33});
   cuda::check_sides({29, 5000});
+  cuda::check_sides({37, 52, 710});
+  cuda::check_sides({43, 44, 629});
+  cuda::check_far_sides();
   test::subject() = "runs of boxes";
   cuda::check_runs(1542, 87855);
   cuda::check_runs(99, 445566);

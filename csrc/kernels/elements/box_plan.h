@@ -88,9 +88,9 @@ class BoxPlanner {
   }
 
  private:
-  // Chooses the sides of boxes. Returns whether there are any that the two dimensions fill at least
-  // half. Rows are faster for matrices that fill less: these are so small that the cache holds what
-  // a warp reads across the rows (docs/experiments/elementwise.md).
+  // Chooses the sides of boxes among those that the two dimensions fill at least half. Returns
+  // whether there are any. Rows are faster for matrices that fill less: these are so small that the
+  // cache holds what a warp reads across the rows (docs/experiments/elementwise.md).
   bool chooses_boxes() {
     const IterationSpace& space = layout_.space();
     const int64_t sizes[2] = {space.sizes[layout_.lead()], space.sizes[layout_.other()]};
@@ -100,13 +100,14 @@ class BoxPlanner {
       return false;
     }
     const auto padded = [&](int i, int shift) { return (((sizes[i] - 1) >> shift) + 1) << shift; };
-    bool are_filled = false;
     double least = 0;
-    // Of sides that cost the same, the first are chosen.
+    // Sides that are nearly a square come first: of those that cost the same, the first are chosen.
     for (const int shift : {5, 6, 4, 7, kLeastBoxShift, kBoxShift - kLeastBoxShift}) {
       const int shifts[2] = {shift, kBoxShift - shift};
       const int64_t filled = padded(0, shifts[0]) * padded(1, shifts[1]);
-      are_filled = are_filled || filled <= 2 * sizes[0] * sizes[1];
+      if (filled > 2 * sizes[0] * sizes[1]) {
+        continue;
+      }
       const double cost = static_cast<double>(filled) * cost_of_element(sizes, shifts);
       if (least == 0 || cost < least) {
         least = cost;
@@ -117,11 +118,12 @@ class BoxPlanner {
       plan_.matrix_sizes[i] = static_cast<int32_t>(sizes[i]);
       plan_.sizes[i] = std::min(plan_.matrix_sizes[i], 1 << plan_.shifts[i]);
     }
-    return are_filled;
+    return least > 0;
   }
 
-  // What an element of a box costs, in accesses. A run of neighbours costs as much as kRun elements
-  // more: fitted to times of an H100 (docs/experiments/elementwise.md).
+  // What an element of a box costs: three accesses, and a share of the runs of neighbours in which
+  // they lie. A run of n elements costs as much as n + kRun accesses: fitted to times of an H100
+  // (docs/experiments/elementwise.md).
   double cost_of_element(const int64_t (&sizes)[2], const int (&shifts)[2]) const {
     constexpr double kRun = 32;
     const auto cost = [&](Which which) {
@@ -129,8 +131,8 @@ class BoxPlanner {
       const int64_t run = std::min(sizes[side], int64_t{1} << shifts[side]);
       return 1 + kRun / static_cast<double>(run);
     };
-    // Without losses, the gradient of the input is written, which lies as the input does. Whether
-    // it is wanted does not count: a plan is the same with gradients and without.
+    // Of a reduction, the gradient of the input counts, which lies as the input does, whether it is
+    // wanted or not: a plan is the same with gradients and without.
     const Which written = operands_[kOutput].data != nullptr ? kOutput : kInput;
     return cost(kInput) + cost(kTarget) + cost(written);
   }

@@ -321,7 +321,7 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     } else if (sums) {
       visit(GradientsInSingles{}, work, any);
     } else if (strips.writes_units(kVectorSize<float>)) {
-      // Units of eight, unless only units of four are aligned.
+      // Half types have units of eight, unless only units of four are aligned.
       const bool is_wide = writes_units && (strips.has_vectors(unit_width) ||
                                             !strips.has_vectors(kVectorSize<float>));
       visit_float_or_any_half(is_wide ? unit_dtype : DType::kFloat32, [&](auto type) {

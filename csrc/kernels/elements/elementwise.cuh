@@ -153,7 +153,8 @@ using BackwardInUnits = InStrips<UnitsOf<scalar_t>, sizeof(scalar_t) == 2 ? 2 : 
 // Launches of half types that sum one gradient and may write the other. Eight elements a thread:
 // grad_output takes registers too.
 using GradientsInUnits = InStrips<UnitStripTile<AnyHalf, 1>, 3, true>;
-// Both kinds of passes, for rows that no units take.
+// Backward passes of rows that no units take, and launches that sum a gradient of such rows or of
+// float32.
 using BackwardInSingles = InStrips<SingleStripTile<float, 8>, 3>;
 using GradientsInSingles = InStrips<SingleStripTile<float, 4>, 3, true>;
 // For little machine code.

@@ -5,7 +5,7 @@
 
 namespace lossops::cuda {
 
-// Threads of a block.
+// Threads of a block, at most.
 constexpr int kTileShift = 8;
 constexpr int kTileThreads = 1 << kTileShift;
 

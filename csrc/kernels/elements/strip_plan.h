@@ -88,7 +88,7 @@ struct StripPlan : PlanOperands<StripOperand> {
   LOSSOPS_HOST_DEVICE int used_threads() const {
     return static_cast<int>(strip_units.value * side_walked.value) * side_kept;
   }
-  // Of a block: whole warps.
+  // Threads of a block: whole warps.
   int block_threads() const {
     return static_cast<int>(ceil_div(int64_t{used_threads()}, int64_t{kWarpSize})) * kWarpSize;
   }
@@ -185,7 +185,8 @@ class StripPlanner {
     return has_units(width) && (!is_short || shared_columns(width) == 0);
   }
 
-  // Whether units of so many columns, if there are any, are aligned vectors in all operands.
+  // Whether units of so many columns are vectors, all of them aligned, wherever operands have
+  // neighbours.
   bool has_vectors(int width) const {
     return shared_columns(width) == 0 &&
            std::none_of(operands_, operands_ + kNumOperands, [&](const Operand& operand) {
@@ -296,6 +297,11 @@ class StripPlanner {
     return static_cast<double>(count) / static_cast<double>(ceil_div(count, of) * of);
   }
 
+  // A share of `count` that is at most `most`, if all shares are about as large.
+  static int64_t even_share(int64_t count, int64_t most) {
+    return ceil_div(count, ceil_div(count, most));
+  }
+
   // Units of a strip: a whole row, if the threads of a block are enough for it. Parts of a row
   // share cache lines, and none is short.
   static int64_t choose_strip(int64_t units) {
@@ -332,15 +338,16 @@ class StripPlanner {
     }
     for (int dim = 0; dim < space.ndim; ++dim) {
       const Walked own = walked(dim, strip, steps);
-      // Of walks that use as much, the last: it goes to rows that are far, past neighbours side by
-      // side.
+      // Of walks that use as much, the last is chosen if rows lie side by side: neighbours do, and
+      // the thread walks past them.
       best =
           own.use > best.use || (own.use == best.use && own.use > 0 && own.sides > 1) ? own : best;
     }
     return best;
   }
 
-  // Along which rows lie nearest to each other: a space begins with neighbours.
+  // The dimension along which rows lie nearest to each other: the order of a space's dimensions
+  // goes by the strides of its operands.
   int nearest_dim() const { return layout_->lead() == 0 ? 1 : 0; }
 
   Walked walked(int dim, int64_t strip, int steps) const {
@@ -357,22 +364,23 @@ class StripPlanner {
     own.size = space.sizes[dim];
     own.sides = std::min(kTileThreads / strip, own.kept * own.size);
     // Rows side by side are neighbours, so that the parts of sectors that they share are written
-    // together. But threads of which each keeps a sum, or reads across the rows, walk along
-    // neighbours.
+    // together: indices of the nearest dimension, whether it is this one or comes first of what is
+    // kept. Threads that keep sums, or read across the rows, walk along neighbours instead.
     const bool reads_across = layout_->other() != layout_->lead();
-    if (!sums_ && !reads_across && dim == nearest_dim()) {
-      own.side_walked = std::min(own.sides, own.size);
-      own.side_kept = std::min(own.sides / own.side_walked, own.kept);
+    const int64_t side_near = even_share(own.size, own.sides);
+    if (dim == nearest_dim() && !sums_ && !reads_across && are_near(operands_, dim, side_near)) {
+      own.side_walked = side_near;
+      own.side_kept = even_share(own.kept, own.sides / own.side_walked);
     } else {
-      own.side_kept = std::min(own.sides, own.kept);
-      own.side_walked = std::min(own.sides / own.side_kept, own.size);
+      own.side_kept = even_share(own.kept, own.sides);
+      own.side_walked = even_share(own.size, own.sides / own.side_kept);
     }
     if (!are_near(operands_, dim, own.side_walked)) {
       return own;
     }
     own.use = used_part(own.size, own.side_walked * steps) * used_part(own.kept, own.side_kept) *
-              static_cast<double>(own.side_walked * own.side_kept) /
-              static_cast<double>(own.sides) * part_of_walk(ceil_div(own.size, own.side_walked));
+              used_part(strip * own.side_walked * own.side_kept, kWarpSize) *
+              part_of_walk(ceil_div(own.size, own.side_walked));
     return own;
   }
   // The part of a walk's time that its steps take. What is found once a tile takes as long as

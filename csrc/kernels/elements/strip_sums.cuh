@@ -167,7 +167,7 @@ class StripSums {
   // Threads that add up a row: as many as there are for all rows at once.
   __device__ __forceinline__ static int row_lanes(int units, int sides) {
     int lanes = kWarpSize;
-    while (lanes > 1 && (lanes > units || lanes * kRows * sides > kTileThreads)) {
+    while (lanes > 1 && (lanes > units || lanes * kRows * sides > threads())) {
       lanes /= 2;
     }
     return lanes;
