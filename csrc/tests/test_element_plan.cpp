@@ -552,6 +552,21 @@ void check_far_sides() {
   CHECK(plan.operands[kInput].walk_stride == plan.side_walked.value * strides[1] * 4);
 }
 
+// Units of backward passes of bfloat16, of rows in a stride of elements.
+void check_backward_width(int64_t columns, int64_t stride, int expected) {
+  Problem problem;
+  problem.space.ndim = 2;
+  problem.space.sizes[0] = columns;
+  problem.space.sizes[1] = 1000;
+  problem.space.numel = columns * 1000;
+  const int64_t strides[] = {1, stride};
+  for (const Which which : {kInput, kTarget, kGradOutput, kGradInput}) {
+    problem.add(which, DType::kBFloat16, strides);
+  }
+  const Layout layout(problem.space, problem.operands);
+  CHECK(StripPlanner(layout, problem.operands).backward_width() == expected);
+}
+
 // Boxes that could have runs of 32 neighbours to read and to write have no shorter ones.
 void check_runs(int64_t columns, int64_t rows) {
   Problem problem;
@@ -615,6 +630,13 @@ int main() {
   cuda::check_sides({37, 52, 710});
   cuda::check_sides({43, 44, 629});
   cuda::check_far_sides();
+  test::subject() = "units of backward passes";
+  cuda::check_backward_width(96, 96, 8);
+  cuda::check_backward_width(93, 97, 8);    // shared, at any address
+  cuda::check_backward_width(92, 96, 4);    // only four are aligned
+  cuda::check_backward_width(300, 304, 8);  // little is shared
+  cuda::check_backward_width(28, 32, 4);
+  cuda::check_backward_width(14, 15, 1);  // short
   test::subject() = "runs of boxes";
   cuda::check_runs(1542, 87855);
   cuda::check_runs(99, 445566);

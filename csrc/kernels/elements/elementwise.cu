@@ -314,17 +314,14 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     });
   } else if (what.is_backward() || sums) {
     const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
-    const bool writes_units = strips.writes_units(unit_width);
-    if (sums && is_half_type(unit_dtype) && writes_units) {
+    const int width = strips.backward_width();
+    if (sums && is_half_type(unit_dtype) && strips.writes_units(unit_width)) {
       // On an H100, units of float32 were faster in some calls, and slower in as many.
       visit(GradientsInUnits{}, work, any);
     } else if (sums) {
       visit(GradientsInSingles{}, work, any);
-    } else if (strips.writes_units(kVectorSize<float>)) {
-      // Half types have units of eight, unless only units of four are aligned.
-      const bool is_wide = writes_units && (strips.has_vectors(unit_width) ||
-                                            !strips.has_vectors(kVectorSize<float>));
-      visit_float_or_any_half(is_wide ? unit_dtype : DType::kFloat32, [&](auto type) {
+    } else if (width > 1) {
+      visit_float_or_any_half(width == unit_width ? unit_dtype : DType::kFloat32, [&](auto type) {
         visit(BackwardInUnits<typename decltype(type)::type>{}, work, any);
       });
     } else {

@@ -185,13 +185,18 @@ class StripPlanner {
     return has_units(width) && (!is_short || shared_columns(width) == 0);
   }
 
-  // Whether units of so many columns are vectors, all of them aligned, wherever operands have
-  // neighbours.
-  bool has_vectors(int width) const {
-    return shared_columns(width) == 0 &&
-           std::none_of(operands_, operands_ + kNumOperands, [&](const Operand& operand) {
-             return operand.data != nullptr && kind_of(operand, width) == UnitKind::kWords;
-           });
+  // Columns of a unit in backward passes that sum nothing; 1: single columns. Units of eight take
+  // fewer instructions than units of four, unless only those of four are aligned and the last units
+  // of a row share many columns.
+  int backward_width() const {
+    constexpr int kFour = kVectorSize<float>;
+    constexpr int64_t kMuch = 32;  // a 32nd of the columns; measured on an H100
+    const int width = common_width();
+    const bool shares_much = kMuch * shared_columns(width) > plan_.columns;
+    if (writes_units(width) && !(shares_much && has_vectors(kFour))) {
+      return width;
+    }
+    return writes_units(kFour) ? kFour : 1;
   }
 
   // To be called once. width: of a unit. steps: units that a thread takes at once. blocks: what
@@ -241,6 +246,13 @@ class StripPlanner {
 
   int64_t shared_columns(int width) const {
     return ceil_div(plan_.columns, width) * width - plan_.columns;
+  }
+  // Whether units of so many columns are aligned in all operands, and end where rows end.
+  bool has_vectors(int width) const {
+    return shared_columns(width) == 0 &&
+           std::none_of(operands_, operands_ + kNumOperands, [&](const Operand& operand) {
+             return operand.data != nullptr && kind_of(operand, width) == UnitKind::kWords;
+           });
   }
   bool is_along(const Operand& operand, int dim) const {
     return operand.strides[dim] == 0 && layout_->space().sizes[dim] > 1;
