@@ -136,7 +136,7 @@ class StripSums {
     const auto units = static_cast<int>(plan_.strip_units.value);
     const auto side_walked = static_cast<int>(plan_.side_walked.value);
     const int sides = side_walked * plan_.side_kept;
-    const int lanes = row_lanes(units, sides);
+    const int lanes = row_lanes(units);
     const int lane = thread() & (lanes - 1);
     const int first = turn - (rows_ / kSteps - 1) * plan_.walk_turn;
     const int kept = strip.rest_left < plan_.side_kept ? strip.rest_left : plan_.side_kept;
@@ -164,10 +164,12 @@ class StripSums {
     rows_ = 0;
     __syncthreads();  // before the next turn's values
   }
-  // Threads that add up a row: as many as there are for all rows at once.
-  __device__ __forceinline__ static int row_lanes(int units, int sides) {
+  // Threads that add up a row: as many as there are for all rows at once, if as many rows lie side
+  // by side as there is room for. So the order of a row's sum does not depend on how many do.
+  __device__ __forceinline__ static int row_lanes(int units) {
+    const int sides = kTileThreads / units;
     int lanes = kWarpSize;
-    while (lanes > 1 && (lanes > units || lanes * kRows * sides > threads())) {
+    while (lanes > 1 && (lanes > units || lanes * kRows * sides > kTileThreads)) {
       lanes /= 2;
     }
     return lanes;
