@@ -29,6 +29,15 @@ char* const kData = reinterpret_cast<char*>(uintptr_t{1} << 40);
 struct Problem {
   IterationSpace space;
   Operand operands[kNumOperands];
+
+  Problem() = default;
+  explicit Problem(std::initializer_list<int64_t> sizes) {
+    space.numel = 1;
+    for (const int64_t size : sizes) {
+      space.sizes[space.ndim++] = size;
+      space.numel *= size;
+    }
+  }
   // The strides of kOutput must be dense: take() finds the number of an element from its place.
   void add(Which which, DType dtype, const int64_t* strides) {
     operands[which].data = kData;
@@ -445,8 +454,8 @@ void check_boxes(const Problem& problem, Seen& seen) {
     CHECK(other_planner.has_boxes() == planner.has_boxes());
     if (planner.has_boxes()) {
       const BoxPlan& plan = planner.plan();
-      const int64_t cells = ceil_div(plan.matrix_sizes[0], 1 << plan.shifts[0]) *
-                            ceil_div(plan.matrix_sizes[1], 1 << plan.shifts[1]) * kBoxElements;
+      const int64_t cells = round_up(plan.matrix_sizes[0], 1 << plan.shifts[0]) *
+                            round_up(plan.matrix_sizes[1], 1 << plan.shifts[1]);
       CHECK(cells <= 2 * int64_t{plan.matrix_sizes[0]} * plan.matrix_sizes[1]);
       CHECK(std::equal(plan.shifts, plan.shifts + 2, other_planner.plan().shifts));
     }
@@ -466,11 +475,7 @@ void check_boxes(const Problem& problem, Seen& seen) {
 
 // Rows, and distances, of more than 2^31 elements.
 void check_long(int64_t columns, int64_t rows, int64_t row_stride, int64_t column_stride = 1) {
-  Problem problem;
-  problem.space.ndim = 2;
-  problem.space.sizes[0] = columns;
-  problem.space.sizes[1] = rows;
-  problem.space.numel = columns * rows;
+  Problem problem{columns, rows};
   const int64_t strides[] = {column_stride, row_stride};
   for (const Which which : {kInput, kTarget, kOutput}) {
     problem.add(which, DType::kFloat32, strides);
@@ -503,16 +508,11 @@ void check_long(int64_t columns, int64_t rows, int64_t row_stride, int64_t colum
 // Rows that are padded along each dimension: those side by side in a block are neighbours, and
 // threads have work most of the time.
 void check_sides(std::initializer_list<int64_t> sizes) {
-  Problem problem;
-  IterationSpace& space = problem.space;
-  space.numel = 1;
-  int64_t strides[kMaxDims];
-  int64_t next = 1;
-  for (const int64_t size : sizes) {
-    strides[space.ndim] = next;
-    space.sizes[space.ndim++] = size;
-    space.numel *= size;
-    next *= size + 1;
+  Problem problem(sizes);
+  const IterationSpace& space = problem.space;
+  int64_t strides[kMaxDims] = {1};
+  for (int dim = 1; dim < space.ndim; ++dim) {
+    strides[dim] = strides[dim - 1] * (space.sizes[dim - 1] + 1);
   }
   for (const Which which : {kInput, kTarget}) {
     problem.add(which, DType::kFloat16, strides);
@@ -536,12 +536,8 @@ void check_sides(std::initializer_list<int64_t> sizes) {
 
 // Rows side by side of which fewer are near than there is room for.
 void check_far_sides() {
-  Problem problem;
-  problem.space.ndim = 3;
-  const int64_t sizes[] = {8, 200, 2};
+  Problem problem{8, 200, 2};
   const int64_t strides[] = {1, 6000000, 1300000000};
-  std::copy(std::begin(sizes), std::end(sizes), problem.space.sizes);
-  problem.space.numel = 8 * 200 * 2;
   for (const Which which : {kInput, kTarget}) {
     problem.add(which, DType::kFloat32, strides);
   }
@@ -554,11 +550,7 @@ void check_far_sides() {
 
 // Units of backward passes of bfloat16, of rows in a stride of elements.
 void check_backward_width(int64_t columns, int64_t stride, int expected) {
-  Problem problem;
-  problem.space.ndim = 2;
-  problem.space.sizes[0] = columns;
-  problem.space.sizes[1] = 1000;
-  problem.space.numel = columns * 1000;
+  Problem problem{columns, 1000};
   const int64_t strides[] = {1, stride};
   for (const Which which : {kInput, kTarget, kGradOutput, kGradInput}) {
     problem.add(which, DType::kBFloat16, strides);
@@ -569,11 +561,7 @@ void check_backward_width(int64_t columns, int64_t stride, int expected) {
 
 // Boxes that could have runs of 32 neighbours to read and to write have no shorter ones.
 void check_runs(int64_t columns, int64_t rows) {
-  Problem problem;
-  problem.space.ndim = 2;
-  problem.space.sizes[0] = columns;
-  problem.space.sizes[1] = rows;
-  problem.space.numel = columns * rows;
+  Problem problem{columns, rows};
   const int64_t straight[] = {1, columns};
   const int64_t transposed[] = {rows, 1};
   problem.add(kInput, DType::kFloat16, straight);

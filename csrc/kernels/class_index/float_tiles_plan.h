@@ -82,7 +82,7 @@ LOSSOPS_HOST_DEVICE int units_of_lane(int units, int share, int member, int team
 // Bytes of shared memory for a tile, in which 2^log_team lanes share a row.
 inline int tile_bytes(int64_t row_bytes, int log_team) {
   const int64_t bytes = (kWarpSize >> log_team) * row_bytes;
-  return static_cast<int>(ceil_div(bytes, int64_t{kTileAlignment}) * kTileAlignment);
+  return static_cast<int>(round_up(bytes, kTileAlignment));
 }
 
 // Lanes that share a row, as a power of two: as few as leave room for two blocks a multiprocessor.

@@ -99,12 +99,12 @@ class BoxPlanner {
         !are_near(operands_, layout_.other())) {
       return false;
     }
-    const auto padded = [&](int i, int shift) { return (((sizes[i] - 1) >> shift) + 1) << shift; };
     double least = 0;
     // Sides that are nearly a square come first: of those that cost the same, the first are chosen.
     for (const int shift : {5, 6, 4, 7, kLeastBoxShift, kBoxShift - kLeastBoxShift}) {
       const int shifts[2] = {shift, kBoxShift - shift};
-      const int64_t filled = padded(0, shifts[0]) * padded(1, shifts[1]);
+      const int64_t filled =
+          round_up(sizes[0], int64_t{1} << shifts[0]) * round_up(sizes[1], int64_t{1} << shifts[1]);
       if (filled > 2 * sizes[0] * sizes[1]) {
         continue;
       }
@@ -131,8 +131,8 @@ class BoxPlanner {
       const int64_t run = std::min(sizes[side], int64_t{1} << shifts[side]);
       return 1 + kRun / static_cast<double>(run);
     };
-    // Of a reduction, the gradient of the input counts, which lies as the input does, whether it is
-    // wanted or not: a plan is the same with gradients and without.
+    // Where no losses are written, the gradient of the input counts, which lies as the input does.
+    // Whether a caller wants it makes no difference: plans are the same with gradients and without.
     const Which written = operands_[kOutput].data != nullptr ? kOutput : kInput;
     return cost(kInput) + cost(kTarget) + cost(written);
   }

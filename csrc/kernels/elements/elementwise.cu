@@ -314,13 +314,12 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     });
   } else if (what.is_backward() || sums) {
     const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
-    const int width = strips.backward_width();
     if (sums && is_half_type(unit_dtype) && strips.writes_units(unit_width)) {
       // On an H100, units of float32 were faster in some calls, and slower in as many.
       visit(GradientsInUnits{}, work, any);
     } else if (sums) {
       visit(GradientsInSingles{}, work, any);
-    } else if (width > 1) {
+    } else if (const int width = strips.backward_width(); width > 1) {
       visit_float_or_any_half(width == unit_width ? unit_dtype : DType::kFloat32, [&](auto type) {
         visit(BackwardInUnits<typename decltype(type)::type>{}, work, any);
       });

@@ -89,9 +89,7 @@ struct StripPlan : PlanOperands<StripOperand> {
     return static_cast<int>(strip_units.value * side_walked.value) * side_kept;
   }
   // Threads of a block: whole warps.
-  int block_threads() const {
-    return static_cast<int>(ceil_div(int64_t{used_threads()}, int64_t{kWarpSize})) * kWarpSize;
-  }
+  int block_threads() const { return static_cast<int>(round_up(used_threads(), kWarpSize)); }
   // The dimensions of the sums, in the order in which parts of them are numbered.
   bool is_kept(int dim) const {
     return extents.sizes[dim] == 1 || operands[summed_gradient].strides[dim] != 0;
@@ -244,9 +242,7 @@ class StripPlanner {
     double use = 0;     // of the threads' time, between 0 and 1
   };
 
-  int64_t shared_columns(int width) const {
-    return ceil_div(plan_.columns, width) * width - plan_.columns;
-  }
+  int64_t shared_columns(int width) const { return round_up(plan_.columns, width) - plan_.columns; }
   // Whether units of so many columns are aligned in all operands, and end where rows end.
   bool has_vectors(int width) const {
     return shared_columns(width) == 0 &&
@@ -306,12 +302,7 @@ class StripPlanner {
 
   // Which part of the places is used if `count` is rounded up to a multiple of `of`.
   static double used_part(int64_t count, int64_t of) {
-    return static_cast<double>(count) / static_cast<double>(ceil_div(count, of) * of);
-  }
-
-  // A share of `count` that is at most `most`, if all shares are about as large.
-  static int64_t even_share(int64_t count, int64_t most) {
-    return ceil_div(count, ceil_div(count, most));
+    return static_cast<double>(count) / static_cast<double>(round_up(count, of));
   }
 
   // Units of a strip: a whole row, if the threads of a block are enough for it. Parts of a row
@@ -322,7 +313,7 @@ class StripPlanner {
     // Whole warps instead, if fewer threads are then idle. Choices, not measured.
     constexpr int64_t kMoreStrips = 2;
     for (int64_t strips = fewest; fewest > 1 && strips <= fewest + kMoreStrips; ++strips) {
-      const int64_t own = ceil_div(ceil_div(units, strips), kWarpSize) * kWarpSize;
+      const int64_t own = round_up(ceil_div(units, strips), kWarpSize);
       strip = own <= kTileThreads && used_part(units, own) > used_part(units, strip) ? own : strip;
     }
     return strip;

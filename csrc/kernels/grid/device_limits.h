@@ -41,8 +41,7 @@ constexpr int64_t kMaxWorkers = 16384;
 // others end, and the slowest multiprocessor is not the last.
 inline int64_t workers_for(int64_t items, int64_t resident, int64_t fewest,
                            int64_t most = kMaxWorkers) {
-  const int64_t even = ceil_div(items, ceil_div(items, resident));
-  return std::max(even, std::min(items / fewest, most));
+  return std::max(even_share(items, resident), std::min(items / fewest, most));
 }
 
 // Rows that each worker takes one after the other, of `rows` in all: `wanted`, or so many more that

@@ -95,7 +95,7 @@ void launch_grid_reduce(const Partial* partials, int64_t count, const Finalize& 
   } else if (count > kFewThreads * kUnroll) {
     launch(std::integral_constant<int, 1>{}, threads_of_block(1));
   } else {
-    const int64_t lanes = ceil_div(count, kWarpSize) * kWarpSize;
+    const int64_t lanes = round_up(count, kWarpSize);
     launch(std::integral_constant<int, 1>{},
            static_cast<int>(std::min<int64_t>(lanes, kFewThreads)));
   }

@@ -9,6 +9,12 @@ namespace lossops::cuda {
 
 // a / b, rounded up; both positive.
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// The least multiple of b that is at least a; both positive.
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+// The size of equal shares of `count`: the fewest of which none is larger than `most`.
+constexpr int64_t even_share(int64_t count, int64_t most) {
+  return ceil_div(count, ceil_div(count, most));
+}
 
 // Division of numbers below 2^31 by one that launchers know, without a division (Granlund and
 // Montgomery, PLDI 1994).

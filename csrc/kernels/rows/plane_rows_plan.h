@@ -167,7 +167,7 @@ struct Segments {
 
   Segments(const CrossEntropyArgs& args, int width) {
     const int64_t with_work = groups_of_plane(args);
-    groups = ceil_div(with_work, width) * width;
+    groups = round_up(with_work, width);
     are_usable = args.rows.ndim > 0 && groups - with_work <= with_work / kLanesPerIdle &&
                  args.rows.numel / positions_of(args) * groups <= kMaxDividend - kMostLanes;
   }

@@ -188,7 +188,7 @@ int64_t index_bytes(P p, const RowPlan& plan) {
                            (plan.family == Family::kSideBySideRows && p.device.hopper &&
                             p.args.reduction == Reduction::kMean);
   return reads_bytes && plan.writes_gradient && plan.denominator_blocks > 0
-             ? ceil_div(p.rows, int64_t{kIndexPadding}) * kIndexPadding
+             ? round_up(p.rows, kIndexPadding)
              : 0;
 }
 

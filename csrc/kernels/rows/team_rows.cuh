@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 template <typename Kernel>
 int64_t row_cache_bytes(const CrossEntropyArgs& args, Kernel* kernel) {
   const int64_t row = args.num_classes * element_size(args.input.dtype);
-  const int64_t bytes = ceil_div(row, kVectorBytes) * kVectorBytes;
+  const int64_t bytes = round_up(row, kVectorBytes);
   int device = 0;
   int limit = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
