@@ -63,6 +63,7 @@ CUDA_SOURCES = [
     "csrc/kernels/rows/plane_rows.cu",
     "csrc/kernels/rows/probability_rows.cu",
     "csrc/kernels/rows/side_by_side_rows.cu",
+    "csrc/kernels/rows/soft_planes.cu",
     "csrc/kernels/rows/soft_tiles.cu",
     "csrc/kernels/rows/split_rows.cu",
     "csrc/kernels/rows/staged_rows.cu",

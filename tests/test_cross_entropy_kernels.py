@@ -59,6 +59,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
 KERNELS = {
     "side_by_side_rows": "forward_column_kernel",
     "plane_rows": "plane_rows_kernel",
+    "soft_planes": "soft_planes_kernel",
     "few_classes": "forward_few_kernel",
     "float_tiles": "forward_float_tile_kernel",
     "tiles": "forward_tile_kernel",
@@ -248,6 +249,74 @@ def test_smoothed_images(dtype: torch.dtype, classes: int) -> None:
         close = torch.allclose(leaf.grad.double(), exact.grad, rtol=rtol, atol=1e-6, equal_nan=True)
         assert close, (spread, width)
         assert classes > 1 or not leaf.grad[1].any()
+
+
+# One class in the last chunk of 8, all of them, and one of the next; one and several shares.
+SOFT_CLASSES = [2, 3, 7, 8, 9, 21, 89, 160, 161, 512, 700, 2600]
+
+
+@pytest.mark.parametrize("classes", SOFT_CLASSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_soft_images(dtype: torch.dtype, classes: int) -> None:
+    """Smoothing and probabilities, with class weights, and probabilities of another dtype."""
+    other = torch.float32 if dtype != torch.float32 else HALF
+    weight = {"weight": (torch.rand(classes) + 0.5).to(dtype).cuda()}
+    for height, width in ((4, 16), (5, 7)):
+        x = (2 * torch.randn(2, classes, height, width)).to(dtype).cuda()
+        t = torch.randint(0, classes, (2, height, width)).cuda()
+        t[0, 0] = -100
+        p = torch.randn(2, classes, height, width).softmax(1).cuda()
+        for target, smoothing, tensors in (
+            (t, 0.1, {}),
+            (t, 0.1, weight),
+            (p.to(dtype), 0.0, {}),
+            (p.to(dtype), 0.1, weight),
+            (p.to(other), 0.1, {}),
+        ):
+            for reduction in ("none", "mean", "sum"):
+                options = {"reduction": reduction, "label_smoothing": smoothing}
+                check(CE, sample(x, target, **options).with_tensors(**tensors))
+
+
+@pytest.mark.parametrize("classes", SOFT_CLASSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_confident_soft_images(dtype: torch.dtype, classes: int) -> None:
+    """One class outweighs all others, or is as likely as another one."""
+    x = torch.randn(2, classes, 6, 11, dtype=torch.float64)
+    t = torch.randint(0, classes, (2, 6, 11))
+    x.scatter_(1, t[:, None], 4 + 12 * torch.rand(2, 1, 6, 11, dtype=torch.float64))
+    x[0, :2, 0] = 20
+    x = x.to(dtype).cuda()
+    p = torch.randn(2, classes, 6, 11).mul(3).softmax(1).to(dtype).cuda()
+    for options in ({"target": t.cuda(), "label_smoothing": 0.01}, {"target": p}):
+        for reduction in ("none", "sum"):
+            check(CE, sample(x, reduction=reduction, **options))
+
+
+@pytest.mark.parametrize("classes", [2, 8, 21, 161, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_soft_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
+    """The same bits at an odd address, with gaps between rows, and for an image by itself."""
+    x = (3 * torch.randn(3, classes, 5, 6)).to(dtype).cuda()
+    t = torch.randint(0, classes, (3, 5, 6)).cuda()
+    p = torch.randn(3, classes, 5, 6).softmax(1).to(dtype).cuda()
+    shifted = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(x.shape).copy_(x)
+    apart = torch.zeros(3, classes, 5, 13, dtype=dtype, device="cuda")[..., ::2][..., :6].copy_(x)
+    for target, smoothing in ((t, 0.1), (p, 0.0), (p, 0.1)):
+        options = {"reduction": "none", "label_smoothing": smoothing}
+        expected = run(x, target, **options)
+        for logits in (shifted, apart):
+            found = run(logits, target, **options)
+            assert same_bits(found.value, expected.value)
+            assert same_bits(found.gradients["input"], expected.gradients["input"])
+        alone = run(x[1:2], target[1:2], **options)
+        assert same_bits(alone.value, expected.value[1:2])
+        assert same_bits(alone.gradients["input"], expected.gradients["input"][1:2])
+        # A gradient of the target needs what forward leaves of each row.
+        if target is p:
+            both = [x.clone().requires_grad_(), p.clone().requires_grad_()]
+            lossops.cross_entropy(both[0], both[1], **options).sum().backward()
+            assert same_bits(both[0].grad, expected.gradients["input"])
 
 
 @pytest.mark.parametrize("classes", [2, 7, 21, 88])

@@ -104,6 +104,21 @@ def test_smoothing_of_short_rows() -> None:
             assert plan["name"] == name
 
 
+def test_strided_classes_with_several_coefficients() -> None:
+    image = (2, 100, 8, 8)
+    for dtype, smooth, weighted, probabilities in (
+        ("fp32", "soft_planes", "strided_rows", "strided_rows"),
+        ("bf16", "soft_planes", "soft_planes", "soft_planes"),
+        ("fp64", "strided_rows", "strided_rows", "strided_rows"),
+    ):
+        assert name_of(image, dtype, label_smoothing=0.1) == smooth
+        assert name_of(image, dtype, label_smoothing=0.1, weights=True) == weighted
+        assert name_of(image, dtype, probabilities=True) == probabilities
+    for classes, name in ((511, "strided_rows"), (512, "soft_planes")):
+        assert name_of((2, classes, 8, 8), "fp32", probabilities=True) == name
+    assert name_of((2, 88, 8, 8), "fp32", label_smoothing=0.1) == "side_by_side_rows"
+
+
 def test_other_options() -> None:
     shape = (8192, 32768)
     # Smoothing is for staged rows; with class weights for team rows; these alone change nothing.

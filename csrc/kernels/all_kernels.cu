@@ -14,6 +14,7 @@
 #include "kernels/rows/plane_rows.cu"
 #include "kernels/rows/probability_rows.cu"
 #include "kernels/rows/side_by_side_rows.cu"
+#include "kernels/rows/soft_planes.cu"
 #include "kernels/rows/soft_tiles.cu"
 #include "kernels/rows/split_rows.cu"
 #include "kernels/rows/staged_rows.cu"

@@ -13,6 +13,7 @@
 #include "kernels/class_index/tiles_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/policy.h"
+#include "kernels/rows/soft_planes_plan.h"
 #include "kernels/rows/soft_tiles_plan.h"
 #include "tests/check.h"
 
@@ -324,6 +325,40 @@ void test_soft_tiles() {
   test::subject() = "";
 }
 
+// Threads that share a row of strided classes depend on the classes alone, whatever rows there are;
+// a block's shared memory needs no permission (48 KB, and 1 KB of it is static).
+void test_soft_planes() {
+  using namespace soft_planes;
+  const DType dtypes[] = {DType::kFloat32, DType::kFloat16};
+  Random random(13);
+  for (const NamedDevice& device : kNamedDevices) {
+    for (const DType dtype : dtypes) {
+      for (int64_t classes = 2; classes < 100000; classes += 1 + classes / 7) {
+        test::subject() = device.name + (" " + std::to_string(classes));
+        std::set<int> teams;
+        for (int i = 0; i < 8; ++i) {
+          CrossEntropyForwardArgs args = short_rows(dtype, classes, 1);
+          args.rows.sizes[0] = args.rows.numel = any_size(random, 24);
+          args.input_class_stride = args.rows.numel;
+          args.label_smoothing = 0.1;
+          args.target_is_probability = i % 2 == 0;
+          const RowPlan plan = soft_planes::plan({args, device.limits, false});
+          teams.insert(plan.team);
+          CHECK(plan.threads % kWarpSize == 0 && plan.threads <= kMostThreads);
+          CHECK(plan.shared_bytes <= 47 << 10);
+          // Lanes of a warp merge the sums of a row.
+          CHECK(plan.team <= kWarpSize && plan.threads % plan.team == 0);
+          const int64_t lanes = plan.threads / plan.team;
+          CHECK((lanes & (lanes - 1)) == 0);
+          CHECK((plan.blocks - 1) * lanes < words_of(args));
+        }
+        CHECK(teams.size() == 1);
+      }
+    }
+  }
+  test::subject() = "";
+}
+
 // A gradient for each row's grad_output is computed again only by kernels that take one.
 void test_gradients_of_rows() {
   Random random(11);
@@ -353,6 +388,7 @@ int main() {
   lossops::cuda::test_float_tile_lanes();
   lossops::cuda::test_tile_bytes();
   lossops::cuda::test_soft_tiles();
+  lossops::cuda::test_soft_planes();
   lossops::cuda::test_gradients_of_rows();
   return lossops::test::exit_status();
 }

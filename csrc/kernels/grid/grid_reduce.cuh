@@ -67,10 +67,11 @@ __device__ __forceinline__ void leave_to_grid(const Partial& partial, Partial* p
   }
 }
 
-// Last step of a block in the first stage.
+// Last step of a block in the first stage. kInLoop: block_reduce()'s.
+template <bool kInLoop = false>
 __device__ __forceinline__ void reduce_to_grid(const Partial& partial, Partial* partials,
                                                const Finalize& finalize) {
-  leave_to_grid(block_reduce(partial), partials, finalize);
+  leave_to_grid(block_reduce<kInLoop>(partial), partials, finalize);
 }
 
 // The same by the first warp alone, of whose lanes the first `count` have a part.

@@ -81,11 +81,18 @@ __device__ __forceinline__ float warp_max(float x, int width = kWarpSize) {
   return x;
 }
 
-// The sum, in every lane of the group, and the same bits in each.
-template <typename T>
+// The sum, in every lane of the group, and the same bits in each. kInLoop: as above.
+template <bool kInLoop = false, typename T>
 __device__ __forceinline__ T warp_sum(T x, int width = kWarpSize) {
-  for (int offset = width / 2; offset > 0; offset /= 2) {
-    x += __shfl_xor_sync(kAllLanes, x, offset);
+  if constexpr (kInLoop) {
+#pragma unroll 1
+    for (int offset = width / 2; offset > 0; offset /= 2) {
+      x += __shfl_xor_sync(kAllLanes, x, offset);
+    }
+  } else {
+    for (int offset = width / 2; offset > 0; offset /= 2) {
+      x += __shfl_xor_sync(kAllLanes, x, offset);
+    }
   }
   return x;
 }

@@ -52,13 +52,6 @@ struct ClassCopies {
   static constexpr int kPerWord = kWordElements<scalar_t>;
   static constexpr int kAtOnce = 4;  // classes
 
-  static __device__ __forceinline__ void put_element(GroupWords& words, int i, scalar_t element) {
-    if constexpr (kPerWord == 1) {
-      words.values[i] = bits_as<uint32_t>(element);
-    } else {
-      words.values[i / 2] |= uint32_t{bits_as<uint16_t>(element)} << (16 * (i % 2));
-    }
-  }
   // pitch: units from a class to the next.
   template <typename Unit>
   static __device__ __forceinline__ void copy_units(Unit* to, int pitch, const scalar_t* from,
@@ -100,7 +93,7 @@ struct ClassCopies {
         if (k + u < what.count) {
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            put_element(gathered[u], i, from[u * step + offsets[i]]);
+            gathered[u].values[i / kPerWord] |= word_of(from[u * step + offsets[i]], i % kPerWord);
           }
         }
       }

@@ -34,16 +34,20 @@ constexpr bool kHasClusters = kMayCopyInBulk;
 // Of any dtype: the logits of one class, of a group of rows.
 using GroupWords = VectorOf<uint32_t, kGroupBytes / 4>;
 
-// How the rows are dealt out, for the kernel.
-struct PlaneGrid {
+// The groups of all rows, numbered plane by plane.
+struct PlaneGroups {
   uint32_t groups;
   Divisor groups_of_plane;
   int64_t positions;  // of a plane
-  int cluster;        // blocks
-  int lanes;          // of a cluster
-  int lane_bits;      // log2(lanes)
-  int own_lanes;      // of a block
-  int share_bits;     // log2(shares)
+};
+
+// How the rows are dealt out, for the kernel.
+struct PlaneGrid : PlaneGroups {
+  int cluster;     // blocks
+  int lanes;       // of a cluster
+  int lane_bits;   // log2(lanes)
+  int own_lanes;   // of a block
+  int share_bits;  // log2(shares)
   int range;
   int buffers;
   int parts;
@@ -56,9 +60,8 @@ struct PlaneGrid {
 
   PlaneGrid(const CrossEntropyArgs& args, const Spread& spread, const Operand& gradient,
             int64_t gradient_class_stride)
-      : groups(static_cast<uint32_t>(spread.groups)),
-        groups_of_plane(static_cast<uint32_t>(spread.groups_of_plane)),
-        positions(positions_of(args)),
+      : PlaneGroups{static_cast<uint32_t>(spread.groups),
+                    Divisor(static_cast<uint32_t>(spread.groups_of_plane)), positions_of(args)},
         cluster(spread.cluster),
         lanes(spread.lanes()),
         lane_bits(log2_of(lanes)),
@@ -129,7 +132,7 @@ struct PlanePlace {
 
   template <int kRows>
   static __device__ __forceinline__ PlanePlace of(const IterationSpace& space,
-                                                  const PlaneGrid& grid, uint32_t group) {
+                                                  const PlaneGroups& grid, uint32_t group) {
     const uint32_t own = group < grid.groups ? group : grid.groups - 1;
     const uint32_t plane = grid.groups_of_plane.quotient(own);
     const int64_t position = int64_t{own - plane * grid.groups_of_plane.value} * kRows;
@@ -141,7 +144,7 @@ struct PlanePlace {
             group < grid.groups};
   }
 
-  __device__ __forceinline__ int64_t row(const PlaneGrid& grid) const {
+  __device__ __forceinline__ int64_t row(const PlaneGroups& grid) const {
     return plane * grid.positions + position;
   }
   __device__ __forceinline__ int64_t offset(const Operand& operand) const {

@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   }
   wait_for_places();
   if (args.reduction != Reduction::kNone && !grad_output.exists() && sums) {
-    reduce_to_grid(partial, partials, finalize);
+    reduce_to_grid<true>(partial, partials, finalize);
   }
 }
 

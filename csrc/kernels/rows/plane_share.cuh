@@ -460,12 +460,8 @@ class GroupShare {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (i < rows_) {
-        if constexpr (sizeof(scalar_t) == 4) {
-          to[i * row_stride] = __uint_as_float(results.words[i]);
-        } else {
-          to[i * row_stride] =
-              bits_as<scalar_t>(static_cast<uint16_t>(results.words[i / 2] >> (16 * (i % 2))));
-        }
+        constexpr int kPerWord = kWordElements<scalar_t>;
+        to[i * row_stride] = element_of<scalar_t>(results.words[i / kPerWord], i % kPerWord);
       }
     }
   }

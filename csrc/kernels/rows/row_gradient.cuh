@@ -50,11 +50,14 @@ struct LogitGradient {
       x[i] = softmax.gradient(x[i]);
     }
   }
+  // exp(x - max)
+  __device__ __forceinline__ acc_t exponential(acc_t x) const {
+    return softmax.times_exp(acc_t(1), x);
+  }
   // scale (Q softmax(x) - q), for a row of dense coefficients
   template <bool kMayOutweigh = true>
   __device__ __forceinline__ acc_t dense(acc_t x, acc_t scale, acc_t q_sum, acc_t q) const {
-    return softmax.template dense_gradient_of<kMayOutweigh>(softmax.times_exp(acc_t(1), x), scale,
-                                                            q_sum, q);
+    return softmax.template dense_gradient_of<kMayOutweigh>(exponential(x), scale, q_sum, q);
   }
 };
 
@@ -112,9 +115,10 @@ struct LogitGradient<float, true> {
     }
   }
 
+  __device__ __forceinline__ float exponential(float x) const { return softmax.times_exp(1.0f, x); }
   template <bool kMayOutweigh = true>
   __device__ __forceinline__ float dense(float x, float scale, float q_sum, float q) const {
-    return softmax.dense_gradient_of<kMayOutweigh>(softmax.times_exp(1.0f, x), scale, q_sum, q);
+    return softmax.dense_gradient_of<kMayOutweigh>(exponential(x), scale, q_sum, q);
   }
 };
 
@@ -140,11 +144,14 @@ struct LogitGradient<float, false> {
       x[i] = factor * terms(x[i]);
     }
   }
+  __device__ __forceinline__ float exponential(float x) const {
+    return __fmul_rn(terms(x), correction);
+  }
   template <bool kMayOutweigh = true>
   __device__ __forceinline__ float dense(float x, float scale, float q_sum, float q) const {
     const float term = terms(x);
     if constexpr (kMayOutweigh) {
-      const float e = __fmul_rn(term, correction);
+      const float e = exponential(x);
       if (e > softmax.all_but(e)) {
         return softmax.dense_gradient_of(e, scale, q_sum, q);
       }

@@ -33,6 +33,25 @@ __device__ __forceinline__ float word_element(uint32_t word, int i) {
   }
 }
 
+// The word that has an element at i, and zeros beside it.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t word_of(scalar_t element, int i) {
+  if constexpr (sizeof(scalar_t) == 4) {
+    return __float_as_uint(element);
+  } else {
+    return uint32_t{element.bits} << (16 * i);
+  }
+}
+// The element of a word at i.
+template <typename scalar_t>
+__device__ __forceinline__ scalar_t element_of(uint32_t word, int i) {
+  if constexpr (sizeof(scalar_t) == 4) {
+    return __uint_as_float(word);
+  } else {
+    return {static_cast<uint16_t>(word >> (16 * i))};
+  }
+}
+
 // -inf in every element.
 template <typename scalar_t>
 __device__ __forceinline__ uint32_t lowest_word() {

@@ -138,7 +138,7 @@ class UnitScale {
       row_offsets(args.rows, operands, row, offsets);
       partial.weight += RowTarget<float>(args, offsets[0]).template mean_weight<double>();
     }
-    partial = block_reduce(partial);
+    partial = block_reduce<true>(partial);
     if (threadIdx.x == 0) {
       shared = partial.weight;
     }
@@ -152,7 +152,7 @@ class UnitScale {
       return;
     }
     wait_for_previous_kernel();
-    set(args, warp_sum(denominator.template of_lane<kInLoop>()));
+    set(args, warp_sum<true>(denominator.template of_lane<kInLoop>()));
   }
 
   __device__ __forceinline__ acc_t get() const { return scale_; }

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   __syncthreads();
   if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(batches.sums(), partials, finalize);
+    reduce_to_grid<true>(batches.sums(), partials, finalize);
   }
 #endif
 }
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
   }
   if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(batches.sums(), partials, finalize);
+    reduce_to_grid<true>(batches.sums(), partials, finalize);
   }
 #endif
 }

@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kStridedThreads)
     finish_row(args, target, state, x_at_index, row, offsets[2], partial);
   }
   if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(partial, partials, finalize);
+    reduce_to_grid<true>(partial, partials, finalize);
   }
 }
 

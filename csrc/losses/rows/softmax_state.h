@@ -112,11 +112,17 @@ struct RowSoftmax {
       // For the class that outweighs all others, from the others: q is then about Q.
       const acc_t others = all_but(e);
       if (e > others) {
-        // fault: ce-outweighs
-        return math::difference_of_products(scale, q_sum - q, factor, others);
+        return outweighing_gradient(others, scale, q_sum, q);
       }
     }
     return math::difference_of_products(factor, e, scale, q);
+  }
+
+  // Of the class that outweighs all others, whose sum is all_but() of it.
+  LOSSOPS_HOST_DEVICE acc_t outweighing_gradient(acc_t others, acc_t scale, acc_t q_sum,
+                                                 acc_t q) const {
+    // fault: ce-outweighs
+    return math::difference_of_products(scale, q_sum - q, factor, others);
   }
 
   // Whether exp(x - max) of one class may be more than that of all others. e is 1 at most, give or

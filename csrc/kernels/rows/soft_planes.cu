@@ -1,0 +1,614 @@
+// Cross entropy with smoothing or probabilities of rows whose classes are not neighbours, such as
+// the pixels of an (N, C, H, W) tensor. Any number of classes and positions, at any address; it is
+// made for rows that lie side by side.
+//
+// A thread has a word of each class: a row of fp32, or two neighbouring rows of half types. A block
+// has lanes x shares threads: a lane is a word's number in the block. Chunks of kChunk neighbouring
+// classes are dealt out to the shares: chunk k to share k % shares.
+//   1. Each thread folds its chunks into a sum a row.
+//   2. A few threads a row merge the sums of all shares. One of them computes the loss and what the
+//      gradient needs.
+//   3. Each thread reads its chunks again, mostly from a cache, and writes their gradients.
+// One share meets nobody, and its threads finish their own rows.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "kernels/grid/device.cuh"
+#include "kernels/grid/grid_reduce.cuh"
+#include "kernels/grid/launch.cuh"
+#include "kernels/primitives/dispatch.cuh"
+#include "kernels/primitives/dynamic_shared.cuh"
+#include "kernels/primitives/integers.h"
+#include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/launches.cuh"
+#include "kernels/rows/plane_grid.cuh"
+#include "kernels/rows/row_gradient.cuh"
+#include "kernels/rows/row_merge.cuh"
+#include "kernels/rows/row_reader.cuh"
+#include "kernels/rows/row_words.cuh"
+#include "kernels/rows/soft_planes_plan.h"
+#include "launchers.h"
+
+namespace lossops::cuda {
+namespace soft_planes {
+namespace {
+
+using plane_rows::PlaneGrid;
+using plane_rows::PlaneGroups;
+using plane_rows::PlanePlace;
+
+struct SoftGrid : PlaneGroups {
+  int lane_bits;      // log2(lanes)
+  int share_bits;     // log2(shares)
+  int team_bits;      // log2 of the lanes of a warp that merge the sums of a row
+  bool reads_words;   // logits are aligned to words
+  bool writes_words;  // and so are gradients
+  bool has_indices;   // else probabilities
+  bool is_rare;       // probabilities or weights of another dtype, or weights that are strided
+  bool reads_probability_words;
+  Smoothing smoothing;
+};
+
+// What a row's gradients need.
+template <bool kExact>
+struct SoftRow {
+  LogitGradient<float, kExact> gradient;
+  float scale;
+  float q_sum;
+  float at_index;  // of smooth rows: the gradient at the class index
+};
+
+// Numbers in shared memory that lie `pitch` words apart.
+template <typename T>
+__device__ __forceinline__ void put_numbers(float* to, int pitch, const T& value) {
+  constexpr int kCount = sizeof(T) / sizeof(float);
+  float words[kCount];
+  memcpy(words, &value, sizeof(T));
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    to[k * pitch] = words[k];
+  }
+}
+template <typename T>
+__device__ __forceinline__ T get_numbers(const float* from, int pitch) {
+  constexpr int kCount = sizeof(T) / sizeof(float);
+  float words[kCount];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    words[k] = from[k * pitch];
+  }
+  T value;
+  memcpy(&value, words, sizeof(T));
+  return value;
+}
+
+// Where the logits, probabilities or gradients of a word's rows are.
+template <typename T>
+struct WordPlace {
+  T* data;           // of the first row, class 0
+  int class_bytes;   // from a class to the next
+  int64_t next_row;  // from the first row to the second; 0 if there is none
+  bool is_whole;     // one access for both
+
+  __device__ __forceinline__ T* of_class(int c) const {
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(data) +
+                                static_cast<uintptr_t>(int64_t{c} * class_bytes));
+  }
+  __device__ __forceinline__ bool has_words() const { return sizeof(T) == 4 || is_whole; }
+};
+
+// The words of kChunk neighbouring classes from first_class on. Behind the last class, the last.
+template <typename scalar_t>
+__device__ __forceinline__ void load_words(const WordPlace<const scalar_t>& place, int first_class,
+                                           int last_class, uint32_t (&words)[kChunk]) {
+  if (place.has_words()) {
+    keep_apart();
+#pragma unroll
+    for (int u = 0; u < kChunk; ++u) {
+      words[u] =
+          *reinterpret_cast<const uint32_t*>(place.of_class(min(first_class + u, last_class)));
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kChunk; ++u) {
+      const scalar_t* const from = place.of_class(min(first_class + u, last_class));
+      words[u] = word_of(from[0], 0) | word_of(from[place.next_row], 1);
+    }
+  }
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ void store_words(const WordPlace<scalar_t>& place, int first_class,
+                                            int last_class, const uint32_t (&words)[kChunk]) {
+  if (place.has_words()) {
+    keep_apart();
+#pragma unroll
+    for (int u = 0; u < kChunk; ++u) {
+      if (first_class + u <= last_class) {
+        *reinterpret_cast<uint32_t*>(place.of_class(first_class + u)) = words[u];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kChunk; ++u) {
+      if (first_class + u <= last_class) {
+        scalar_t* const to = place.of_class(first_class + u);
+        if (place.next_row != 0) {
+          to[place.next_row] = element_of<scalar_t>(words[u], 1);
+        }
+        to[0] = element_of<scalar_t>(words[u], 0);
+      }
+    }
+  }
+}
+
+// The coefficients of `count` neighbouring classes of a row, of any dtypes. Not inlined, as it is
+// long and rare. offset: of the row's target.
+static __device__ __attribute__((noinline)) void load_rare_coefficients(
+    const CrossEntropyArgs& args, const Smoothing& smoothing, int index, int64_t offset,
+    int first_class, int count, float* q) {
+#pragma unroll 1
+  for (int u = 0; u < count; ++u) {
+    const int c = first_class + u;
+    const float p = args.target_is_probability
+                        ? load_operand<float>(args.target, offset + c * args.target_class_stride)
+                        : (c == index ? 1.0f : 0.0f);
+    q[u] = class_weight<float>(args, c) * smoothing(p);
+  }
+}
+
+// A thread's share of the rows of a word. kIsSmooth: rows with class indices and smoothing, without
+// class weights, all have one coefficient, but for what the class index has more.
+template <typename scalar_t, bool kIsSmooth>
+class SoftShare {
+ public:
+  using State = DenseOnlineSoftmax<float>;
+  static constexpr int kRows = 4 / static_cast<int>(sizeof(scalar_t));
+  static constexpr bool kExact = kExactExponentials<scalar_t>;
+  using Row = SoftRow<kExact>;
+
+  __device__ __forceinline__ SoftShare(const CrossEntropyForwardArgs& args, const SoftGrid& grid,
+                                       const RowType<scalar_t>& type, const PlanePlace& place,
+                                       int share)
+      : args_(args),
+        grid_(grid),
+        type_(type),
+        place_(place),
+        last_(place.rows == 0 ? -1 : static_cast<int>(args.num_classes) - 1),
+        first_(share * kChunk),
+        logits_(in_operand<const scalar_t>(args.input, args.input_class_stride, grid.reads_words)),
+        smooth_(grid.smoothing) {
+    if (!kIsSmooth) {
+      probabilities_ = in_operand<const scalar_t>(args.target, args.target_class_stride,
+                                                  grid.reads_probability_words);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      indices_[i] = 0;
+      if (grid.has_indices && i < place.rows) {
+        indices_[i] = checked_index(args, load_class_index(args.target, target_of(i)));
+      }
+    }
+  }
+
+  // checked_index(); 0 of rows with probabilities, which all have a loss.
+  __device__ __forceinline__ int index(int i) const { return indices_[i]; }
+  // Of row i, of which index(i) is not negative.
+  __device__ __forceinline__ float logit_at_index(int i) const {
+    const scalar_t logit = logits_.of_class(indices_[i])[i > 0 ? logits_.next_row : 0];
+    return type_.visit([&](auto like) { return to_acc<float>(bits_as<decltype(like)>(logit)); });
+  }
+
+  // The rows' sums over this share; of smooth rows without what the class index has more.
+  __device__ __forceinline__ void sum(State (&states)[kRows]) const {
+    for_each_chunk([&](int c) {
+      Chunk chunk(*this, c);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        State& state = states[i];
+        float (&x)[kChunk] = chunk.logits[i];
+        float max = x[0];
+#pragma unroll
+        for (int u = 1; u < kChunk; ++u) {
+          max = math::max_number(x[u], max);
+        }
+        raise(state, max);
+        const float shift = softmax_shift(state.max);
+        State local;
+        float q[kChunk];
+        chunk.get_coefficients(i, q);
+        const int absent = kChunk - 1 - (last_ - c);
+        if (absent > 0) {
+          // As the maximum, without a coefficient.
+          keep_apart();
+          local.ones = static_cast<float>(-absent);
+          local.q_sum = kIsSmooth ? local.ones * smooth_.other : 0.0f;
+#pragma unroll
+          for (int u = 1; u < kChunk; ++u) {
+            x[u] = u < kChunk - absent ? x[u] : shift;
+            q[u] = u < kChunk - absent ? q[u] : 0.0f;
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < kChunk; ++u) {
+          if constexpr (kIsSmooth) {
+            local.OnlineSoftmax<float>::template add_below_max<kExact>(x[u], shift);
+            // The coefficient is not 0.
+            local.dot = ::fmaf(smooth_.other, shift - x[u], local.dot);
+          } else {
+            local.template add_below_max<kExact>(x[u], shift, q[u]);
+          }
+        }
+        if (kIsSmooth) {
+          local.q_sum += kChunk * smooth_.other;
+        }
+        state.add(local);
+      }
+    });
+  }
+
+  // row_of(i): what the gradients of row i need.
+  template <typename RowOf>
+  __device__ __forceinline__ void write_gradients(const RowOf& row_of) const {
+    const auto to =
+        in_operand<scalar_t>(args_.grad_input, args_.grad_input_class_stride, grid_.writes_words);
+    for_each_chunk([&](int c) {
+      Chunk chunk(*this, c);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const Row row = row_of(i);
+        float (&x)[kChunk] = chunk.logits[i];
+        float q[kChunk];
+        chunk.get_coefficients(i, q);
+        const auto& softmax = row.gradient.softmax;
+        bool outweighs[kChunk] = {};
+        float others = 0;
+        if (softmax.one_may_outweigh()) {
+          // That can only be the largest.
+          keep_apart();
+          const float e = row.gradient.exponential(softmax.max);
+          others = softmax.all_but(e);
+#pragma unroll
+          for (int u = 0; u < kChunk; ++u) {
+            outweighs[u] = x[u] == softmax.max && e > others;
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < kChunk; ++u) {
+          const float rest = softmax.outweighing_gradient(others, row.scale, row.q_sum, q[u]);
+          x[u] = row.gradient.template dense<false>(x[u], row.scale, row.q_sum, q[u]);
+          x[u] = outweighs[u] ? rest : x[u];
+        }
+        if (indices_[i] < 0) {
+          keep_apart();
+#pragma unroll
+          for (float& value : x) {
+            value = gradient_without_loss(indices_[i]);
+          }
+        }
+      }
+      uint32_t words[kChunk];
+      type_.visit([&](auto like) {
+#pragma unroll
+        for (int u = 0; u < kChunk; ++u) {
+          float values[kRows];
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            values[i] = chunk.logits[i][u];
+          }
+          words[u] = pack_word<decltype(like)>(values);
+        }
+      });
+      store_words(to, c, last_, words);
+      if constexpr (kIsSmooth) {
+        // Overwrites what the same thread has just written.
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (static_cast<unsigned>(indices_[i] - c) < kChunk && i < place_.rows) {
+            const scalar_t value = type_.visit([&](auto like) {
+              return bits_as<scalar_t>(from_acc<decltype(like)>(row_of(i).at_index));
+            });
+            to.of_class(indices_[i])[i > 0 ? to.next_row : 0] = value;
+          }
+        }
+      }
+    });
+  }
+
+ private:
+  // kChunk neighbouring classes. Behind the last one, the same again.
+  struct Chunk {
+    const SoftShare& share;
+    int first_class;
+    float logits[kRows][kChunk];
+    uint32_t probabilities[kChunk];
+
+    __device__ __forceinline__ Chunk(const SoftShare& share_, int first_class_)
+        : share(share_), first_class(first_class_) {
+      uint32_t words[kChunk];
+      load_words(share.logits_, first_class, share.last_, words);
+      if (!kIsSmooth && !share.grid_.has_indices && !share.grid_.is_rare) {
+        load_words(share.probabilities_, first_class, share.last_, probabilities);
+      }
+      unpack(words, logits);
+    }
+
+    __device__ __forceinline__ void unpack(const uint32_t (&words)[kChunk],
+                                           float (&values)[kRows][kChunk]) const {
+      share.type_.visit([&](auto like) {
+#pragma unroll
+        for (int u = 0; u < kChunk; ++u) {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            values[i][u] = word_element<decltype(like)>(words[u], i);
+          }
+        }
+      });
+    }
+
+    __device__ __forceinline__ void get_coefficients(int i, float (&q)[kChunk]) const {
+      const SoftGrid& grid = share.grid_;
+      if constexpr (kIsSmooth) {
+#pragma unroll
+        for (float& value : q) {
+          value = share.smooth_.other;
+        }
+        return;
+      }
+      if (grid.is_rare) {
+        keep_apart();
+        float loaded[kChunk] = {};
+        load_rare_coefficients(share.args_, grid.smoothing, share.indices_[i], share.target_of(i),
+                               first_class, min(share.last_ + 1 - first_class, kChunk), loaded);
+#pragma unroll
+        for (int u = 0; u < kChunk; ++u) {
+          q[u] = loaded[u];
+        }
+        return;
+      }
+      if (grid.has_indices) {
+        keep_apart();
+#pragma unroll
+        for (int u = 0; u < kChunk; ++u) {
+          q[u] =
+              first_class + u == share.indices_[i] ? share.smooth_.at_index : share.smooth_.other;
+        }
+      } else {
+        const Smoothing smoothing = grid.smoothing;
+        share.type_.visit([&](auto like) {
+#pragma unroll
+          for (int u = 0; u < kChunk; ++u) {
+            q[u] = smoothing(word_element<decltype(like)>(probabilities[u], i));
+          }
+        });
+      }
+      if (share.args_.weight != nullptr) {
+        keep_apart();
+        const auto* const weights = static_cast<const scalar_t*>(share.args_.weight);
+        share.type_.visit([&](auto like) {
+#pragma unroll
+          for (int u = 0; u < kChunk; ++u) {
+            q[u] *=
+                to_acc<float>(bits_as<decltype(like)>(weights[min(first_class + u, share.last_)]));
+          }
+        });
+      }
+    }
+  };
+
+  // Logits of half types forgive what a quick exponential loses.
+  static __device__ __forceinline__ void raise(State& state, float max) {
+    if constexpr (kExact) {
+      state.raise_max(max);
+    } else if (max > state.max) {
+      const float distance = max - softmax_shift(state.max);
+      state.below = (state.ones + state.below) * math::exp_in_sum<false>(::fminf(-distance, 0.0f));
+      state.ones = 0;
+      state.dot += state.q_sum == 0.0f ? 0.0f : state.q_sum * distance;
+      state.max = max;
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ WordPlace<T> in_operand(const Operand& operand, int64_t class_stride,
+                                                     bool aligned) const {
+    return {static_cast<T*>(operand.data) + place_.offset(operand),
+            static_cast<int>(class_stride * int64_t{sizeof(T)}),
+            place_.rows > 1 ? operand.strides[0] : 0, aligned && place_.rows == kRows};
+  }
+  // The offset of a row's target; of a row that is not there, the first one's.
+  __device__ __forceinline__ int64_t target_of(int i) const {
+    return place_.offset(args_.target) + (i < place_.rows ? i : 0) * args_.target.strides[0];
+  }
+
+  // Calls body(first_class) for this share's chunks.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_chunk(const Body& body) const {
+#pragma unroll 1
+    for (int c = first_; c <= last_; c += kChunk << grid_.share_bits) {
+      body(c);
+    }
+  }
+
+  const CrossEntropyForwardArgs& args_;
+  const SoftGrid& grid_;
+  const RowType<scalar_t> type_;
+  const PlanePlace place_;
+  const int last_;   // class; -1 if there are no rows
+  const int first_;  // class of the share
+  const WordPlace<const scalar_t> logits_;
+  WordPlace<const scalar_t> probabilities_;  // if they have the type of the logits
+  const SmoothedIndex smooth_;
+  int indices_[kRows];
+};
+
+// Losses, and gradients where args.grad_input exists.
+template <typename scalar_t, bool kIsSmooth>
+__global__ void __launch_bounds__(kMostThreads, min_blocks(kIsSmooth))
+    soft_planes_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
+                       const __grid_constant__ SoftGrid grid, const RowType<scalar_t> type,
+                       Denominator denominator, const __grid_constant__ GradOutput grad_output,
+                       Partial* partials, Finalize finalize) {
+  using Share = SoftShare<scalar_t, kIsSmooth>;
+  using State = typename Share::State;
+  using Row = typename Share::Row;
+  constexpr int kRows = Share::kRows;
+  // Of a row in shared memory: the logit at its class index, the index, and a Row.
+  constexpr int kLogit = 0;
+  constexpr int kIndex = 1;
+  constexpr int kRow = 2;
+  static_assert(sizeof(State) == kSumNumbers * sizeof(float));
+  static_assert(kRow * sizeof(float) + sizeof(Row) <= kRowNumbers * sizeof(float));
+  LOSSOPS_DYNAMIC_SHARED(float, dynamic);
+  float given = 1;
+  if (grad_output.is_one(given)) {
+    return;
+  }
+  let_next_kernel_start();
+  UnitScale<float, true> unit(args, denominator, given);
+  const bool writes = args.grad_input.data != nullptr;
+  const int lanes = 1 << grid.lane_bits;
+  const int shares = 1 << grid.share_bits;
+  const int team = 1 << grid.team_bits;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread & (lanes - 1);
+  const int own_share = thread >> grid.lane_bits;
+  const auto sums_of = [&](int share, int i, int of_lane) {
+    return dynamic + (((share * kRows + i) * kSumNumbers) << grid.lane_bits) + of_lane;
+  };
+  const auto row_of = [&](int i, int of_lane) {
+    return sums_of(shares, 0, 0) + ((i * kRowNumbers) << grid.lane_bits) + of_lane;
+  };
+  const auto meet = [&] {
+    if (shares > 1) {
+      __syncthreads();
+    }
+  };
+  const SmoothedIndex smooth(grid.smoothing);
+  Partial partial;
+  bool waits = writes;
+#pragma unroll 1
+  for (uint32_t first = blockIdx.x << grid.lane_bits; first < grid.groups;
+       first += gridDim.x << grid.lane_bits) {
+    const Share share(args, grid, type, PlanePlace::of<kRows>(args.rows, grid, first + lane),
+                      own_share);
+    {
+      State states[kRows];
+      share.sum(states);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        put_numbers(sums_of(own_share, i, lane), lanes, states[i]);
+        if (own_share == 0) {
+          float* const numbers = row_of(i, lane);
+          numbers[kIndex * lanes] = __int_as_float(share.index(i));
+          if (kIsSmooth && share.index(i) >= 0) {
+            numbers[kLogit * lanes] = share.logit_at_index(i);
+          }
+        }
+      }
+    }
+    if (waits) {
+      unit.wait(args, denominator);
+      waits = false;
+    }
+    meet();
+#pragma unroll 1
+    for (int own = thread >> grid.team_bits; own < kRows << grid.lane_bits;
+         own += static_cast<int>(blockDim.x) >> grid.team_bits) {
+      const int of_lane = own & (lanes - 1);
+      const int i = own >> grid.lane_bits;
+      const State state = merge_states<State>(shares, team, [&](int of_share) {
+        return get_numbers<State>(sums_of(of_share, i, of_lane), lanes);
+      });
+      const auto place = PlanePlace::of<kRows>(args.rows, grid, first + of_lane);
+      if ((thread & (team - 1)) != 0 || i >= place.rows) {
+        continue;
+      }
+      const auto offset_of = [&](const Operand& operand) {
+        return place.offset(operand) + i * operand.strides[0];
+      };
+      float* const numbers = row_of(i, of_lane);
+      const int index = __float_as_int(numbers[kIndex * lanes]);
+      const float weight = grid.has_indices ? row_weight(args, index) : 1.0f;
+      float dot = state.dot;
+      float q_sum = state.q_sum;
+      if constexpr (kIsSmooth) {
+        dot = smooth.with_index(dot, state.max, numbers[kLogit * lanes]);
+        q_sum = SmoothedIndex::kSum;
+      }
+      finish_indexed_row<RowKind::kProbability>(
+          args, smooth, index, weight, state, dot, q_sum, 0.0f, place.row(grid) + i,
+          [&](int64_t) { return offset_of(args.output); }, partial);
+      if (writes) {
+        const float scale =
+            grad_output.is_per_row
+                ? load_grad_output<float>(grad_output.operand, offset_of(grad_output.operand))
+                : unit.get();
+        const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, q_sum);
+        Row gradient{LogitGradient<float, Share::kExact>(softmax, scale * q_sum), scale, q_sum, 0};
+        if constexpr (kIsSmooth) {
+          gradient.at_index =
+              gradient.gradient.dense(numbers[kLogit * lanes], scale, q_sum, smooth.at_index);
+        }
+        put_numbers(numbers + kRow * lanes, lanes, gradient);
+      }
+    }
+    meet();
+    if (writes) {
+      share.write_gradients(
+          [&](int i) { return get_numbers<Row>(row_of(i, lane) + kRow * lanes, lanes); });
+    }
+  }
+  if (args.reduction != Reduction::kNone && !grad_output.exists()) {
+    reduce_to_grid<true>(partial, partials, finalize);
+  }
+}
+
+}  // namespace
+}  // namespace soft_planes
+
+void launch_soft_planes(const CrossEntropyForwardArgs& args, const RowPlan& plan,
+                        const Denominator& denominator, const GradOutput& grad_output,
+                        Partial* partials, const Finalize& finalize, cudaStream_t stream) {
+  using namespace soft_planes;
+  const auto lies_in_words = [&](const Operand& operand, int64_t class_stride) {
+    return side_by_side::lies_in_columns(args, operand, class_stride, kWordBytes);
+  };
+  const bool has_indices = !args.target_is_probability;
+  const bool has_weights = args.weight != nullptr;
+  SoftGrid grid = {};
+  grid.groups = static_cast<uint32_t>(words_of(args));
+  grid.groups_of_plane = Divisor(static_cast<uint32_t>(words_of_plane(args)));
+  grid.positions = side_by_side::positions_of(args);
+  grid.lane_bits = PlaneGrid::log2_of(plan.threads / plan.team);
+  grid.share_bits = PlaneGrid::log2_of(plan.team);
+  grid.team_bits =
+      PlaneGrid::log2_of(std::max(plan.team / rows_of_word(element_size(args.input.dtype)), 1));
+  grid.reads_words = lies_in_words(args.input, args.input_class_stride);
+  grid.writes_words = args.grad_input.data != nullptr &&
+                      lies_in_words(args.grad_input, args.grad_input_class_stride);
+  grid.has_indices = has_indices;
+  grid.is_rare =
+      (!has_indices && args.target.dtype != args.input.dtype) ||
+      (has_weights && (args.weight_dtype != args.input.dtype || args.weight_stride != 1));
+  grid.reads_probability_words =
+      !has_indices && lies_in_words(args.target, args.target_class_stride);
+  grid.smoothing = smoothing_of(args);
+  // Infinite distances times a coefficient of 0 would be NaN.
+  const bool are_smooth = is_smooth(args) && grid.smoothing.per_class > 0;
+  visit_float_or_any_half(args.input.dtype, [&](auto tag) {
+    using scalar_t = typename decltype(tag)::type;
+    visit_bool(are_smooth, [&](auto smooth) {
+      launch_kernel("soft_planes_kernel", soft_planes_kernel<scalar_t, decltype(smooth)::value>,
+                    {grad_output.limit_blocks(plan.blocks, plan.threads), plan.threads,
+                     plan.shared_bytes, 1, waits_for_previous_kernel(denominator, grad_output)},
+                    stream, args, grid, RowType<scalar_t>(args.input.dtype), denominator,
+                    grad_output, partials, finalize);
+    });
+  });
+}
+
+}  // namespace lossops::cuda
