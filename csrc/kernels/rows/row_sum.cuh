@@ -52,6 +52,7 @@ struct RowSum {
 
   template <typename acc_t>
   __device__ __forceinline__ void raise_max(acc_t max) {
+    lost.max = sums.max;  // as it is, but the compiler does not see it
     sums.raise_max(max);
     lost.raise_max(max);
   }

@@ -224,7 +224,7 @@ class SoftShare {
         if (absent > 0) {
           // As the maximum, without a coefficient.
           keep_apart();
-          local.ones = static_cast<float>(-absent);
+          local.ones = static_cast<float>(-absent);  // fault: soft-planes-absent
           local.q_sum = kIsSmooth ? local.ones * smooth_.other : 0.0f;
 #pragma unroll
           for (int u = 1; u < kChunk; ++u) {
@@ -273,7 +273,7 @@ class SoftShare {
           others = softmax.all_but(e);
 #pragma unroll
           for (int u = 0; u < kChunk; ++u) {
-            outweighs[u] = x[u] == softmax.max && e > others;
+            outweighs[u] = x[u] == softmax.max && e > others;  // fault: soft-planes-outweighs
           }
         }
 #pragma unroll
@@ -311,7 +311,7 @@ class SoftShare {
             const scalar_t value = type_.visit([&](auto like) {
               return bits_as<scalar_t>(from_acc<decltype(like)>(row_of(i).at_index));
             });
-            to.of_class(indices_[i])[i > 0 ? to.next_row : 0] = value;
+            to.of_class(indices_[i])[i > 0 ? to.next_row : 0] = value;  // fault: soft-planes-at
           }
         }
       }
@@ -536,7 +536,8 @@ __global__ void __launch_bounds__(kMostThreads, min_blocks(kIsSmooth))
       float dot = state.dot;
       float q_sum = state.q_sum;
       if constexpr (kIsSmooth) {
-        dot = smooth.with_index(dot, state.max, numbers[kLogit * lanes]);
+        dot =
+            smooth.with_index(dot, state.max, numbers[kLogit * lanes]);  // fault: soft-planes-index
         q_sum = SmoothedIndex::kSum;
       }
       finish_indexed_row<RowKind::kProbability>(
