@@ -88,7 +88,8 @@ class Layout {
 
  private:
   // The dimension along which most bytes of operands and losses are neighbours; of several such
-  // dimensions, the longest. Gradients do not count, so a plan is the same with one and without.
+  // dimensions, what comes_first(). Gradients do not count, so a plan is the same with one and
+  // without.
   // counts(operand): whether one of the others does. If none does, it is `otherwise`.
   template <typename Counts>
   int leading_dim(const Operand* operands, int otherwise, const Counts& counts) const {
@@ -105,13 +106,26 @@ class Layout {
           bytes += element_size(operand.dtype) * (is_broadcast(operand) ? 1 : kMore);
         }
       }
-      const bool is_longer = bytes == most && space_.sizes[dim] > space_.sizes[found];
-      if (bytes > 0 && space_.sizes[dim] > 1 && (bytes > most || is_longer)) {
+      const bool is_next = bytes == most && comes_first(operands[kInput], dim, found);
+      if (bytes > 0 && space_.sizes[dim] > 1 && (bytes > most || is_next)) {
         most = bytes;
         found = dim;
       }
     }
     return found;
+  }
+
+  // Whether `dim` comes before `found`, along which as many bytes are neighbours. The input's comes
+  // first: where that leads, boxes compute its gradient where it is written. Steps are 1.0 to 1.2
+  // times as fast; those with the gradient of the target alone .91 to 1.09. (H100, 2026-11) Of a
+  // short dimension and a long one, the long one: rows may be strips.
+  bool comes_first(const Operand& input, int dim, int found) const {
+    constexpr int64_t kShort = 16;
+    const bool is_longer = space_.sizes[dim] > space_.sizes[found];
+    return std::min(space_.sizes[dim], space_.sizes[found]) < kShort ? is_longer
+           : input.strides[found] == 1                               ? false
+           : input.strides[dim] == 1                                 ? true
+                                                                     : is_longer;
   }
 
   bool is_broadcast(const Operand& operand) const {
