@@ -222,7 +222,7 @@ def test_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
                 assert same_bits(gradients[0], gradients[1]), (spread, reduction)
 
 
-@pytest.mark.parametrize("classes", [1, 2, 5, 21, 88, 89])
+@pytest.mark.parametrize("classes", [1, 2, 5, 21, 88, 89, 161])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_smoothed_images(dtype: torch.dtype, classes: int) -> None:
     """Beside torch in float64, with rows that have infinite logits and a grad_output for each."""
@@ -261,7 +261,8 @@ def test_soft_images(dtype: torch.dtype, classes: int) -> None:
     """Smoothing and probabilities, with class weights, and probabilities of another dtype."""
     other = torch.float32 if dtype != torch.float32 else HALF
     weight = {"weight": (torch.rand(classes) + 0.5).to(dtype).cuda()}
-    for height, width in ((4, 16), (5, 7)):
+    # 3280 rows are more than a block counts for the mean.
+    for height, width in ((4, 16), (5, 7), (40, 41))[: 3 if classes <= 161 else 2]:
         x = (2 * torch.randn(2, classes, height, width)).to(dtype).cuda()
         t = torch.randint(0, classes, (2, height, width)).cuda()
         t[0, 0] = -100
@@ -293,6 +294,17 @@ def test_confident_soft_images(dtype: torch.dtype, classes: int) -> None:
             check(CE, sample(x, reduction=reduction, **options))
 
 
+@pytest.mark.parametrize("classes", [65536, 200000])
+def test_soft_images_of_many_classes(classes: int) -> None:
+    """Equal terms would round the same way every time."""
+    x = torch.full((1, classes, 2, 3), -3.0, device="cuda")
+    x[:, 0] = 0
+    t = torch.full((1, 2, 3), classes - 1, device="cuda")
+    p = torch.full_like(x, 1 / classes)
+    for target, smoothing in ((t, 0.1), (p, 0.0)):
+        check(CE, sample(x, target, reduction="none", label_smoothing=smoothing))
+
+
 @pytest.mark.parametrize("classes", [2, 8, 21, 161, 700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_soft_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
@@ -312,6 +324,11 @@ def test_soft_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None
         alone = run(x[1:2], target[1:2], **options)
         assert same_bits(alone.value, expected.value[1:2])
         assert same_bits(alone.gradients["input"], expected.gradients["input"][1:2])
+        # Half types: each row the other one of its word.
+        cut = target[..., 1:] if target is p else target[:, :, 1:]
+        moved = run(x[..., 1:], cut, **options)
+        assert same_bits(moved.value, expected.value[..., 1:])
+        assert same_bits(moved.gradients["input"], expected.gradients["input"][..., 1:])
         # A gradient of the target needs what forward leaves of each row.
         if target is p:
             both = [x.clone().requires_grad_(), p.clone().requires_grad_()]

@@ -704,7 +704,7 @@ FAULTS = [
     Fault(
         "cuda: smoothed images, what the class index has more left out of the loss",
         "soft-planes-index",
-        "dot = smooth.with_index(dot, state.max, numbers[kLogit * lanes])",
+        "dot = smooth.with_index(dot, state.max, x_at_index)",
         "(void)0",
         "test_cross_entropy_kernels.py",
     ),

@@ -346,10 +346,16 @@ void test_soft_planes() {
           teams.insert(plan.team);
           CHECK(plan.threads % kWarpSize == 0 && plan.threads <= kMostThreads);
           CHECK(plan.shared_bytes <= 47 << 10);
-          // Lanes of a warp merge the sums of a row.
-          CHECK(plan.team <= kWarpSize && plan.threads % plan.team == 0);
+          CHECK(soft_planes::fits({args, device.limits, false}) ==
+                (args.input_class_stride > 1 &&
+                 (dtype != DType::kFloat32 ||
+                  (!args.target_is_probability && classes > side_by_side::kMaxColumnClasses))));
           const int64_t lanes = plan.threads / plan.team;
           CHECK((lanes & (lanes - 1)) == 0);
+          // Lanes of a warp merge the sums of a row, and all of them have one as often.
+          const int bits = team_bits(plan.team, element_size(dtype));
+          CHECK(1 << bits <= std::min(plan.team, kWarpSize));
+          CHECK(lanes * rows_of_word(element_size(dtype)) % (plan.threads >> bits) == 0);
           CHECK((plan.blocks - 1) * lanes < words_of(args));
         }
         CHECK(teams.size() == 1);

@@ -79,7 +79,7 @@ __device__ __forceinline__ void reduce_warp_to_grid(const Partial& partial, Part
                                                     const Finalize& finalize,
                                                     int count = kWarpSize) {
   const int width = count <= 1 ? 1 : 1 << (32 - __clz(count - 1));
-  leave_to_grid(warp_reduce(partial, width), partials, finalize);
+  leave_to_grid(warp_reduce<true>(partial, width), partials, finalize);
 }
 
 // Second stage, where there is more than one partial.

@@ -8,10 +8,10 @@ namespace lossops::cuda {
 constexpr int kMaxWarps = 32;
 
 // All threads of the block must call it; blockDim.x is a multiple of 32 and there is no
-// other dimension. The result is valid in thread 0. State{} is the identity. The second stage is
-// not unrolled (warp_reduce()'s kInLoop): 10 KB less of compressed machine code for an architecture
-// than if it were. kInLoop: neither is the first. Forward of short rows takes 1 to 3 % longer with
-// it. (H100, 2026-11)
+// other dimension. The result is valid in thread 0. State{} is the identity. The second stage
+// is not unrolled (warp_reduce()'s kInLoop, which states with a maximum ignore): less machine code.
+// kInLoop: neither is the first. Forward of short rows takes 1 to 3 % longer with it. (H100,
+// 2026-11)
 template <bool kInLoop = false, typename State>
 __device__ __forceinline__ State block_reduce(State state) {
   // Raw storage: shared variables take no initialiser.

@@ -1,5 +1,6 @@
-// How plane_rows.cu spreads rows over the threads of a block: the position of each group of rows,
-// and the numbers of each row that the block keeps in shared memory.
+// How plane_rows.cu, and partly soft_planes.cu, spreads rows over the threads of a block: the
+// position of each group of rows, and the numbers of each row that the block keeps in shared
+// memory.
 //
 //   plane     the rows along the first dimension of the target, such as the pixels of one image
 //   position  the number of a row in its plane

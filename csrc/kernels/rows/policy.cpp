@@ -69,8 +69,8 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) { return p.plain && p.indices && plane_rows::lies_in_planes(p.args); },
      plane_rows::plan, always, Again::kForAll, never},
     {Family::kSoftPlanes, "soft_planes", "rows/soft_planes.cu",
-     "strided classes (images, transposed logits), smoothing, and probabilities of any dtype but "
-     "fp64; of fp32 with probabilities or class weights from 512 classes",
+     "strided classes (images, transposed logits), smoothing without class weights; of fp16 and "
+     "bf16 with weights too, and probabilities",
      "a thread reads one row of fp32 or two of half types, 8 classes at a time; 1 to 16 threads a "
      "row; the gradient reads them once more, mostly from a cache",
      "on an H100, by a thread a row bf16 8x150x512x512 with smoothing .39 / .21, fp32 "
@@ -180,8 +180,9 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; },
      Again::kNever, always},
     {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
-     "the rest, any layout and dtypes: strided classes of fp32 with probabilities or weights and "
-     "fewer than 512 classes; smoothed rows of up to 88 that do not lie side by side; fp64",
+     "the rest, any layout and dtypes: strided classes of fp32 with probabilities, or with "
+     "smoothing and class weights; smoothed fp32 rows of up to 88 that do not lie side by side; "
+     "one class; fp64",
      "a thread a row, so that a warp reads neighbouring rows",
      "10 classes: 6 times as fast as a team a row; 100 classes forward 5 times", always,
      strided_rows::plan, never, Again::kNever, never},

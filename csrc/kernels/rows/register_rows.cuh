@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
     }
   }
   if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(partial, partials, finalize);
+    reduce_to_grid<true>(partial, partials, finalize);
   }
 }
 

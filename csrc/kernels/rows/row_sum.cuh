@@ -50,11 +50,12 @@ struct RowSum {
   State sums;
   State lost;
 
-  template <typename acc_t>
+  // kExact: false for logits that forgive what a quick exponential loses.
+  template <bool kExact = true, typename acc_t>
   __device__ __forceinline__ void raise_max(acc_t max) {
     lost.max = sums.max;  // as it is, but the compiler does not see it
-    sums.raise_max(max);
-    lost.raise_max(max);
+    sums.template raise_max<kExact>(max);
+    lost.template raise_max<kExact>(max);
   }
 
   __device__ __forceinline__ void add(const State& local) { sums.add(local, lost); }
@@ -64,6 +65,19 @@ struct RowSum {
     result.add(lost);
     return result;
   }
+};
+
+// The same for rows of half types, whose few bits forgive what rounding takes from short sums.
+template <typename State>
+struct ShortRowSum {
+  State sums;
+
+  template <bool kExact = true, typename acc_t>
+  __device__ __forceinline__ void raise_max(acc_t max) {
+    sums.template raise_max<kExact>(max);
+  }
+  __device__ __forceinline__ void add(const State& local) { sums.add(local); }
+  __device__ __forceinline__ State total() const { return sums; }
 };
 
 // Folds kCount logits into a row, with one rescaling for all of them. Their classes are

@@ -1,6 +1,6 @@
-// Cross entropy with smoothing or probabilities of rows whose classes are not neighbours, such as
-// the pixels of an (N, C, H, W) tensor. Any number of classes and positions, at any address; it is
-// made for rows that lie side by side.
+// Cross entropy with smoothing or, of half types, probabilities of rows whose classes are not
+// neighbours, such as the pixels of an (N, C, H, W) tensor. From 2 classes, any number of
+// positions, at any address; it is made for rows that lie side by side.
 //
 // A thread has a word of each class: a row of fp32, or two neighbouring rows of half types. A block
 // has lanes x shares threads: a lane is a word's number in the block. Chunks of kChunk neighbouring
@@ -28,6 +28,7 @@
 #include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_merge.cuh"
 #include "kernels/rows/row_reader.cuh"
+#include "kernels/rows/row_sum.cuh"
 #include "kernels/rows/row_words.cuh"
 #include "kernels/rows/soft_planes_plan.h"
 #include "launchers.h"
@@ -100,7 +101,8 @@ struct WordPlace {
   __device__ __forceinline__ bool has_words() const { return sizeof(T) == 4 || is_whole; }
 };
 
-// The words of kChunk neighbouring classes from first_class on. Behind the last class, the last.
+// The words of kChunk neighbouring classes from first_class on. Places behind the last class repeat
+// it.
 template <typename scalar_t>
 __device__ __forceinline__ void load_words(const WordPlace<const scalar_t>& place, int first_class,
                                            int last_class, uint32_t (&words)[kChunk]) {
@@ -169,6 +171,7 @@ class SoftShare {
   static constexpr int kRows = 4 / static_cast<int>(sizeof(scalar_t));
   static constexpr bool kExact = kExactExponentials<scalar_t>;
   using Row = SoftRow<kExact>;
+  using Sum = std::conditional_t<kExact, RowSum<State>, ShortRowSum<State>>;
 
   __device__ __forceinline__ SoftShare(const CrossEntropyForwardArgs& args, const SoftGrid& grid,
                                        const RowType<scalar_t>& type, const PlanePlace& place,
@@ -202,27 +205,32 @@ class SoftShare {
     return type_.visit([&](auto like) { return to_acc<float>(bits_as<decltype(like)>(logit)); });
   }
 
-  // The rows' sums over this share; of smooth rows without what the class index has more.
-  __device__ __forceinline__ void sum(State (&states)[kRows]) const {
-    for_each_chunk([&](int c) {
+  __device__ __forceinline__ int first_class() const { return first_; }
+  __device__ __forceinline__ int last_class() const { return last_; }
+
+  // The rows' sums over a stretch of this share, all of it where sums keep what rounding takes; of
+  // smooth rows without what the class index has more. Returns the class after it.
+  __device__ __forceinline__ int sum(int first, Sum (&sums)[kRows]) const {
+    const int end = kExact ? last_ : first + ((kShareChunks * kChunk) << grid_.share_bits) - 1;
+    return for_each_chunk(first, min(end, last_), [&](int c) {
       Chunk chunk(*this, c);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        State& state = states[i];
         float (&x)[kChunk] = chunk.logits[i];
         float max = x[0];
 #pragma unroll
         for (int u = 1; u < kChunk; ++u) {
           max = math::max_number(x[u], max);
         }
-        raise(state, max);
-        const float shift = softmax_shift(state.max);
+        sums[i].template raise_max<kExact>(max);
+        const float shift = softmax_shift(sums[i].sums.max);
         State local;
         float q[kChunk];
         chunk.get_coefficients(i, q);
         const int absent = kChunk - 1 - (last_ - c);
         if (absent > 0) {
-          // As the maximum, without a coefficient.
+          // They become the maximum, without a coefficient: each adds a term of 1 to what begins
+          // at so much less.
           keep_apart();
           local.ones = static_cast<float>(-absent);  // fault: soft-planes-absent
           local.q_sum = kIsSmooth ? local.ones * smooth_.other : 0.0f;
@@ -245,7 +253,7 @@ class SoftShare {
         if (kIsSmooth) {
           local.q_sum += kChunk * smooth_.other;
         }
-        state.add(local);
+        sums[i].add(local);
       }
     });
   }
@@ -255,7 +263,7 @@ class SoftShare {
   __device__ __forceinline__ void write_gradients(const RowOf& row_of) const {
     const auto to =
         in_operand<scalar_t>(args_.grad_input, args_.grad_input_class_stride, grid_.writes_words);
-    for_each_chunk([&](int c) {
+    for_each_chunk(first_, last_, [&](int c) {
       Chunk chunk(*this, c);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -319,7 +327,7 @@ class SoftShare {
   }
 
  private:
-  // kChunk neighbouring classes. Behind the last one, the same again.
+  // kChunk neighbouring classes. Places behind the last class repeat it.
   struct Chunk {
     const SoftShare& share;
     int first_class;
@@ -399,19 +407,6 @@ class SoftShare {
     }
   };
 
-  // Logits of half types forgive what a quick exponential loses.
-  static __device__ __forceinline__ void raise(State& state, float max) {
-    if constexpr (kExact) {
-      state.raise_max(max);
-    } else if (max > state.max) {
-      const float distance = max - softmax_shift(state.max);
-      state.below = (state.ones + state.below) * math::exp_in_sum<false>(::fminf(-distance, 0.0f));
-      state.ones = 0;
-      state.dot += state.q_sum == 0.0f ? 0.0f : state.q_sum * distance;
-      state.max = max;
-    }
-  }
-
   template <typename T>
   __device__ __forceinline__ WordPlace<T> in_operand(const Operand& operand, int64_t class_stride,
                                                      bool aligned) const {
@@ -424,13 +419,16 @@ class SoftShare {
     return place_.offset(args_.target) + (i < place_.rows ? i : 0) * args_.target.strides[0];
   }
 
-  // Calls body(first_class) for this share's chunks.
+  // Calls body(first_class) for this share's chunks from `first` to `last`. Returns where the next
+  // one would begin.
   template <typename Body>
-  __device__ __forceinline__ void for_each_chunk(const Body& body) const {
+  __device__ __forceinline__ int for_each_chunk(int first, int last, const Body& body) const {
+    int c = first;
 #pragma unroll 1
-    for (int c = first_; c <= last_; c += kChunk << grid_.share_bits) {
+    for (; c <= last; c += kChunk << grid_.share_bits) {
       body(c);
     }
+    return c;
   }
 
   const CrossEntropyForwardArgs& args_;
@@ -495,18 +493,31 @@ __global__ void __launch_bounds__(kMostThreads, min_blocks(kIsSmooth))
        first += gridDim.x << grid.lane_bits) {
     const Share share(args, grid, type, PlanePlace::of<kRows>(args.rows, grid, first + lane),
                       own_share);
-    {
-      State states[kRows];
-      share.sum(states);
+    int next = share.first_class();
+    do {
+      const bool is_first = next == share.first_class();
+      typename Share::Sum sums[kRows];
+      next = share.sum(next, sums);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        put_numbers(sums_of(own_share, i, lane), lanes, states[i]);
-        if (own_share == 0) {
-          float* const numbers = row_of(i, lane);
-          numbers[kIndex * lanes] = __int_as_float(share.index(i));
-          if (kIsSmooth && share.index(i) >= 0) {
-            numbers[kLogit * lanes] = share.logit_at_index(i);
-          }
+        float* const numbers = sums_of(own_share, i, lane);
+        State total = sums[i].total();
+        if (!Share::kExact && !is_first) {
+          State before = get_numbers<State>(numbers, lanes);
+          before.raise_max(total.max);
+          total.raise_max(before.max);
+          total.add(before);
+        }
+        put_numbers(numbers, lanes, total);
+      }
+    } while (!Share::kExact && next <= share.last_class());
+    if (own_share == 0) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        float* const numbers = row_of(i, lane);
+        reinterpret_cast<int*>(numbers)[kIndex * lanes] = share.index(i);
+        if (kIsSmooth && share.index(i) >= 0) {
+          numbers[kLogit * lanes] = share.logit_at_index(i);
         }
       }
     }
@@ -531,13 +542,13 @@ __global__ void __launch_bounds__(kMostThreads, min_blocks(kIsSmooth))
         return place.offset(operand) + i * operand.strides[0];
       };
       float* const numbers = row_of(i, of_lane);
-      const int index = __float_as_int(numbers[kIndex * lanes]);
+      const int index = reinterpret_cast<const int*>(numbers)[kIndex * lanes];
       const float weight = grid.has_indices ? row_weight(args, index) : 1.0f;
       float dot = state.dot;
       float q_sum = state.q_sum;
       if constexpr (kIsSmooth) {
-        dot =
-            smooth.with_index(dot, state.max, numbers[kLogit * lanes]);  // fault: soft-planes-index
+        const float x_at_index = numbers[kLogit * lanes];
+        dot = smooth.with_index(dot, state.max, x_at_index);  // fault: soft-planes-index
         q_sum = SmoothedIndex::kSum;
       }
       finish_indexed_row<RowKind::kProbability>(
@@ -586,8 +597,7 @@ void launch_soft_planes(const CrossEntropyForwardArgs& args, const RowPlan& plan
   grid.positions = side_by_side::positions_of(args);
   grid.lane_bits = PlaneGrid::log2_of(plan.threads / plan.team);
   grid.share_bits = PlaneGrid::log2_of(plan.team);
-  grid.team_bits =
-      PlaneGrid::log2_of(std::max(plan.team / rows_of_word(element_size(args.input.dtype)), 1));
+  grid.team_bits = team_bits(plan.team, element_size(args.input.dtype));
   grid.reads_words = lies_in_words(args.input, args.input_class_stride);
   grid.writes_words = args.grad_input.data != nullptr &&
                       lies_in_words(args.grad_input, args.grad_input_class_stride);
@@ -598,18 +608,19 @@ void launch_soft_planes(const CrossEntropyForwardArgs& args, const RowPlan& plan
   grid.reads_probability_words =
       !has_indices && lies_in_words(args.target, args.target_class_stride);
   grid.smoothing = smoothing_of(args);
-  // Infinite distances times a coefficient of 0 would be NaN.
-  const bool are_smooth = is_smooth(args) && grid.smoothing.per_class > 0;
-  visit_float_or_any_half(args.input.dtype, [&](auto tag) {
-    using scalar_t = typename decltype(tag)::type;
-    visit_bool(are_smooth, [&](auto smooth) {
-      launch_kernel("soft_planes_kernel", soft_planes_kernel<scalar_t, decltype(smooth)::value>,
-                    {grad_output.limit_blocks(plan.blocks, plan.threads), plan.threads,
-                     plan.shared_bytes, 1, waits_for_previous_kernel(denominator, grad_output)},
-                    stream, args, grid, RowType<scalar_t>(args.input.dtype), denominator,
-                    grad_output, partials, finalize);
-    });
-  });
+  const auto launch = [&](auto type, auto kernel) {
+    launch_kernel("soft_planes_kernel", kernel,
+                  {grad_output.limit_blocks(plan.blocks, plan.threads), plan.threads,
+                   plan.shared_bytes, 1, waits_for_previous_kernel(denominator, grad_output)},
+                  stream, args, grid, type, denominator, grad_output, partials, finalize);
+  };
+  if (args.input.dtype == DType::kFloat32) {
+    launch(RowType<float>(args.input.dtype), soft_planes_kernel<float, true>);
+  } else if (is_smooth(args)) {
+    launch(RowType<AnyHalf>(args.input.dtype), soft_planes_kernel<AnyHalf, true>);
+  } else {
+    launch(RowType<AnyHalf>(args.input.dtype), soft_planes_kernel<AnyHalf, false>);
+  }
 }
 
 }  // namespace lossops::cuda

@@ -11,21 +11,17 @@ namespace lossops::cuda::soft_planes {
 
 // Classes that a thread has in registers at a time.
 constexpr int kChunk = 8;
-// Chunks of a share, unless there are kMostShares of them. With 6 and 12 instead of 20, forward:
-// bf16 8x150x512x512 with smoothing .64, .75 and .76 of the floor, 4x150x512x512 with probabilities
-// .53, .59 and .65. (H100, 2026-11)
+// Chunks of a share, or more where there are kMostShares shares. Forward with 6, 12 and 20: bf16
+// 8x150x512x512 with smoothing .64, .75 and .76 of the floor, 4x150x512x512 with probabilities .53,
+// .59 and .65. (H100, 2026-11)
 constexpr int kShareChunks = 20;
 constexpr int kMostShares = 16;
 constexpr int kMostThreads = 256;
 constexpr int kMostLanes = 128;
 constexpr int kLeastLanes = 8;
-// Resident blocks of kMostThreads. With 4, rows that are not smooth spill: probabilities of fp16
-// 11x69x36x42x39 .28 / .21, with 3 .51 / .34. (H100, 2026-11)
+// Resident blocks of kMostThreads. Rows that are not smooth spill twice as much with 4 as with 3:
+// probabilities of fp16 11x69x36x42x39 .28 / .21 and .51 / .34. (H100, 2026-11)
 constexpr int min_blocks(bool is_smooth) { return is_smooth ? 4 : 3; }
-// fp32 with probabilities or class weights, of fewer classes: 8x21x512x512 .72 / .47 by a thread a
-// row, here .61 / .55; 11x5x812x822, "none", .53 / .40 and .37 / .24; but 16x1019x2704 .53 / .35
-// and .69 / .46. (H100, 2026-11)
-constexpr int64_t kLeastFloatClasses = 512;
 // Strides of classes have 32 bits, in bytes, for addresses of one instruction.
 constexpr int64_t kMostStride = 0x7fffffff / 4;
 // Numbers of a row in shared memory: of a share's sums, and of all that its gradient needs.
@@ -45,16 +41,30 @@ inline int64_t words_of(const CrossEntropyArgs& args) {
   return args.rows.numel / side_by_side::positions_of(args) * words_of_plane(args);
 }
 
-// Rows whose coefficients are all alike, but for that of the class index.
+// Rows whose coefficients are all alike, but for that of the class index, and not 0: infinite
+// distances times 0 would be NaN.
 inline bool is_smooth(const CrossEntropyArgs& args) {
-  return !args.target_is_probability && args.weight == nullptr;
+  return !args.target_is_probability && args.weight == nullptr &&
+         static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes)) > 0;
 }
 
+// log2 of the threads that merge the sums of a row: they leave no lane of a warp without a row.
+inline int team_bits(int shares, int64_t element_bytes) {
+  int bits = 0;
+  while (rows_of_word(element_bytes) << (bits + 1) <= shares) {
+    ++bits;
+  }
+  return bits;
+}
+
+// fp32 with probabilities or class weights takes a thread a row. Here few classes were slower
+// (8x21x512x512 .72 / .47 to .61 / .55, 11x5x812x822 "none" .53 / .40 to .37 / .24) and only many
+// faster (16x1019x2704 .53 / .35 to .69 / .46), for 0.1 MB of the wheel. (H100, 2026-11)
 inline bool fits(const RowProblem& problem) {
   const auto& args = problem.args;
   return problem.plain && !problem.indices && problem.classes >= 2 &&
          args.input_class_stride != 1 && !side_by_side::is_smoothed(args) &&
-         (is_smooth(args) || problem.element_bytes == 2 || problem.classes >= kLeastFloatClasses) &&
+         (is_smooth(args) || problem.element_bytes == 2) &&
          std::max(args.input_class_stride, args.target_class_stride) <= kMostStride &&
          words_of(args) <= kMaxDividend - kMostLanes;
 }

@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kGradient ? kMinGradientBlocks
     }
   }
   if (args.reduction != Reduction::kNone) {
-    reduce_to_grid(partial, partials, finalize);
+    reduce_to_grid<true>(partial, partials, finalize);
   }
 }
 

@@ -23,10 +23,11 @@ struct DenseOnlineSoftmax : OnlineSoftmax<acc_t> {
   acc_t dot = 0;    // sum_c q_c (max - x_c), over q_c != 0
   using Base = OnlineSoftmax<acc_t>;
 
+  template <bool kExact = true>
   LOSSOPS_HOST_DEVICE void raise_max(acc_t new_max) {
     if (new_max > this->max) {
       dot += moved(q_sum, this->max, new_max);
-      Base::raise_max(new_max);
+      Base::template raise_max<kExact>(new_max);
     }
   }
 

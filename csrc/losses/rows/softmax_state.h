@@ -25,9 +25,13 @@ struct OnlineSoftmax {
   acc_t ones = 0;   // terms that are exactly 1: those of the maximum
   acc_t below = 0;  // all others
 
+  // kExact: false where logits are exact in an acc_t of twice their bits, and need no exact
+  // exponentials.
+  template <bool kExact = true>
   LOSSOPS_HOST_DEVICE void raise_max(acc_t new_max) {
     if (new_max > max) {
-      below = (ones + below) * math::exp(max - new_max);
+      below = (ones + below) *
+              (kExact ? math::exp(max - new_max) : math::exp_in_sum<false>(max - new_max));
       ones = 0;
       max = new_max;
     }
