@@ -74,8 +74,8 @@ const PolicyRow kPolicy[kFamilies] = {
      "a thread reads one row of fp32 or two of half types, 8 classes at a time; 1 to 16 threads a "
      "row; the gradient reads them once more, mostly from a cache",
      "on an H100, by a thread a row bf16 8x150x512x512 with smoothing .39 / .21, fp32 "
-     "4x150x512x512 .75 / .54, bf16 4x150x512x512 with probabilities .38 / .21; this .76 / .54, "
-     ".86 / .57, .65 / .41",
+     "4x150x512x512 .75 / .54, bf16 4x150x512x512 with probabilities .38 / .21; this .71 / .53, "
+     ".84 / .57, .78 / .44",
      soft_planes::fits, soft_planes::plan, soft_planes::writes_gradient, Again::kForEachOfAnyRows,
      never},
     {Family::kFewClasses, "few_classes", "class_index/few_classes.cu",
