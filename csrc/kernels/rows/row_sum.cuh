@@ -67,7 +67,7 @@ struct RowSum {
   }
 };
 
-// The same for rows of half types, whose few bits forgive what rounding takes from short sums.
+// A RowSum without what rounding took: half types have so few bits that short sums may lose it.
 template <typename State>
 struct ShortRowSum {
   State sums;

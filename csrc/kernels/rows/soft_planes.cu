@@ -17,7 +17,6 @@
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/grid_reduce.cuh"
 #include "kernels/grid/launch.cuh"
-#include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/dynamic_shared.cuh"
 #include "kernels/primitives/integers.h"
 #include "kernels/rows/cross_entropy_row.cuh"
@@ -70,7 +69,7 @@ __global__ void __launch_bounds__(kMostThreads, min_blocks(kIsSmooth))
   using State = typename Share::State;
   using Row = typename Share::Row;
   constexpr int kRows = Share::kRows;
-  // Of a row in shared memory: the logit at its class index, the index, and a Row.
+  // Shared memory has these numbers of a row: the logit at its class index, the index, and a Row.
   constexpr int kLogit = 0;
   constexpr int kIndex = 1;
   constexpr int kRow = 2;

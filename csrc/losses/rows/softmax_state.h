@@ -122,7 +122,7 @@ struct RowSoftmax {
     return math::difference_of_products(factor, e, scale, q);
   }
 
-  // Of the class that outweighs all others, whose sum is all_but() of it.
+  // The gradient of the class that outweighs all others. others: their sum, all_but() of it.
   LOSSOPS_HOST_DEVICE acc_t outweighing_gradient(acc_t others, acc_t scale, acc_t q_sum,
                                                  acc_t q) const {
     // fault: ce-outweighs
