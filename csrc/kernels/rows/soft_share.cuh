@@ -124,7 +124,7 @@ template <typename scalar_t, bool kIsSmooth>
 class SoftShare {
  public:
   using State = DenseOnlineSoftmax<float>;
-  static constexpr int kRows = 4 / static_cast<int>(sizeof(scalar_t));
+  static constexpr int kRows = rows_of_word(sizeof(scalar_t));
   static constexpr bool kExact = kExactExponentials<scalar_t>;
   using Row = SoftRow<kExact>;
   using Sum = std::conditional_t<kExact, RowSum<State>, ShortRowSum<State>>;
