@@ -2,100 +2,142 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
+#include "kernels/primitives/warp_reduce.cuh"
 #include "kernels/rows/plain_rows.cuh"
 #include "kernels/rows/row_terms.cuh"
 
 namespace lossops::cuda::plane_rows {
 
 // total = sum of exp(x_c - reference) over classes c of a row, without its class index. reference
-// is the largest of these logits. The sum of a plain row (plain_rows.cuh) is not shifted: reference
-// is then -0.0f, which marks it. A largest logit is never -0.0f (add_shifted() adds +0.0f).
+// is the largest of these logits. kExact: of fp32.
+//
+// of_parts(parts, member, team, part) is the sum of parts member, member + team, ... of a row, at
+// least one; part(n) is part n. add_lanes(most, least) leaves in each lane the sum over the lanes
+// whose numbers differ in the bits from `least` to `most`: all lanes of a warp call it.
 template <bool kExact>
-struct OthersSum {
-  struct Nothing {};
+struct OthersSum;
+
+// Each lane moves its sum to the largest reference of all, with one exponential. Two at a time,
+// with two each, took 7 of 38 instructions a logit where 64 threads share 1716 classes. (H100,
+// 2026-11)
+template <>
+struct OthersSum<true> {
+  float reference = -math::infinity<float>();
+  float total = 0;
+  float lost = 0;  // what rounding took from the total
+
+  // What sums relative to `from` are to be multiplied by, to be relative to a larger `to`.
+  static __device__ __forceinline__ float ratio(float from, float to) {
+    return from == -math::infinity<float>() ? 0.0f : math::exp(from - to);
+  }
+  __device__ __forceinline__ float rounded() const { return total + lost; }
+
+  template <typename Part>
+  static __device__ __forceinline__ OthersSum of_parts(int parts, int member, int team,
+                                                       const Part& part) {
+    OthersSum sum;
+#pragma unroll 1
+    for (int n = member; n < parts; n += team) {
+      sum.reference = math::max_number(part(n).reference, sum.reference);
+    }
+#pragma unroll 1
+    for (int n = member; n < parts; n += team) {
+      sum.add(part(n).moved_to(sum.reference));
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ void add_lanes(int most, int least) {
+    float largest = reference;
+    for (int offset = most; offset >= least; offset /= 2) {
+      largest = math::max_number(__shfl_xor_sync(kAllLanes, largest, offset), largest);
+    }
+    *this = moved_to(largest);
+    for (int offset = most; offset >= least; offset /= 2) {
+      add({largest, __shfl_xor_sync(kAllLanes, total, offset),
+           __shfl_xor_sync(kAllLanes, lost, offset)});
+    }
+  }
+
+ private:
+  // Relative to a number that is not less.
+  __device__ __forceinline__ OthersSum moved_to(float larger) const {
+    // What the total of a smaller one has lost is less than a rounding of the sum.
+    return reference < larger ? OthersSum{larger, total * ratio(reference, larger)}
+                              : OthersSum{larger, total, lost};
+  }
+  // Of one reference. The same bits, whichever is added to the other.
+  __device__ __forceinline__ void add(const OthersSum& other) {
+    lost += other.lost;
+    lost += math::lost_by_adding(total, other.total);
+  }
+};
+
+// Half types. The sum of a plain row (plain_rows.cuh) is not shifted: reference is then -0.0f,
+// which marks it. A largest logit is never -0.0f (add_shifted() adds +0.0f). Nearly all rows are
+// plain, so what others need is not inlined: the kernel would spill, and take 3 to 9 % longer.
+// (H100, 2026-11)
+template <>
+struct OthersSum<false> {
   static constexpr float kPlain = -0.0f;
 
   float reference = -math::infinity<float>();
   float total = 0;
-  // What rounding took from the total.
-  std::conditional_t<kExact, float, Nothing> lost = {};
 
   static __device__ __forceinline__ bool is_plain(float reference) {
     return __float_as_uint(reference) == 0x80000000u;
   }
-
-  // What sums relative to `from` are to be multiplied by, to be relative to a larger `to`. Not
-  // inlined, for less machine code.
   static __device__ __attribute__((noinline)) float ratio(float from, float to) {
     if (from == -math::infinity<float>()) {
       return 0;
     }
-    if constexpr (kExact) {
-      return math::exp(from - to);
-    } else {
-      const RowTerms<false> before(from);
-      const RowTerms<false> after(to);
-      return before.scale == after.scale ? math::exp2(after.offset - before.offset) : 0.0f;
-    }
+    const RowTerms<false> before(from);
+    const RowTerms<false> after(to);
+    return before.scale == after.scale ? math::exp2(after.offset - before.offset) : 0.0f;
   }
+  __device__ __forceinline__ float rounded() const { return total; }
+
   // The same relative to a number that is as large as the largest logit, or a little larger: beside
   // a sum of other reference, 0 may be so far above all logits that 1 would hide them.
   __device__ __forceinline__ OthersSum near_largest() const {
-    return kExact || !is_plain(reference) ? *this : relative_to_log(total);
+    return is_plain(reference) ? relative_to_log(total) : *this;
+  }
+
+  template <typename Part>
+  static __device__ __forceinline__ OthersSum of_parts(int parts, int member, int team,
+                                                       const Part& part) {
+    OthersSum sum = part(member);
+#pragma unroll 1
+    for (int n = member + team; n < parts; n += team) {
+      sum.add(part(n));
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ void add_lanes(int most, int least) {
+    for (int offset = most; offset >= least; offset /= 2) {
+      add({__shfl_xor_sync(kAllLanes, reference, offset),
+           __shfl_xor_sync(kAllLanes, total, offset)});
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void add(const OthersSum& other) {
+    if (__float_as_uint(reference) == __float_as_uint(other.reference)) {
+      total += other.total;
+      return;
+    }
+    *this = merged(near_largest(), other.near_largest());
   }
   // The total relative to `larger`. *this is what near_largest() returns.
   __device__ __forceinline__ float relative_to(float larger) const {
     return reference < larger ? total * ratio(reference, larger) : total;
   }
-  __device__ __forceinline__ OthersSum moved_to(float larger) const {
-    // What the total of the smaller one has lost is less than a rounding of the sum.
-    return {larger, relative_to(larger), reference < larger ? decltype(lost)() : lost};
-  }
-  __device__ __forceinline__ float rounded() const {
-    if constexpr (kExact) {
-      return total + lost;
-    } else {
-      return total;
-    }
-  }
-
-  // What the lane has whose number is this one's, but for the bits of `offset`.
-  __device__ __forceinline__ OthersSum of_neighbour(int offset) const {
-    OthersSum found{__shfl_xor_sync(kAllLanes, reference, offset),
-                    __shfl_xor_sync(kAllLanes, total, offset)};
-    if constexpr (kExact) {
-      found.lost = __shfl_xor_sync(kAllLanes, lost, offset);
-    }
-    return found;
-  }
-
-  __device__ __forceinline__ void add(const OthersSum& other) {
-    if (__float_as_uint(reference) == __float_as_uint(other.reference)) {
-      add_total(other);
-      return;
-    }
-    *this = merged(near_largest(), other.near_largest());
-  }
-
- private:
-  // The same bits, whichever is added to the other.
-  __device__ __forceinline__ void add_total(const OthersSum& other) {
-    if constexpr (kExact) {
-      lost += other.lost;
-      lost += math::lost_by_adding(total, other.total);
-    } else {
-      total += other.total;
-    }
-  }
-  // Not inlined, as ratio() is not.
   static __device__ __attribute__((noinline)) OthersSum merged(const OthersSum& a,
                                                                const OthersSum& b) {
     const float larger = math::max_number(a.reference, b.reference);
-    OthersSum sum = a.moved_to(larger);
-    sum.add_total(b.moved_to(larger));
-    return sum;
+    return {larger, a.relative_to(larger) + b.relative_to(larger)};
   }
   static __device__ __attribute__((noinline)) OthersSum relative_to_log(float total) {
     if (total == 0.0f) {

@@ -47,15 +47,16 @@ struct PlaneGrid : PlaneGroups {
   int cluster;     // blocks
   int lanes;       // of a cluster
   int lane_bits;   // log2(lanes)
-  int own_lanes;   // of a block
+  int own_lanes;   // of a block; a power of two, as all lanes are
+  int own_bits;    // log2(own_lanes)
   int share_bits;  // log2(shares)
   int range;
   int buffers;
   int parts;
-  int merging_threads;  // that merge the parts of a row
-  int width;            // lanes of a segment
-  int padding;          // groups behind a segment in shared memory
-  int pitch;            // groups from a share's class to its next one there
+  int merging_bits;  // log2 of the threads that merge the parts of a row
+  int width;         // lanes of a segment
+  int padding;       // groups behind a segment in shared memory
+  int pitch;         // groups from a share's class to its next one there
   PlaneReads reads;
   bool writes_groups;  // gradients are aligned to 8 bytes
 
@@ -67,12 +68,13 @@ struct PlaneGrid : PlaneGroups {
         lanes(spread.lanes()),
         lane_bits(log2_of(lanes)),
         own_lanes(spread.cut.lanes),
+        own_bits(log2_of(own_lanes)),
         share_bits(log2_of(spread.cut.shares)),
         range(spread.cut.range),
         buffers(spread.cut.buffers),
         parts(spread.cut.parts()),
-        merging_threads(merging_threads_of(
-            spread.cut, static_cast<int>(group_rows(element_size(args.input.dtype))))),
+        merging_bits(merging_bits_of(spread.cut,
+                                     static_cast<int>(group_rows(element_size(args.input.dtype))))),
         width(spread.cut.segment(cluster)),
         padding(Cut::padding(spread.reads)),
         pitch(static_cast<int>(spread.cut.pitch(spread.reads, cluster))),
@@ -91,6 +93,8 @@ struct PlaneGrid : PlaneGroups {
   __device__ __forceinline__ int rank() const {
     return static_cast<int>(blockIdx.x) & (blocks_of_cluster() - 1);
   }
+  // The block that merges the sums of a lane.
+  __device__ __forceinline__ int rank_of(int of_lane) const { return of_lane >> own_bits; }
   __device__ __forceinline__ int share_of_thread() const {
     return (static_cast<int>(threadIdx.x) >> lane_bits) * blocks_of_cluster() + rank();
   }
@@ -104,14 +108,14 @@ struct PlaneGrid : PlaneGroups {
   }
 
   // Few parts for each, as far as a block has threads for its rows.
-  static int merging_threads_of(const Cut& cut, int rows_of_group) {
+  static int merging_bits_of(const Cut& cut, int rows_of_group) {
     constexpr int kPartsOfThread = 4;
-    int threads = 1;
-    while (threads < kWarpSize && threads * kPartsOfThread < cut.parts() &&
-           threads * rows_of_group < cut.shares) {
-      threads *= 2;
+    int bits = 0;
+    while (1 << bits < kWarpSize && kPartsOfThread << bits < cut.parts() &&
+           rows_of_group << bits < cut.shares) {
+      ++bits;
     }
-    return threads;
+    return bits;
   }
 
   static int log2_of(int power) {

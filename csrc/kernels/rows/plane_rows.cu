@@ -47,32 +47,25 @@ struct PlaneBackward {
 template <bool kExact>
 __device__ __forceinline__ OthersSum<kExact> merge_parts(const RowNumbers& numbers, int parts,
                                                          int own, int member, int team) {
-  const auto part = [&](int n) {
+  auto sum = OthersSum<kExact>::of_parts(parts, member, team, [&](int n) {
     return OthersSum<kExact>{numbers.of_part(n, RowNumbers::kReference)[own],
                              numbers.of_part(n, RowNumbers::kTotal)[own]};
-  };
-  OthersSum<kExact> sum = part(member);
-#pragma unroll 1
-  for (int n = member + team; n < parts; n += team) {
-    sum.add(part(n));
-  }
-#pragma unroll 1
-  for (int offset = team / 2; offset > 0; offset /= 2) {
-    sum.add(sum.of_neighbour(offset));
-  }
+  });
+  sum.add_lanes(team / 2, 1);
   return sum;
 }
 
 // The row that these others and its class index make.
 template <bool kExact>
 __device__ __forceinline__ IndexRow row_of(const OthersSum<kExact>& others, float x_at_index) {
+  OthersSum<kExact> shifted = others;
   if constexpr (!kExact) {
     if (OthersSum<kExact>::is_plain(others.reference) &&
         IndexRow::may_be_plain(::fabsf(x_at_index), others.total)) {
       return IndexRow::plain(others.total);
     }
+    shifted = others.near_largest();
   }
-  const OthersSum<kExact> shifted = others.near_largest();
   const float largest = shifted.reference;
   return IndexRow::of(RowTerms<kExact>(largest), largest, shifted.rounded(), x_at_index);
 }
@@ -109,10 +102,11 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
   const int threads = static_cast<int>(blockDim.x);
   const int thread = static_cast<int>(threadIdx.x);
   const bool sums = !backward.exists();
-  const int team = sums ? grid.merging_threads : 1;
+  const int team_bits = sums ? grid.merging_bits : 0;
+  const int team = 1 << team_bits;
   const int member = thread & (team - 1);
 #pragma unroll 1
-  for (int own = thread / team; own < numbers.own_rows; own += threads / team) {
+  for (int own = thread >> team_bits; own < numbers.own_rows; own += threads >> team_bits) {
     const int row = numbers.first_own + own;
     const auto of_row = PlaneRow::of<kRows>(args.rows, grid, first, row);
     const int index = numbers.index(row, turn);
@@ -290,7 +284,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
         share.take_indices_out(
             TypeTag<decltype(like)>{}, range, of_buffer,
             grid.buffers > 1 ? logits_of(place_of(first + lane)) : nullptr,
-            numbers.at(lane / grid.own_lanes).of(RowNumbers::kLogit) + lane * kRows);
+            numbers.at(grid.rank_of(lane)).of(RowNumbers::kLogit) + lane * kRows);
       });
     };
     wait_for_places();

@@ -193,21 +193,7 @@ class GroupShare {
       raise(i, max + 0.0f);  // never -0
       terms[i] = RowTerms<kExact>(references_[i]);
     }
-    // Terms that are exactly 1 are counted apart: beside a 1, every sum of smaller ones would be
-    // rounded as it is. Not where one thread has all classes, which has the order, and the bits, of
-    // side_by_side_rows.
-    const float distance_of_one = grid_.share_bits > 0 ? 0.0f : math::quiet_nan<float>();
-    float ones[kRows] = {};
-    const auto term = [&](int i, float x) {
-      const float value = terms[i](x);
-      if constexpr (kExact) {
-        const float one = x - terms[i].shift == distance_of_one ? 1.0f : 0.0f;
-        ones[i] += one;
-        return value - one;
-      } else {
-        return value;
-      }
-    };
+    const auto term = [&](int i, float x) { return terms[i](x); };
     sum_group<kExact, element_t>(
         part.own, grid_.pitch, part.count, sums_, term, [](const auto&) {},
         [&](auto& added) {
@@ -217,13 +203,8 @@ class GroupShare {
               added[i] += term(i, last[i]);
             }
           }
-        });
-    if constexpr (kExact) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        sums_[i].add(ones[i]);
-      }
-    }
+        },
+        kExact && grid_.share_bits > 0);
   }
 
   // Exchanges sums with the other blocks of a cluster; then merges those of the same group that
@@ -243,9 +224,7 @@ class GroupShare {
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      for (int offset = kWarpSize / 2; offset >= grid_.own_lanes; offset /= 2) {
-        sums[i].add(sums[i].of_neighbour(offset));
-      }
+      sums[i].add_lanes(kWarpSize / 2, grid_.own_lanes);
       references[i] = sums[i].reference;
       totals[i] = sums[i].rounded();
     }
@@ -353,8 +332,8 @@ class GroupShare {
     const int threads = static_cast<int>(blockDim.x);
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = grid_.lane_of_segment();
-    float* const to = at_rank(of_sums, lane / grid_.own_lanes) + thread - lane +
-                      grid_.rank() * grid_.own_lanes + lane % grid_.own_lanes;
+    float* const to = at_rank(of_sums, grid_.rank_of(lane)) + thread - lane +
+                      grid_.rank() * grid_.own_lanes + (lane & (grid_.own_lanes - 1));
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float* const of_row = to + i * kNumbers * threads;
@@ -422,13 +401,16 @@ class GroupShare {
   }
   __device__ __forceinline__ void raise(int i, float largest) {
     if (largest > references_[i]) {
-      const float ratio = OthersSum<kExact>::ratio(references_[i], largest);
-      const float sum = __fmul_rn(sums_[i].sum, ratio);
-      if constexpr (kExact) {
-        // What rounding takes is kept: it may happen once for every range.
-        sums_[i].lost = sums_[i].lost * ratio + ::fmaf(sums_[i].sum, ratio, -sum);
+      if (references_[i] > -math::infinity<float>()) {  // else the sum is 0 or NaN
+        keep_apart();
+        const float ratio = OthersSum<kExact>::ratio(references_[i], largest);
+        const float sum = __fmul_rn(sums_[i].sum, ratio);
+        if constexpr (kExact) {
+          // What rounding takes is kept: it may happen once for every range.
+          sums_[i].lost = sums_[i].lost * ratio + ::fmaf(sums_[i].sum, ratio, -sum);
+        }
+        sums_[i].sum = sum;
       }
-      sums_[i].sum = sum;
       references_[i] = largest;
     }
   }
