@@ -204,6 +204,8 @@ class GroupShare {
             }
           }
         },
+        // The largest term is 1: a long sum of others would be rounded as that is. Where one thread
+        // has all classes, rows have the order, and the bits, of side_by_side_rows.
         kExact && grid_.share_bits > 0);
   }
 

@@ -103,7 +103,9 @@ using GroupSum = std::conditional_t<kExact, ExactSum, PlainSum>;
 
 // Adds term(i, x) over `count` classes to sums[i], where x is the logit of row i. Class c of the
 // group is own[c * pitch]. see(group) is called once for each class, for instance to find the
-// largest magnitude. add_last(sums) may add further terms to the remainder of the classes.
+// largest magnitude. add_last(sums) may add further terms to the remainder of the classes. apart:
+// sums[i] takes kColumnUnroll terms at a time, and one of the remainder; if not, twice as many, and
+// all of the remainder.
 template <bool kExact, typename scalar_t, typename Term, typename See, typename Last>
 __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pitch, int count,
                                           GroupSum<kExact> (&sums)[RowGroup<scalar_t>::kRows],
