@@ -350,6 +350,36 @@ CrossEntropyCase float_case(Random& random, int64_t rows, int64_t num_classes, C
   return c;
 }
 
+// The gradients of float logits are within so many units in the last place.
+void check_last_places(CrossEntropyCase& c, double units) {
+  c.grad_input = c.input;
+  test::subject() = c.describe() + ", last places";
+  Device device(0);
+  CrossEntropyForwardArgs args = c.forward_args(device.place());
+  args.grad_input = test::operand_of(c.grad_input, device.place());
+  args.grad_input_class_stride = c.grad_input.strides.back();
+  const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
+  cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
+  const TestTensor gradient = device.download(c.grad_input);
+  const int64_t rows = c.rows[0];
+  for (int64_t row = 0; row < rows; ++row) {
+    double sum = 0;
+    double others = 0;
+    const auto target = static_cast<int64_t>(c.target.at(row));
+    for (int64_t k = 0; k < c.num_classes; ++k) {
+      const double term = std::exp(c.input.at(row + k * rows));
+      sum += term;
+      others += k == target ? 0 : term;
+    }
+    for (int64_t k = 0; k < c.num_classes; ++k) {
+      const double exact = k == target ? -others / sum : std::exp(c.input.at(row + k * rows)) / sum;
+      const auto rounded = static_cast<float>(std::fabs(exact));
+      const double unit = std::nextafter(rounded, 2.0f) - rounded;
+      CHECK_CLOSE(gradient.at(row + k * rows), exact, units * unit);
+    }
+  }
+}
+
 // Gradients of float logits that spread, where one class may outweigh the others: within 4 units in
 // the last place, but for few. A thread that has all classes of a row adds up eight terms before it
 // keeps what rounding takes: of 80000 such gradients of 21 classes, two were off by 4.14.
@@ -368,34 +398,26 @@ void test_last_places(Random& random, int64_t num_classes, ClassLayout layout) {
           input.set(row + random.below(num_classes) * kRows, random.uniform(11, 15));
         }
       });
-  c.grad_input = c.input;
-  test::subject() = c.describe() + ", last places";
   const bool has_all = layout == ClassLayout::kInner || num_classes < 32;  // a thread
   const double units = has_all ? 4.25 : 4;
-  Device device(0);
-  CrossEntropyForwardArgs args = c.forward_args(device.place());
-  args.grad_input = test::operand_of(c.grad_input, device.place());
-  args.grad_input_class_stride = c.grad_input.strides.back();
-  const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
-  cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
-  const TestTensor gradient = device.download(c.grad_input);
-  for (int64_t row = 0; row < kRows; ++row) {
-    double sum = 0;
-    double others = 0;
-    const auto target = static_cast<int64_t>(c.target.at(row));
-    for (int64_t k = 0; k < num_classes; ++k) {
-      const double term = std::exp(c.input.at(row + k * kRows));
-      sum += term;
-      others += k == target ? 0 : term;
-    }
-    for (int64_t k = 0; k < num_classes; ++k) {
-      const double exact =
-          k == target ? -others / sum : std::exp(c.input.at(row + k * kRows)) / sum;
-      const auto rounded = static_cast<float>(std::fabs(exact));
-      const double unit = std::nextafter(rounded, 2.0f) - rounded;
-      CHECK_CLOSE(gradient.at(row + k * kRows), exact, units * unit);
-    }
-  }
+  check_last_places(c, units);
+}
+
+// The same where two classes have nearly the same logit, and all others so much smaller ones that
+// each is less than a rounding of the two: what rounding takes from the sums counts.
+void test_two_tops(Random& random, int64_t num_classes) {
+  constexpr int64_t kRows = 32;
+  constexpr double kTop = 18.06;
+  CrossEntropyCase c = float_case(
+      random, kRows, num_classes, ClassLayout::kOuter, Reduction::kSum, [&](TestTensor& input) {
+        input.fill([&] { return random.uniform(-0.05, 0); });
+        for (int64_t row = 0; row < kRows; ++row) {
+          const int64_t first = random.below(num_classes);
+          input.set(row + first * kRows, kTop);
+          input.set(row + (first + 1) % num_classes * kRows, kTop - 0.01);
+        }
+      });
+  check_last_places(c, 4);
 }
 
 // A logit of infinity makes its row's loss NaN, and no other row's.
@@ -505,6 +527,11 @@ int main() {
       test_last_places(random, num_classes, ClassLayout::kInner);
       test_last_places(random, num_classes, ClassLayout::kOuter);
       test_infinities(random, num_classes, random.pick({ClassLayout::kInner, ClassLayout::kOuter}));
+    }
+  }
+  for (const int64_t num_classes : {150, 1716, 8192}) {
+    for (int trial = 0; trial < 3; ++trial) {
+      test_two_tops(random, num_classes);
     }
   }
   test_invalid_targets();

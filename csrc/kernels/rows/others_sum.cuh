@@ -4,23 +4,23 @@
 #include <cstdint>
 
 #include "kernels/primitives/warp_reduce.cuh"
-#include "kernels/rows/plain_rows.cuh"
 #include "kernels/rows/row_terms.cuh"
 
 namespace lossops::cuda::plane_rows {
 
 // total = sum of exp(x_c - reference) over classes c of a row, without its class index. reference
-// is the largest of these logits. kExact: of fp32.
+// is the largest of these logits. kExact: for fp32 logits.
 //
-// of_parts(parts, member, team, part) is the sum of parts member, member + team, ... of a row, at
-// least one; part(n) is part n. add_lanes(most, least) leaves in each lane the sum over the lanes
-// whose numbers differ in the bits from `least` to `most`: all lanes of a warp call it.
+// of_parts(parts, member, team, part) is the sum of parts member, member + team, ... of a row, of
+// which there is one at least; part(n) is part n. add_lanes(most, least) leaves in each lane the
+// sum over the lanes whose numbers differ in the bits from `least` to `most`: all lanes of a warp
+// call it.
 template <bool kExact>
 struct OthersSum;
 
-// Each lane moves its sum to the largest reference of all, with one exponential. Two at a time,
-// with two each, took 7 of 38 instructions a logit where 64 threads share 1716 classes. (H100,
-// 2026-11)
+// Each lane moves its sum to the largest reference of all, with one exponential. Merging the sums
+// of two lanes at a time took two exponentials each time: 7 of 38 instructions a logit where 64
+// threads share 1716 classes. (H100, 2026-11)
 template <>
 struct OthersSum<true> {
   float reference = -math::infinity<float>();
@@ -29,7 +29,7 @@ struct OthersSum<true> {
 
   // What sums relative to `from` are to be multiplied by, to be relative to a larger `to`.
   static __device__ __forceinline__ float ratio(float from, float to) {
-    return from == -math::infinity<float>() ? 0.0f : math::exp(from - to);
+    return math::exp(from - to);
   }
   __device__ __forceinline__ float rounded() const { return total + lost; }
 
@@ -61,13 +61,13 @@ struct OthersSum<true> {
   }
 
  private:
-  // Relative to a number that is not less.
+  // The same sum relative to `larger`, which is the reference or more. A smaller sum takes in what
+  // it has lost: that may be more than rounding takes from the product.
   __device__ __forceinline__ OthersSum moved_to(float larger) const {
-    // What the total of a smaller one has lost is less than a rounding of the sum.
-    return reference < larger ? OthersSum{larger, total * ratio(reference, larger)}
+    return reference < larger ? OthersSum{larger, __fmul_rn(rounded(), ratio(reference, larger))}
                               : OthersSum{larger, total, lost};
   }
-  // Of one reference. The same bits, whichever is added to the other.
+  // `other` has the same reference. The bits are the same, whichever is added to the other.
   __device__ __forceinline__ void add(const OthersSum& other) {
     lost += other.lost;
     lost += math::lost_by_adding(total, other.total);
@@ -76,7 +76,7 @@ struct OthersSum<true> {
 
 // Half types. The sum of a plain row (plain_rows.cuh) is not shifted: reference is then -0.0f,
 // which marks it. A largest logit is never -0.0f (add_shifted() adds +0.0f). Nearly all rows are
-// plain, so what others need is not inlined: the kernel would spill, and take 3 to 9 % longer.
+// plain, so what the rest needs is not inlined: the kernel would spill, and take 3 to 9 % longer.
 // (H100, 2026-11)
 template <>
 struct OthersSum<false> {

@@ -47,7 +47,7 @@ struct PlaneGrid : PlaneGroups {
   int cluster;     // blocks
   int lanes;       // of a cluster
   int lane_bits;   // log2(lanes)
-  int own_lanes;   // of a block; a power of two, as all lanes are
+  int own_lanes;   // of a block; a power of two, as `lanes` is
   int own_bits;    // log2(own_lanes)
   int share_bits;  // log2(shares)
   int range;
@@ -107,7 +107,8 @@ struct PlaneGrid : PlaneGroups {
     return (range + (1 << share_bits) - 1) >> share_bits;
   }
 
-  // Few parts for each, as far as a block has threads for its rows.
+  // log2 of the threads that merge the parts of a row: each has few parts, as far as a block has
+  // threads for its rows.
   static int merging_bits_of(const Cut& cut, int rows_of_group) {
     constexpr int kPartsOfThread = 4;
     int bits = 0;

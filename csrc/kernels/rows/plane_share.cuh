@@ -193,7 +193,21 @@ class GroupShare {
       raise(i, max + 0.0f);  // never -0
       terms[i] = RowTerms<kExact>(references_[i]);
     }
-    const auto term = [&](int i, float x) { return terms[i](x); };
+    // Terms that are exactly 1 are counted apart: beside a 1, every sum of smaller ones would be
+    // rounded as it is. Not where one thread has all classes, which has the order, and the bits, of
+    // side_by_side_rows.
+    const float distance_of_one = grid_.share_bits > 0 ? 0.0f : math::quiet_nan<float>();
+    float ones[kRows] = {};
+    const auto term = [&](int i, float x) {
+      const float value = terms[i](x);
+      if constexpr (kExact) {
+        const float one = x - terms[i].shift == distance_of_one ? 1.0f : 0.0f;
+        ones[i] += one;
+        return value - one;
+      } else {
+        return value;
+      }
+    };
     sum_group<kExact, element_t>(
         part.own, grid_.pitch, part.count, sums_, term, [](const auto&) {},
         [&](auto& added) {
@@ -203,10 +217,13 @@ class GroupShare {
               added[i] += term(i, last[i]);
             }
           }
-        },
-        // The largest term is 1: a long sum of others would be rounded as that is. Where one thread
-        // has all classes, rows have the order, and the bits, of side_by_side_rows.
-        kExact && grid_.share_bits > 0);
+        });
+    if constexpr (kExact) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        sums_[i].add(ones[i]);
+      }
+    }
   }
 
   // Exchanges sums with the other blocks of a cluster; then merges those of the same group that
@@ -403,7 +420,7 @@ class GroupShare {
   }
   __device__ __forceinline__ void raise(int i, float largest) {
     if (largest > references_[i]) {
-      if (references_[i] > -math::infinity<float>()) {  // else the sum is 0 or NaN
+      if (references_[i] > -math::infinity<float>()) {  // else it is 0 or NaN, and stays so
         keep_apart();
         const float ratio = OthersSum<kExact>::ratio(references_[i], largest);
         const float sum = __fmul_rn(sums_[i].sum, ratio);

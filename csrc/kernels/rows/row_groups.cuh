@@ -103,14 +103,11 @@ using GroupSum = std::conditional_t<kExact, ExactSum, PlainSum>;
 
 // Adds term(i, x) over `count` classes to sums[i], where x is the logit of row i. Class c of the
 // group is own[c * pitch]. see(group) is called once for each class, for instance to find the
-// largest magnitude. add_last(sums) may add further terms to the remainder of the classes. apart:
-// sums[i] takes kColumnUnroll terms at a time, and one of the remainder; if not, twice as many, and
-// all of the remainder.
+// largest magnitude. add_last(sums) may add further terms to the remainder of the classes.
 template <bool kExact, typename scalar_t, typename Term, typename See, typename Last>
 __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pitch, int count,
                                           GroupSum<kExact> (&sums)[RowGroup<scalar_t>::kRows],
-                                          Term&& term, See&& see, Last&& add_last,
-                                          bool apart = false) {
+                                          Term&& term, See&& see, Last&& add_last) {
   using Group = RowGroup<scalar_t>;
   constexpr int kRows = Group::kRows;
   float last[kRows] = {};
@@ -131,22 +128,11 @@ __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pit
       of_rows[i] += pairwise_sum(values);
     }
   };
-  const auto keep_if_apart = [&](auto& of_rows) {
-    if (apart) {
-      keep_apart();
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        sums[i].add(of_rows[i]);
-        of_rows[i] = 0;
-      }
-    }
-  };
   int c = 0;
 #pragma unroll 1
   for (; c + 2 * kColumnUnroll <= count; c += 2 * kColumnUnroll) {
     float both[kRows] = {};
     add_classes(c, both);
-    keep_if_apart(both);
     add_classes(c + kColumnUnroll, both);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -155,7 +141,6 @@ __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pit
   }
   if (c + kColumnUnroll <= count) {
     add_classes(c, last);
-    keep_if_apart(last);
     c += kColumnUnroll;
   }
 #pragma unroll 1
@@ -166,7 +151,6 @@ __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pit
     for (int i = 0; i < kRows; ++i) {
       last[i] += term(i, x.get(i));
     }
-    keep_if_apart(last);
   }
   add_last(last);
 #pragma unroll
