@@ -9,18 +9,19 @@
 namespace lossops::cuda::plane_rows {
 
 // total = sum of exp(x_c - reference) over classes c of a row, without its class index. reference
-// is the largest of these logits. kExact: for fp32 logits.
+// is the largest of these logits, or -infinity where there are none; half types have others too.
+// kExact: for fp32 logits.
 //
-// of_parts(parts, member, team, part) is the sum of parts member, member + team, ... of a row, of
-// which there is one at least; part(n) is part n. add_lanes(most, least) leaves in each lane the
-// sum over the lanes whose numbers differ in the bits from `least` to `most`: all lanes of a warp
-// call it.
+// of_parts(parts, member, team, part) is the sum of parts member, member + team, ... of a row;
+// part(n) is part n, and member < parts. add_lanes(most, least) leaves in each lane the sum over
+// the lanes whose numbers differ from its own in no other bits than `least`, `most` and those
+// between. All lanes of a warp call it. If most < least, nothing changes.
 template <bool kExact>
 struct OthersSum;
 
-// Each lane moves its sum to the largest reference of all, with one exponential. Merging the sums
-// of two lanes at a time took two exponentials each time: 7 of 38 instructions a logit where 64
-// threads share 1716 classes. (H100, 2026-11)
+// Each lane moves its sum to the largest reference of all, with one exponential. If two lanes merge
+// their sums at a time, each time takes two: 8.5 of 38 instructions a logit where 64 threads share
+// 1716 classes, now some 1.5. (H100, 2026-11)
 template <>
 struct OthersSum<true> {
   float reference = -math::infinity<float>();
@@ -61,13 +62,14 @@ struct OthersSum<true> {
   }
 
  private:
-  // The same sum relative to `larger`, which is the reference or more. A smaller sum takes in what
-  // it has lost: that may be more than rounding takes from the product.
+  // The same sum relative to `larger`, which is the reference or more. If the reference changes,
+  // `lost` joins the total: it may be more than rounding takes from the product.
   __device__ __forceinline__ OthersSum moved_to(float larger) const {
     return reference < larger ? OthersSum{larger, __fmul_rn(rounded(), ratio(reference, larger))}
                               : OthersSum{larger, total, lost};
   }
   // `other` has the same reference. The bits are the same, whichever is added to the other.
+  // lost_by_adding() adds to the total.
   __device__ __forceinline__ void add(const OthersSum& other) {
     lost += other.lost;
     lost += math::lost_by_adding(total, other.total);
@@ -76,8 +78,8 @@ struct OthersSum<true> {
 
 // Half types. The sum of a plain row (plain_rows.cuh) is not shifted: reference is then -0.0f,
 // which marks it. A largest logit is never -0.0f (add_shifted() adds +0.0f). Nearly all rows are
-// plain, so what the rest needs is not inlined: the kernel would spill, and take 3 to 9 % longer.
-// (H100, 2026-11)
+// plain, so three functions for the others are not inlined: else the kernel spills, and takes 3 to
+// 9 % longer. (H100, 2026-11)
 template <>
 struct OthersSum<false> {
   static constexpr float kPlain = -0.0f;

@@ -107,8 +107,8 @@ struct PlaneGrid : PlaneGroups {
     return (range + (1 << share_bits) - 1) >> share_bits;
   }
 
-  // log2 of the threads that merge the parts of a row: each has few parts, as far as a block has
-  // threads for its rows.
+  // log2 of the threads that merge the parts of a row: so many that each has at most
+  // kPartsOfThread, if a warp and the block's threads are enough.
   static int merging_bits_of(const Cut& cut, int rows_of_group) {
     constexpr int kPartsOfThread = 4;
     int bits = 0;

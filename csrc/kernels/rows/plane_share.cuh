@@ -420,7 +420,8 @@ class GroupShare {
   }
   __device__ __forceinline__ void raise(int i, float largest) {
     if (largest > references_[i]) {
-      if (references_[i] > -math::infinity<float>()) {  // else it is 0 or NaN, and stays so
+      // Without a reference the sum is 0 or NaN, and stays so.
+      if (references_[i] > -math::infinity<float>()) {
         keep_apart();
         const float ratio = OthersSum<kExact>::ratio(references_[i], largest);
         const float sum = __fmul_rn(sums_[i].sum, ratio);
