@@ -96,6 +96,26 @@ __device__ __forceinline__ PieceState reduce_below(float max, float own_max, Add
   return state;
 }
 
+// Where the warps of a row meet, each with the state of its piece: they see those of all after it.
+// cluster: the blocks that the row's warps are spread over. Where it is one, `met` is not used.
+template <RowKind kKind>
+__device__ __forceinline__ void meet_with(const PieceState& own, uint32_t* states, int piece,
+                                          int pieces, int cluster, CopyBarrier& met,
+                                          uint32_t parity, int lane) {
+  if (cluster > 1) {
+    // To each block by a lane.
+    if (lane < cluster) {
+      own.template send<kKind>(states + piece, pieces, &met, lane);
+    }
+    met.template wait<true>(parity);
+  } else {
+    if (lane == 0) {
+      own.template publish<kKind>(states + piece, pieces);
+    }
+    __syncthreads();
+  }
+}
+
 // The states of a row's pieces, put together by a warp: in every lane. kFew: no more pieces than
 // lanes. kDistance: the distance is wanted.
 template <RowKind kKind, bool kFew = false, bool kDistance = true>

@@ -236,18 +236,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     };
     const PieceState own = reduce_below<scalar_t, kKind>(piece_max, max, add_terms);
     uint32_t* const row_states = states + n * kStateWords<kKind> * pieces.count;
-    if (cluster > 1) {
-      // To each block by a lane.
-      if (lane < cluster) {
-        own.template send<kKind>(row_states + piece, pieces.count, &rows.met[n], lane);
-      }
-      rows.met[n].template wait<true>(0);
-    } else {
-      if (lane == 0) {
-        own.template publish<kKind>(row_states + piece, pieces.count);
-      }
-      __syncthreads();
-    }
+    meet_with<kKind>(own, row_states, piece, pieces.count, cluster, rows.met[n], 0, lane);
     const PieceState state = combine_pieces<kKind>(row_states, pieces, num_classes, lane);
     const float weight = rows.weight[n];
     const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, weight);

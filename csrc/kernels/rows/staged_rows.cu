@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 // One row after the other, a piece a warp: of the block's warps, or of a cluster's. Each warp keeps
 // its piece until its gradient is written, and loads its piece of the next row meanwhile.
-template <typename scalar_t, RowKind kKind, bool kCluster>
+template <typename scalar_t, RowKind kKind>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     cross_entropy_gradient_staged_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                          Pieces pieces, RowShares shares, int buffer_bytes,
@@ -155,10 +155,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-  if constexpr (!kCluster) {
-    cluster = 1;
-  }
-  const int rank = kCluster ? cluster_rank() : 0;
+  const int rank = cluster_rank();
   const int piece = rank * warps + warp;
   const int begin = piece * pieces.size;
   const int num_classes = static_cast<int>(args.num_classes);
@@ -177,7 +174,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const auto expect_states = [&](CopyBarrier& met) {
     met.expect(kStateWords<kKind> * sizeof(uint32_t) * pieces.count);
   };
-  if (kCluster && threadIdx.x == 0) {
+  if (cluster > 1 && threadIdx.x == 0) {
     for (CopyBarrier& met : block.met) {
       met.init();
       expect_states(met);
@@ -204,14 +201,14 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   unit.wait(args, denominator);
   const float scale = unit.get();
   const SmoothedIndex q(args);
-  if constexpr (kCluster) {
+  if (cluster > 1) {
     cluster_sync();  // all blocks run before one stores to another
   }
   int kept = 0;  // rows with a loss
   for (int n = 0; n < batches.count; ++n) {
     // A batch is prepared by one warp and finished by another, and rows without a loss are no
     // meeting in a cluster: before the row whose end reads of the next batch, and after it.
-    if (kCluster && (n + 1) % kBatch <= 1) {
+    if ((n + 1) % kBatch <= 1) {
       __syncthreads();
     }
     const StagedRow<kKind>& row = batches.row(n);
@@ -222,31 +219,18 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     PieceState state;
     if (row.index >= 0) {
       state = stage.reduce(whole, smoothing);
-      if (kCluster || warps > 1) {
+      if (pieces.count > 1) {
         uint32_t* const row_states = states + kept % 2 * kStateWords<kKind> * pieces.count;
-        if constexpr (kCluster) {
-          // To each block by a lane. No block gets two rows ahead of another.
-          CopyBarrier& met = block.met[kept % 2];
-          if (lane < cluster) {
-            state.template send<kKind>(row_states + piece, pieces.count, &met, lane);
-          }
-          met.template wait<true>(kept / 2 % 2);
-          if (threadIdx.x == 0) {
-            expect_states(met);
-          }
-        } else {
-          if (lane == 0) {
-            state.template publish<kKind>(row_states + piece, pieces.count);
-          }
-          __syncthreads();
+        CopyBarrier& met = block.met[kept % 2];  // no block gets two rows ahead of another
+        meet_with<kKind>(state, row_states, piece, pieces.count, cluster, met, kept / 2 % 2, lane);
+        if (cluster > 1 && threadIdx.x == 0) {
+          expect_states(met);
         }
         state = combine_pieces<kKind>(row_states, pieces, num_classes, lane);
         ++kept;
       } else {
         __syncwarp();
       }
-    } else if constexpr (!kCluster) {
-      __syncthreads();
     }
     auto* const gradient = static_cast<scalar_t*>(row.gradient) + begin;
     if (row.index >= 0) {
@@ -326,10 +310,8 @@ void launch_staged_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan
       constexpr RowKind kKind = decltype(kind)::value;
       if (args.grad_input.data == nullptr) {
         launch(cross_entropy_forward_staged_kernel<scalar_t, kKind>, row_group(plan.pieces.count));
-      } else if (plan.cluster > 1) {
-        launch(cross_entropy_gradient_staged_kernel<scalar_t, kKind, true>, plan.cluster);
       } else {
-        launch(cross_entropy_gradient_staged_kernel<scalar_t, kKind, false>, 1);
+        launch(cross_entropy_gradient_staged_kernel<scalar_t, kKind>, plan.cluster);
       }
     });
   });
