@@ -60,6 +60,7 @@ CUDA_SOURCES = [
     "csrc/kernels/rows/cross_entropy.cu",
     "csrc/kernels/rows/index_gradients.cu",
     "csrc/kernels/rows/long_rows.cu",
+    "csrc/kernels/rows/plane_gradients.cu",
     "csrc/kernels/rows/plane_rows.cu",
     "csrc/kernels/rows/probability_rows.cu",
     "csrc/kernels/rows/side_by_side_rows.cu",

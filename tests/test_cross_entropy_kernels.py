@@ -222,6 +222,59 @@ def test_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
                 assert same_bits(gradients[0], gradients[1]), (spread, reduction)
 
 
+@pytest.mark.parametrize("classes", [89, 512, 513, 1700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_gradients_of_planes(dtype: torch.dtype, classes: int) -> None:
+    """Strips of a whole plane, of a part of one, of several; rows beside unusual ones; crops.
+
+    Each row has the bits that it has in an image by itself.
+    """
+    for images, positions in ((2, (601,)), (2, (640,)), (40, (3, 5)), (5, (12, 12))):
+        x = (3 * torch.randn(images, classes, *positions)).to(dtype).cuda()
+        t = torch.randint(0, classes, (images, *positions)).cuda()
+        t[1, ..., ::3] = -100
+        t[0, ..., 0] = 0
+        t[0, ..., -1] = classes - 1
+        check(CE, sample(x, t, reduction="none"))
+        usual = run(x, t, reduction="none").gradients["input"]
+        for n in range(2):
+            alone = run(x[n : n + 1], t[n : n + 1], reduction="none").gradients["input"]
+            assert same_bits(alone, usual[n : n + 1])
+        crop = torch.zeros(images, classes, *(size + 3 for size in positions)).to(x)
+        crop = crop[(..., *(slice(1, size + 1) for size in positions))].copy_(x)
+        assert same_bits(run(crop, t, reduction="none").gradients["input"], usual)
+        unusual = x.clone()
+        unusual[1, 0, ..., 1] = float("nan")
+        unusual[1, -1, ..., 4] = 3e4
+        beside = run(unusual, t, reduction="none").gradients["input"]
+        for at in {*range(positions[-1])} - {1, 4}:
+            assert same_bits(beside[..., at], usual[..., at]), at
+        assert t[1, ..., 1].lt(0).logical_or(beside[1, ..., 1].isnan().all(0)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_kernel_of_plane_gradients(dtype: torch.dtype) -> None:
+    """Of losses without a reduction; of others where blocks would share 32 bytes of memory."""
+    for side, reduction, kernels in (
+        (8, "none", (True, True)),
+        (7, "mean", (True, True)),
+        (8, "mean", (True, False)),
+    ):
+        x = torch.randn(2, 100, side, side, dtype=dtype, device="cuda", requires_grad=True)
+        t = torch.randint(0, 100, (2, side, side), device="cuda")
+
+        def step(x: Tensor = x, t: Tensor = t, reduction: str = reduction) -> None:
+            lossops.cross_entropy(x, t, reduction=reduction).sum().backward()
+
+        names = kernels_of(step)
+        found = tuple(
+            any(kernel in name for name in names)
+            for kernel in ("plane_rows_kernel", "plane_gradients_kernel")
+        )
+        # With a reduction, a second kernel is launched for another grad_output, and does nothing.
+        assert found[0] == kernels[0] and found[1] >= kernels[1], (side, reduction, names)
+
+
 @pytest.mark.parametrize("classes", [1, 2, 5, 21, 88, 89, 161])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_smoothed_images(dtype: torch.dtype, classes: int) -> None:

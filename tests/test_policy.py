@@ -119,6 +119,23 @@ def test_strided_classes_with_several_coefficients() -> None:
     assert few == "side_by_side_rows"
 
 
+def test_gradients_of_planes() -> None:
+    """Written with the loss where no two blocks share 32 bytes of memory; else after it."""
+    for shape, dtype, written in (
+        ((2, 100, 8, 8), "fp32", True),
+        ((2, 100, 7, 7), "fp32", False),
+        ((2, 100, 4, 4), "fp16", True),
+        ((2, 100, 4, 6), "bf16", False),
+    ):
+        for device in ("h200", "a100"):
+            plan = _plan.plan(shape, dtype, gradient=True, device=device)
+            assert (plan["name"], plan["writes_gradient"]) == ("plane_rows", written)
+            none = _plan.plan(shape, dtype, gradient=True, reduction="none", device=device)
+            assert not none["writes_gradient"]
+            assert none["backward"] == "plane_gradients"
+            assert written or plan["backward"] == "plane_gradients"
+
+
 def test_other_options() -> None:
     shape = (8192, 32768)
     # Smoothing is for staged rows; with class weights for team rows; these alone change nothing.

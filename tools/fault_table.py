@@ -702,6 +702,20 @@ FAULTS = [
         "test_compile.py::test_gradients_of_cast_logits",
     ),
     Fault(
+        "cuda: gradients of planes, the class index's as any class's",
+        "plane-gradients-index",
+        "x[i] = at_index.is(i, turn) ? numbers_.get(row_ + i).at_index : x[i]",
+        "(void)at_index",
+        "test_cross_entropy_kernels.py::test_gradients_of_planes",
+    ),
+    Fault(
+        "cuda: gradients of planes, unusual rows as usual ones",
+        "plane-gradients-unusual",
+        "write_any();",
+        "",
+        "test_cross_entropy_kernels.py::test_large_logits",
+    ),
+    Fault(
         "cuda: smoothed images, what the class index has more left out of the loss",
         "soft-planes-index",
         "dot = smooth.with_index(dot, state.max, x_at_index)",

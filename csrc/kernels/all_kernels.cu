@@ -11,6 +11,7 @@
 #include "kernels/rows/cross_entropy.cu"
 #include "kernels/rows/index_gradients.cu"
 #include "kernels/rows/long_rows.cu"
+#include "kernels/rows/plane_gradients.cu"
 #include "kernels/rows/plane_rows.cu"
 #include "kernels/rows/probability_rows.cu"
 #include "kernels/rows/side_by_side_rows.cu"

@@ -11,6 +11,7 @@
 
 #include "kernels/class_index/float_tiles_plan.h"
 #include "kernels/class_index/tiles_plan.h"
+#include "kernels/rows/plane_gradients_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/policy.h"
 #include "kernels/rows/soft_planes_plan.h"
@@ -211,8 +212,8 @@ CrossEntropyForwardArgs short_rows(DType dtype, int64_t classes, int64_t stride)
   return args;
 }
 
-// Blocks in clusters: where gradients share sectors of memory, or classes are taken in ranges. They
-// fit a multiprocessor, and each has some of the shares.
+// Blocks in clusters, where classes are taken in ranges. They fit a multiprocessor, and each has
+// some of the shares.
 void test_plane_clusters() {
   for (const NamedDevice& device : kNamedDevices) {
     for (const int64_t positions : {169, 1000, 1001, 1008}) {
@@ -223,19 +224,14 @@ void test_plane_clusters() {
               device.name + (" " + std::to_string(classes)) + "x" + std::to_string(positions);
           CrossEntropyForwardArgs args = short_rows(dtype, classes, 1);
           args.rows.sizes[0] = args.rows.numel = positions;
-          args.input_class_stride = args.grad_input_class_stride = positions;
-          args.grad_input = args.input;
-          using plane_rows::Spread;
-          const Spread spread(args, args.grad_input, positions, device.limits);
-          const Spread forward(args, Operand(), positions, device.limits);
-          const bool shares_sectors = positions * element_size(dtype) % 32 != 0;
+          args.input_class_stride = positions;
+          const plane_rows::Spread spread(args, device.limits);
           CHECK(spread.cluster == 1 || (device.limits.hopper && spread.lanes() <= 32));
           CHECK(spread.has_one_turn() || device.limits.multiprocessors < 64);
           CHECK(spread.groups >= plane_rows::groups_of(args));
           CHECK(spread.reads != plane_rows::PlaneReads::kSegments ||
                 spread.groups % spread.cut.segment(spread.cluster) == 0);
-          CHECK(spread.cluster == 1 || shares_sectors || spread.cut.buffers > 1);
-          CHECK(forward.cluster == 1 || forward.cut.buffers > 1);
+          CHECK(spread.cluster == 1 || spread.cut.buffers > 1);
           CHECK(spread.cut.shares % spread.cluster == 0 && spread.blocks % spread.cluster == 0);
           CHECK(spread.shared_bytes <= plane_rows::most_shared_bytes(device.limits.shared_bytes));
           CHECK(spread.cut.buffers == 1 || device.limits.shared_bytes < 100 << 10 ||
@@ -247,6 +243,42 @@ void test_plane_clusters() {
         CHECK(has_cluster == device.limits.hopper);
       }
     }
+  }
+  test::subject() = "";
+}
+
+// How plane_gradients cuts planes into strips: each position and each plane once, in no more
+// vectors than a warp has lanes, wherever a strip begins in its first one.
+void test_strips() {
+  using namespace plane_gradients;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const int64_t vector = kVectorBytes / element_size(dtype);
+    for (int64_t positions = 2; positions <= 70'000; positions += positions < 3000 ? 1 : 331) {
+      for (const int64_t planes : {1, 2, 5, 100}) {
+        test::subject() = std::to_string(planes) + " of " + std::to_string(positions);
+        CrossEntropyForwardArgs args = short_rows(dtype, 89, 1);
+        args.input_class_stride = positions;
+        args.rows.sizes[0] = positions;
+        args.rows.sizes[1] = planes;
+        args.rows.ndim = 2;
+        args.rows.numel = positions * planes;
+        args.input.strides[1] = positions * args.num_classes;
+        const Strips strips(args);
+        CHECK(strips.positions == positions && strips.planes == planes);
+        CHECK(strips.length * strips.of_plane >= positions);
+        CHECK(strips.length * (strips.of_plane - 1) < positions);
+        CHECK(strips.planes_of_strip == 1 || strips.of_plane == 1);
+        CHECK(strips.planes_of_strip >= 1 && strips.planes_of_strip <= planes);
+        CHECK(strips.planes_of_strip * ceil_div(strips.length + vector - 1, vector) <= kWarpSize);
+        CHECK(strips.count == strips.of_plane * ceil_div(planes, int64_t{strips.planes_of_strip}));
+      }
+    }
+  }
+  for (int64_t classes = 2; classes <= 70'000; classes += classes < 2000 ? 1 : 97) {
+    test::subject() = std::to_string(classes);
+    const int of_tile = tile_classes(classes);
+    CHECK(of_tile % kWarps == 0 && of_tile <= kTileClasses);
+    CHECK(of_tile * (ceil_div(classes, of_tile) - 1) < classes);
   }
   test::subject() = "";
 }
@@ -391,6 +423,7 @@ int main() {
   lossops::cuda::test_edges();
   lossops::cuda::test_plane_cuts();
   lossops::cuda::test_plane_clusters();
+  lossops::cuda::test_strips();
   lossops::cuda::test_float_tile_lanes();
   lossops::cuda::test_tile_bytes();
   lossops::cuda::test_soft_tiles();

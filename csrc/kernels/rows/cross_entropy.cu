@@ -180,7 +180,7 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
       return launch_flat_gradients(args, stream);
     case BackwardFamily::kIndexGradients:
       return launch_index_gradients(args, stream);
-    case BackwardFamily::kPlaneRows:
+    case BackwardFamily::kPlaneGradients:
       return launch_plane_gradients(args, stream);
     case BackwardFamily::kTeamRows:
       return launch_team_rows_backward(args, stream);

@@ -88,4 +88,18 @@ struct IndexGradient {
   }
 };
 
+// Of a row that forward has left. The offsets are the row's.
+template <bool kExact>
+__device__ __forceinline__ IndexGradient<kExact> index_gradient(
+    const CrossEntropyBackwardArgs& args, int64_t row, int64_t input_offset, int64_t target_offset,
+    int64_t grad_output_offset) {
+  const RowTarget<float> target(args, target_offset);
+  const RowGradient<float, false, kExact> gradient(
+      args, target, load_summary<false>(args, target, row, input_offset),
+      row_scale<float>(args, grad_output_offset));
+  return target.has_loss() ? IndexGradient<kExact>::of(gradient.logit_gradient, gradient.at_index,
+                                                       static_cast<int>(target.index))
+                           : IndexGradient<kExact>::without_loss(gradient.without_loss());
+}
+
 }  // namespace lossops::cuda

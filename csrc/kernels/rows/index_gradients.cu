@@ -29,14 +29,8 @@ struct IndexGradients {
   __device__ __forceinline__ bool begin() const { return !kept_is_right(args); }
 
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
-    const RowTarget<float> target(args, place.offset(args.target));
-    const RowSummary<float> summary =
-        load_summary<false>(args, target, place.row, place.offset(args.input));
-    const RowGradient<float, false, kExact> gradient(
-        args, target, summary, row_scale<float>(args, place.offset(args.grad_output)));
-    return target.has_loss() ? Gradient::of(gradient.logit_gradient, gradient.at_index,
-                                            static_cast<int>(target.index))
-                             : Gradient::without_loss(gradient.without_loss());
+    return index_gradient<kExact>(args, place.row, place.offset(args.input),
+                                  place.offset(args.target), place.offset(args.grad_output));
   }
 
   // The class index once more, by the warp that wrote it.

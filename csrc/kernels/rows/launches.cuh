@@ -29,7 +29,7 @@ LaunchRows launch_split_rows;
 LaunchRows launch_staged_rows;
 LaunchRows launch_soft_tiles;
 
-// Writes the gradients of a backward pass of which takes_gradients() of plane_rows_plan.h is true.
+// Writes the gradients of a backward pass of which takes() of plane_gradients_plan.h is true.
 void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 // Of a backward pass: fp32 and half types, class indices, contiguous classes of logits and
 // gradients, which do not share memory.

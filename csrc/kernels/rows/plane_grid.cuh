@@ -24,6 +24,7 @@
 #include "kernels/primitives/integers.h"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/index_gradient.cuh"
+#include "kernels/rows/plane_place.cuh"
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/row_groups.cuh"
 
@@ -34,13 +35,6 @@ constexpr bool kHasClusters = kMayCopyInBulk;
 
 // Of any dtype: the logits of one class, of a group of rows.
 using GroupWords = VectorOf<uint32_t, kGroupBytes / 4>;
-
-// The groups of all rows, numbered plane by plane.
-struct PlaneGroups {
-  uint32_t groups;
-  Divisor groups_of_plane;
-  int64_t positions;  // of a plane
-};
 
 // How the rows are dealt out, for the kernel.
 struct PlaneGrid : PlaneGroups {
@@ -58,10 +52,8 @@ struct PlaneGrid : PlaneGroups {
   int padding;       // groups behind a segment in shared memory
   int pitch;         // groups from a share's class to its next one there
   PlaneReads reads;
-  bool writes_groups;  // gradients are aligned to 8 bytes
 
-  PlaneGrid(const CrossEntropyArgs& args, const Spread& spread, const Operand& gradient,
-            int64_t gradient_class_stride)
+  PlaneGrid(const CrossEntropyArgs& args, const Spread& spread)
       : PlaneGroups{static_cast<uint32_t>(spread.groups),
                     Divisor(static_cast<uint32_t>(spread.groups_of_plane)), positions_of(args)},
         cluster(spread.cluster),
@@ -78,10 +70,7 @@ struct PlaneGrid : PlaneGroups {
         width(spread.cut.segment(cluster)),
         padding(Cut::padding(spread.reads)),
         pitch(static_cast<int>(spread.cut.pitch(spread.reads, cluster))),
-        reads(spread.reads) {
-    writes_groups = gradient.data == nullptr ||
-                    side_by_side::lies_in_columns(args, gradient, gradient_class_stride);
-  }
+        reads(spread.reads) {}
 
   // The thread's number in its segment.
   __device__ __forceinline__ int lane_of_segment() const {
@@ -125,54 +114,6 @@ struct PlaneGrid : PlaneGroups {
       ++bits;
     }
     return bits;
-  }
-};
-
-// Where a group of rows is.
-struct PlanePlace {
-  const IterationSpace& space;
-  int64_t position;  // of the first row, in its plane
-  uint32_t plane;
-  int rows;       // of the group that exist: fewer at the end of a plane, or none
-  bool is_there;  // the group's number is below that of all groups
-
-  template <int kRows>
-  static __device__ __forceinline__ PlanePlace of(const IterationSpace& space,
-                                                  const PlaneGroups& grid, uint32_t group) {
-    const uint32_t own = group < grid.groups ? group : grid.groups - 1;
-    const uint32_t plane = grid.groups_of_plane.quotient(own);
-    const int64_t position = int64_t{own - plane * grid.groups_of_plane.value} * kRows;
-    const int64_t left = grid.positions - position;
-    return {space, position, plane,
-            group >= grid.groups || left <= 0 ? 0
-            : left < kRows                    ? static_cast<int>(left)
-                                              : kRows,
-            group < grid.groups};
-  }
-
-  __device__ __forceinline__ int64_t row(const PlaneGroups& grid) const {
-    return plane * grid.positions + position;
-  }
-  __device__ __forceinline__ int64_t offset(const Operand& operand) const {
-    return position * operand.strides[0] +
-           (space.ndim <= 2 ? plane * operand.strides[1] : of_dimensions(space, operand, plane));
-  }
-
- private:
-  // Not inlined: it is long, rare, and asked for in many places.
-  static __device__ __attribute__((noinline)) int64_t of_dimensions(const IterationSpace& space,
-                                                                    const Operand& operand,
-                                                                    uint32_t plane) {
-    int64_t offset = 0;
-    uint32_t rest = plane;
-#pragma unroll 1
-    for (int dim = 1; dim < space.ndim; ++dim) {
-      const auto size = static_cast<uint32_t>(space.sizes[dim]);
-      const uint32_t outer = rest / size;
-      offset += (rest - outer * size) * operand.strides[dim];
-      rest = outer;
-    }
-    return offset;
   }
 };
 

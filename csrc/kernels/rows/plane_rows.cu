@@ -34,14 +34,6 @@ namespace lossops::cuda {
 namespace plane_rows {
 namespace {
 
-// What a backward pass of its own has; without it, the rows are summed.
-struct PlaneBackward {
-  const void* row_stats = nullptr;
-  Operand grad_output;
-
-  __device__ __forceinline__ bool exists() const { return row_stats != nullptr; }
-};
-
 // Merges the parts of one of the block's own rows: the sum of all classes but its index, in all
 // threads of a team.
 template <bool kExact>
@@ -85,7 +77,7 @@ struct PlaneRow {
     return place.offset(operand) + i * operand.strides[0];
   }
   __device__ __forceinline__ int64_t number(const PlaneGrid& grid) const {
-    return place.row(grid) + i;
+    return place.row(grid.positions) + i;
   }
 };
 
@@ -93,16 +85,14 @@ struct PlaneRow {
 // what their gradients need in the `numbers` of all blocks of the cluster. scale: of the gradients.
 template <typename scalar_t>
 __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
-                                            const PlaneBackward& backward, const PlaneGrid& grid,
-                                            const RowType<scalar_t>& type,
+                                            const PlaneGrid& grid, const RowType<scalar_t>& type,
                                             const RowNumbers& numbers, uint32_t first, int turn,
                                             float scale, Partial& partial) {
   constexpr int kRows = GroupShare<scalar_t>::kRows;
   constexpr bool kExact = GroupShare<scalar_t>::kExact;
   const int threads = static_cast<int>(blockDim.x);
   const int thread = static_cast<int>(threadIdx.x);
-  const bool sums = !backward.exists();
-  const int team_bits = sums ? grid.merging_bits : 0;
+  const int team_bits = grid.merging_bits;
   const int team = 1 << team_bits;
   const int member = thread & (team - 1);
 #pragma unroll 1
@@ -113,34 +103,14 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
     const bool is_there = of_row.is_there();
     const int64_t number = of_row.number(grid);
     const float weight = row_weight(args, index);
-    float own_scale = scale;
-    float x_at_index = 0;
-    IndexRow reduced;
-    if (sums) {
-      if (index >= 0 && member == 0) {
-        x_at_index = numbers.of(RowNumbers::kLogit)[row];
-      }
-      reduced = row_of(merge_parts<kExact>(numbers, grid.parts, own, member, team), x_at_index);
-      if (member > 0) {
-        continue;
-      }
-    } else if (is_there) {
-      if (index >= 0) {
-        const auto* const of_index = static_cast<const scalar_t*>(args.input.data) +
-                                     of_row.offset(args.input) + index * args.input_class_stride;
-        x_at_index = type.visit(
-            [&](auto like) { return to_acc<float>(bits_as<decltype(like)>(*of_index)); });
-      }
-      const RowStats<float> stats(const_cast<void*>(backward.row_stats), args.rows.numel);
-      reduced = IndexRow::of_kept(stats.max[number], stats.rest[number]);
-      own_scale =
-          load_grad_output<float>(backward.grad_output, of_row.offset(backward.grad_output));
-      if (args.reduction == Reduction::kMean) {
-        own_scale /= static_cast<float>(args.mean_terms[0]);
-      }
+    const float x_at_index = index >= 0 && member == 0 ? numbers.of(RowNumbers::kLogit)[row] : 0.0f;
+    const IndexRow reduced =
+        row_of(merge_parts<kExact>(numbers, grid.parts, own, member, team), x_at_index);
+    if (member > 0) {
+      continue;
     }
-    const auto finished = reduced.template finish<!kExact>(x_at_index, own_scale, weight);
-    if (is_there && sums) {
+    const auto finished = reduced.template finish<!kExact>(x_at_index, scale, weight);
+    if (is_there) {
       const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
       record_row(
           args, loss, weight, reduced, x_at_index, number,
@@ -149,10 +119,9 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
     if (args.grad_input.data != nullptr) {
       using Gradient = IndexGradient<kExact>;
       const auto gradient =
-          index >= 0
-              ? Gradient::of(LogitGradient<float, kExact>(finished.softmax, own_scale * weight),
-                             finished.gradient_at_index, index)
-              : Gradient::without_loss(gradient_without_loss(index));
+          index >= 0 ? Gradient::of(LogitGradient<float, kExact>(finished.softmax, scale * weight),
+                                    finished.gradient_at_index, index)
+                     : Gradient::without_loss(gradient_without_loss(index));
 #pragma unroll 1
       for (int rank = 0; rank < grid.blocks_of_cluster(); ++rank) {
         numbers.at(rank).put(row, gradient);
@@ -168,7 +137,6 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
 template <typename scalar_t>
 __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     plane_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
-                      const __grid_constant__ PlaneBackward backward,
                       const __grid_constant__ PlaneGrid grid, const RowType<scalar_t> type,
                       Denominator denominator, GradOutput grad_output, Partial* partials,
                       Finalize finalize) {
@@ -179,9 +147,6 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   float scale = 1;
   if (grad_output.is_one(scale)) {
     return;
-  }
-  if (backward.exists()) {
-    wait_for_previous_kernel();
   }
   let_next_kernel_start();
   const int threads = static_cast<int>(blockDim.x);
@@ -209,7 +174,6 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   const int last_range =
       (static_cast<int>(args.num_classes) - 1) / grid.range * grid.range;  // its first class
   const bool writes = args.grad_input.data != nullptr;
-  const bool sums = !backward.exists();
   const auto logits_of = [&](const PlanePlace& place) {
     return static_cast<const scalar_t*>(args.input.data) + place.offset(args.input);
   };
@@ -246,7 +210,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   };
   start(first, 0, 0);
   end_group_of_copies();
-  if (writes && sums) {
+  if (writes) {
     UnitScale<float, true> unit(args, denominator, scale);
     unit.wait(args, denominator);
     scale = unit.get();
@@ -267,7 +231,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       if (grid.buffers > 1) {
         if (range < last_range) {
           start(first, range + grid.range, buffer ^ 1);
-        } else if (!writes || !sums) {
+        } else if (!writes) {
           start(next_first, 0, buffer ^ 1);
         }
         end_group_of_copies();
@@ -288,59 +252,57 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       });
     };
     wait_for_places();
-    if (sums) {
 #pragma unroll 1
-      for (int range = 0; range <= last_range; range += grid.range) {
-        start_next(range);
-        wait_for_range();
-        settle(range, buffer);
-        take_indices_out(range, buffer);
-        type.visit([&](auto like) {
-          if constexpr (kExact) {
-            share.add_shifted(TypeTag<decltype(like)>{}, range, buffer);
-          } else {
-            share.add_plain(TypeTag<decltype(like)>{}, range, buffer);
+    for (int range = 0; range <= last_range; range += grid.range) {
+      start_next(range);
+      wait_for_range();
+      settle(range, buffer);
+      take_indices_out(range, buffer);
+      type.visit([&](auto like) {
+        if constexpr (kExact) {
+          share.add_shifted(TypeTag<decltype(like)>{}, range, buffer);
+        } else {
+          share.add_plain(TypeTag<decltype(like)>{}, range, buffer);
+        }
+      });
+      buffer ^= grid.buffers - 1;
+    }
+    if constexpr (!kExact) {
+      const int shifted =
+          type.visit([&](auto like) { return share.mark_plain(TypeTag<decltype(like)>{}); });
+      if (__any_sync(kAllLanes, shifted != 0)) {
+        share.sum_shifted(shifted, [&] {
+          // The other buffer has the next groups already, or the range before the last.
+          const int free = buffer ^ (grid.buffers - 1);
+#pragma unroll 1
+          for (int range = 0; range <= last_range; range += grid.range) {
+            if (grid.buffers > 1) {
+              start(first, range, free);
+              wait_for_own_copies();
+              settle(range, free);
+              take_indices_out(range, free);
+            }
+            type.visit(
+                [&](auto like) { share.add_shifted(TypeTag<decltype(like)>{}, range, free); });
           }
         });
-        buffer ^= grid.buffers - 1;
       }
-      if constexpr (!kExact) {
-        const int shifted =
-            type.visit([&](auto like) { return share.mark_plain(TypeTag<decltype(like)>{}); });
-        if (__any_sync(kAllLanes, shifted != 0)) {
-          share.sum_shifted(shifted, [&] {
-            // The other buffer has the next groups already, or the range before the last.
-            const int free = buffer ^ (grid.buffers - 1);
-#pragma unroll 1
-            for (int range = 0; range <= last_range; range += grid.range) {
-              if (grid.buffers > 1) {
-                start(first, range, free);
-                wait_for_own_copies();
-                settle(range, free);
-                take_indices_out(range, free);
-              }
-              type.visit(
-                  [&](auto like) { share.add_shifted(TypeTag<decltype(like)>{}, range, free); });
-            }
-          });
-        }
-      }
-      if (!writes && grid.buffers == 1) {
-        start(next_first, 0, 0);
-      }
-      float references[kRows];
-      float totals[kRows];
-      share.get_sums(numbers, references, totals);
-      if (thread % kWarpSize < grid.own_lanes) {
-        const int merged_lane = thread & (grid.own_lanes - 1);
-        const int part = grid.own_lanes < kWarpSize ? thread / kWarpSize : share.share;
-        RowNumbers::store(numbers.of_part(part, RowNumbers::kReference) + merged_lane * kRows,
-                          references);
-        RowNumbers::store(numbers.of_part(part, RowNumbers::kTotal) + merged_lane * kRows, totals);
-      }
-      __syncthreads();
     }
-    finish_rows(args, backward, grid, type, numbers, first, turn, scale, partial);
+    if (!writes && grid.buffers == 1) {
+      start(next_first, 0, 0);
+    }
+    float references[kRows];
+    float totals[kRows];
+    share.get_sums(numbers, references, totals);
+    if (thread % kWarpSize < grid.own_lanes) {
+      const int merged_lane = thread & (grid.own_lanes - 1);
+      const int part = grid.own_lanes < kWarpSize ? thread / kWarpSize : share.share;
+      RowNumbers::store(numbers.of_part(part, RowNumbers::kReference) + merged_lane * kRows,
+                        references);
+      RowNumbers::store(numbers.of_part(part, RowNumbers::kTotal) + merged_lane * kRows, totals);
+    }
+    __syncthreads();
+    finish_rows(args, grid, type, numbers, first, turn, scale, partial);
     if (writes) {
       meet();
       IndexGradient<kExact> gradients[kRows];
@@ -349,7 +311,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       auto* const to = static_cast<scalar_t*>(args.grad_input.data) +
                        place_of(first + lane).offset(args.grad_input);
       // After the sums the last two ranges are still in shared memory, so the last comes first.
-      const bool descends = sums && grid.buffers > 1;
+      const bool descends = grid.buffers > 1;
       buffer ^= descends ? 1 : 0;
 #pragma unroll 1
       for (int done = 0; done <= last_range; done += grid.range) {
@@ -358,7 +320,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
           start_next(range);
         }
         wait_for_range();
-        const bool is_settled = sums && done < 2 * grid.range;  // for the sums
+        const bool is_settled = done < 2 * grid.range;  // for the sums
         if (!is_settled) {
           settle(range, buffer);
         }
@@ -384,27 +346,9 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     first = next_first;
   }
   wait_for_places();
-  if (args.reduction != Reduction::kNone && !grad_output.exists() && sums) {
+  if (args.reduction != Reduction::kNone && !grad_output.exists()) {
     reduce_to_grid<true>(partial, partials, finalize);
   }
-}
-
-void launch(const CrossEntropyForwardArgs& args, const PlaneBackward& backward,
-            const Spread& spread, LaunchShape shape, const Denominator& denominator,
-            const GradOutput& grad_output, Partial* partials, const Finalize& finalize,
-            cudaStream_t stream) {
-  shape.threads = spread.cut.threads();
-  shape.shared_bytes = spread.shared_bytes;
-  shape.cluster = spread.cluster;
-  const PlaneGrid grid(args, spread, args.grad_input, args.grad_input_class_stride);
-  visit_float_or_any_half(args.input.dtype, [&](auto like) {
-    const RowType<typename decltype(like)::type> type(args.input.dtype);
-    const auto kernel = plane_rows_kernel<typename decltype(like)::type>;
-    allow_shared_bytes(kernel, shape.shared_bytes, kStaticBytes,
-                       static_cast<int>(most_shared_bytes(current_device_limits().shared_bytes)));
-    launch_kernel("plane_rows_kernel", kernel, shape, stream, args, backward, grid, type,
-                  denominator, grad_output, partials, finalize);
-  });
 }
 
 }  // namespace
@@ -414,28 +358,25 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                        const Denominator& denominator, const GradOutput& grad_output,
                        Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   using namespace plane_rows;
-  const Spread spread(args, args.grad_input, args.grad_input_class_stride, current_device_limits());
+  const Spread spread(args, current_device_limits());
   LaunchShape shape;
   shape.blocks = plan.blocks;
   // Blocks that begin beside those of another kernel begin one by one. If they have several turns,
   // neighbours then read neighbouring memory at different times all the while: steps of 150 to 1203
   // classes took 8 to 12 % longer. (H100, 2026-11)
   shape.overlap = grad_output.exists() || (denominator.is_left() && spread.has_one_turn());
-  launch(args, {}, spread, shape, denominator, grad_output, partials, finalize, stream);
-}
-
-void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
-  using namespace plane_rows;
-  CrossEntropyForwardArgs forward;
-  static_cast<CrossEntropyArgs&>(forward) = args;
-  forward.mean_terms = const_cast<double*>(args.mean_terms);  // read only
-  forward.grad_input = args.grad_input;
-  forward.grad_input_class_stride = args.grad_input_class_stride;
-  const Spread spread(args, args.grad_input, args.grad_input_class_stride, current_device_limits());
-  LaunchShape shape;
-  shape.blocks = spread.blocks;
-  shape.overlap = true;
-  launch(forward, {args.row_stats, args.grad_output}, spread, shape, {}, {}, nullptr, {}, stream);
+  shape.threads = spread.cut.threads();
+  shape.shared_bytes = spread.shared_bytes;
+  shape.cluster = spread.cluster;
+  const PlaneGrid grid(args, spread);
+  visit_float_or_any_half(args.input.dtype, [&](auto like) {
+    const RowType<typename decltype(like)::type> type(args.input.dtype);
+    const auto kernel = plane_rows_kernel<typename decltype(like)::type>;
+    allow_shared_bytes(kernel, shape.shared_bytes, kStaticBytes,
+                       static_cast<int>(most_shared_bytes(current_device_limits().shared_bytes)));
+    launch_kernel("plane_rows_kernel", kernel, shape, stream, args, grid, type, denominator,
+                  grad_output, partials, finalize);
+  });
 }
 
 }  // namespace lossops::cuda

@@ -285,8 +285,8 @@ class GroupShare {
     }
     scalar_t* const of_share = to + (first + share) * args_.grad_input_class_stride;
     const int64_t step = args_.grad_input_class_stride << grid_.share_bits;
-    // replace(values): logits by gradients. store(group, place)
-    const auto write = [&](auto unroll, auto&& replace, auto&& store) {
+    // replace(values): logits by gradients.
+    const auto write = [&](auto unroll, auto&& replace) {
       constexpr int kUnroll = decltype(unroll)::value;
       const Group* logits = own;
       scalar_t* group = of_share;
@@ -299,37 +299,27 @@ class GroupShare {
           values[i] = x.get(i);
         }
         replace(values);
-        store(Group::of(values), group);
+        *reinterpret_cast<Group*>(group) = Group::of(values);
         logits += grid_.pitch;
         group += step;
       }
     };
-    const auto replace_usual = [&](auto& x) {
+    if (usual) {
+      write(std::integral_constant<int, 2>(), [&](auto& x) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        x[i] = gradients[i].of_logit.usual(x[i]);
-      }
-    };
-    const auto replace_any = [&](auto& x) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        float value[1] = {x[i]};
-        gradients[i].replace(value);
-        x[i] = value[0];
-      }
-    };
-    const auto store_group = [](const Group& results, scalar_t* place) {
-      *reinterpret_cast<Group*>(place) = results;
-    };
-    const auto store_any = [&](const Group& results, scalar_t* place) {
-      grid_.writes_groups ? store_group(results, place) : scatter(results, place);
-    };
-    if (usual && grid_.writes_groups) {
-      write(std::integral_constant<int, 2>(), replace_usual, store_group);
-    } else if (usual) {
-      write(std::integral_constant<int, 2>(), replace_usual, store_any);
+        for (int i = 0; i < kRows; ++i) {
+          x[i] = gradients[i].of_logit.usual(x[i]);
+        }
+      });
     } else {
-      write(std::integral_constant<int, 1>(), replace_any, store_any);
+      write(std::integral_constant<int, 1>(), [&](auto& x) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          float value[1] = {x[i]};
+          gradients[i].replace(value);
+          x[i] = value[0];
+        }
+      });
     }
     // Overwrites what the same thread wrote above at the class index, so no barrier is needed.
 #pragma unroll
@@ -449,23 +439,6 @@ class GroupShare {
   // The first slot of the segment.
   __device__ __forceinline__ int slots(int buffer) const {
     return slot_ - grid_.lane_of_segment() + buffer * places_of_range_ * grid_.pitch;
-  }
-
-  // Stores a group that is not aligned, or some rows of it.
-  template <typename element_t>
-  __device__ __forceinline__ void scatter(const RowGroup<element_t>& results, scalar_t* to) const {
-    const int64_t row_stride = args_.grad_input.strides[0];
-    if (row_stride == 1 && rows_ == kRows) {
-      OddGroup<element_t>::store(results, reinterpret_cast<element_t*>(to));
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (i < rows_) {
-        constexpr int kPerWord = kWordElements<scalar_t>;
-        to[i * row_stride] = element_of<scalar_t>(results.words[i / kPerWord], i % kPerWord);
-      }
-    }
   }
 
   const CrossEntropyForwardArgs& args_;

@@ -11,6 +11,7 @@
 #include "kernels/class_index/half_rows_plan.h"
 #include "kernels/class_index/tiles_plan.h"
 #include "kernels/rows/long_rows_plan.h"
+#include "kernels/rows/plane_gradients_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/probability_rows_plan.h"
 #include "kernels/rows/row_cut.h"
@@ -59,15 +60,15 @@ const PolicyRow kPolicy[kFamilies] = {
      "a block copies all classes of 8 to 128 groups of rows to shared memory, and the next ones to "
      "the place of those that it needs no more; more than 88 are dealt out to 2 to 64 threads a "
      "group; the gradient reads what does not fit once more; half types at odd addresses by the "
-     "vectors that contain a warp's rows; with Hopper, where gradients of two blocks share 32 "
-     "bytes of memory or not all classes fit, a cluster of 2 or 4 blocks copies up to 256 bytes of "
-     "a class at a time",
+     "vectors that contain a warp's rows; with Hopper, where not all classes fit, a cluster of 2 "
+     "or "
+     "4 blocks copies up to 256 bytes of a class at a time; where gradients of two blocks share 32 "
+     "bytes of memory, `plane_gradients` writes them after the loss",
      "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .74 / .80 "
      "(H100); at odd addresses, on an H100, bf16 11x179x238313 by elements .29 / .32, this .58 / "
-     ".45; fp32 "
-     "5x883x78643 by blocks alone .57 / .21, in clusters .57 / .37",
+     ".45; fp16 51x727x2249 with the gradient in clusters .36 / .24, after the loss .37 / .33",
      [](P p) { return p.plain && p.indices && plane_rows::lies_in_planes(p.args); },
-     plane_rows::plan, always, Again::kForAll, never},
+     plane_rows::plan, plane_rows::writes_gradient, Again::kForAll, never},
     {Family::kSoftPlanes, "soft_planes", "rows/soft_planes.cu",
      "strided classes (images, transposed logits), smoothing without class weights; of fp16 and "
      "bf16 with weights too, and probabilities",
@@ -269,8 +270,8 @@ constexpr int64_t kLeastGradientBytes = 1024;
 constexpr int64_t kMostFlatBytes = 4096;
 
 BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
-  if (plane_rows::takes_gradients(args)) {
-    return BackwardFamily::kPlaneRows;
+  if (plane_gradients::takes(args)) {
+    return BackwardFamily::kPlaneGradients;
   }
   const int64_t row_bytes = args.num_classes * element_size(args.input.dtype);
   // What the kernels of index_gradients.cu take; more dimensions would be a launch for each index.
@@ -299,8 +300,8 @@ const char* name_of(BackwardFamily family) {
       return "flat_gradients";
     case BackwardFamily::kIndexGradients:
       return "index_gradients";
-    case BackwardFamily::kPlaneRows:
-      return "plane_rows";
+    case BackwardFamily::kPlaneGradients:
+      return "plane_gradients";
     case BackwardFamily::kTeamRows:
       return "team_rows";
     default:

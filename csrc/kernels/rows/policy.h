@@ -54,7 +54,7 @@ std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args, const De
 enum class BackwardFamily : int8_t {
   kFlatGradients,   // flat_gradients.cuh: a block a tile of short rows
   kIndexGradients,  // index_gradients.cu
-  kPlaneRows,       // plane_rows.cu
+  kPlaneGradients,  // plane_gradients.cu
   kTeamRows,        // a team of threads a row
   kStridedRows      // a thread a row
 };

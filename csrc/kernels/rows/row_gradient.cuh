@@ -244,7 +244,10 @@ __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBack
   const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
   RowSummary<acc_t> summary{stats.max[row], stats.rest[row], 0, 0};
   if constexpr (!kDense && std::is_same_v<acc_t, float>) {
-    summary.max = IndexRow::of_kept(summary.max, summary.rest).max;
+    const IndexRow kept = IndexRow::of_kept(summary.max, summary.rest);
+    if (kept.is_plain()) {
+      return {kept.max, kept.rest, 0, summary.max};  // as IndexRow::kept() left it
+    }
   }
   if constexpr (kDense) {
     summary.q_sum = stats.q_sum[row];

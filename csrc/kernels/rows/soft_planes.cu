@@ -12,7 +12,6 @@
 // One share meets nobody, and its threads finish their own rows.
 
 #include <cstdint>
-#include <cstring>
 
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/grid_reduce.cuh"
@@ -32,31 +31,9 @@ namespace lossops::cuda {
 namespace soft_planes {
 namespace {
 
+using plane_rows::get_numbers;
 using plane_rows::PlaneGrid;
-
-// Numbers in shared memory that lie `pitch` words apart.
-template <typename T>
-__device__ __forceinline__ void put_numbers(float* to, int pitch, const T& value) {
-  constexpr int kCount = sizeof(T) / sizeof(float);
-  float words[kCount];
-  memcpy(words, &value, sizeof(T));
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    to[k * pitch] = words[k];
-  }
-}
-template <typename T>
-__device__ __forceinline__ T get_numbers(const float* from, int pitch) {
-  constexpr int kCount = sizeof(T) / sizeof(float);
-  float words[kCount];
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    words[k] = from[k * pitch];
-  }
-  T value;
-  memcpy(&value, words, sizeof(T));
-  return value;
-}
+using plane_rows::put_numbers;
 
 // Losses, and gradients where args.grad_input exists.
 template <typename scalar_t, bool kIsSmooth>
@@ -167,7 +144,7 @@ __global__ void __launch_bounds__(kMostThreads, min_blocks(kIsSmooth))
         q_sum = SmoothedIndex::kSum;
       }
       finish_indexed_row<RowKind::kProbability>(
-          args, smooth, index, weight, state, dot, q_sum, 0.0f, place.row(grid) + i,
+          args, smooth, index, weight, state, dot, q_sum, 0.0f, place.row(grid.positions) + i,
           [&](int64_t) { return offset_of(args.output); }, partial);
       if (writes) {
         const float scale =

@@ -1,0 +1,72 @@
+// Gradients of cross entropy with class indices, of rows whose classes are not neighbours: of a
+// backward pass, and of steps whose loss another kernel has left. At any address; it is made for
+// rows that lie side by side.
+//
+// A block has a tile (plane_gradients_plan.h). Its threads first compute the numbers of the tile's
+// rows, one row a thread, and then write the tile.
+#include <cstdint>
+
+#include "kernels/grid/device.cuh"
+#include "kernels/grid/launch.cuh"
+#include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/index_gradient.cuh"
+#include "kernels/rows/launches.cuh"
+#include "kernels/rows/plane_gradients.cuh"
+#include "kernels/rows/plane_gradients_plan.h"
+#include "kernels/rows/row_gradient.cuh"
+#include "launchers.h"
+
+namespace lossops::cuda {
+namespace plane_gradients {
+namespace {
+
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    plane_gradients_kernel(const __grid_constant__ CrossEntropyBackwardArgs args,
+                           const __grid_constant__ PlaneGrid grid, const RowType<scalar_t> type) {
+  using Tile = GradientTile<scalar_t>;
+  __shared__ float memory[StripNumbers<scalar_t>::kFloats];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (kept_is_right(args)) {
+    return;
+  }
+  // The last strips first: in a step, their logits may still be in a cache.
+  const uint32_t block = gridDim.x - 1 - blockIdx.x;
+  const uint32_t number = grid.tiles_of_strip.quotient(block);
+  const int tile = static_cast<int>(block - number * grid.tiles_of_strip.value);
+  const Strip strip = grid.strip(number);
+  const StripNumbers<scalar_t> numbers{memory};
+  const int before = Tile::rows_before(strip);
+  const int rows = (strip.planes - 1) * grid.length + strip.length + before;
+#pragma unroll 1
+  for (int n = static_cast<int>(threadIdx.x); n < rows; n += kThreads) {
+    const int row = n - before;
+    const int plane = row < 0 ? 0 : row / grid.length;
+    const PlanePlace place = {args.rows, strip.begin + row - plane * grid.length,
+                              strip.first_plane + plane, 1, true};
+    numbers.put(
+        n, index_gradient<Tile::kExact>(args, place.row(grid.positions), place.offset(args.input),
+                                        place.offset(args.target), place.offset(args.grad_output)));
+  }
+  __syncthreads();
+  Tile(args, grid, strip, tile, numbers).write(type);
+}
+
+}  // namespace
+}  // namespace plane_gradients
+
+void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
+  using namespace plane_gradients;
+  const Strips strips(args);
+  const PlaneGrid grid(strips, args);
+  const int64_t blocks = strips.count * grid.tiles_of_strip.value;
+  visit_float_or_any_half(args.input.dtype, [&](auto like) {
+    using scalar_t = typename decltype(like)::type;
+    launch_kernel("plane_gradients_kernel", plane_gradients_kernel<scalar_t>,
+                  {blocks, kThreads, 0, 1, true}, stream, args, grid,
+                  RowType<scalar_t>(args.input.dtype));
+  });
+}
+
+}  // namespace lossops::cuda

@@ -1,0 +1,352 @@
+// The gradients of a tile of rows whose classes are not neighbours, written by aligned vectors.
+//
+// A lane of a warp has a vector of the strip. The warp has every eighth class: their addresses
+// differ by multiples of a vector, so that a lane has the same rows in all of them, and keeps their
+// numbers in registers.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/primitives/integers.h"
+#include "kernels/rows/index_gradient.cuh"
+#include "kernels/rows/plane_gradients_plan.h"
+#include "kernels/rows/plane_place.cuh"
+#include "kernels/rows/row_reader.cuh"
+
+namespace lossops::cuda::plane_gradients {
+
+using plane_rows::PlanePlace;
+
+// A strip, for the kernel.
+struct Strip {
+  uint32_t first_plane;
+  int planes;
+  int64_t begin;  // position
+  int length;
+
+  __device__ __forceinline__ int64_t end() const { return begin + length; }
+};
+
+struct PlaneGrid {
+  int64_t positions;
+  int planes;
+  int length;
+  int planes_of_strip;
+  Divisor strips_of_plane;
+  Divisor tiles_of_strip;
+  int tile_classes;
+  bool reads_vectors;  // logits begin a vector wherever gradients do
+
+  PlaneGrid(const Strips& strips, const CrossEntropyBackwardArgs& args)
+      : positions(strips.positions),
+        planes(static_cast<int>(strips.planes)),
+        length(strips.length),
+        planes_of_strip(strips.planes_of_strip),
+        strips_of_plane(static_cast<uint32_t>(strips.of_plane)),
+        tile_classes(plane_gradients::tile_classes(args.num_classes)) {
+    tiles_of_strip = Divisor(static_cast<uint32_t>(ceil_div(args.num_classes, tile_classes)));
+    const int64_t vector = kVectorBytes / element_size(args.input.dtype);
+    const auto distance = reinterpret_cast<uintptr_t>(args.input.data) -
+                          reinterpret_cast<uintptr_t>(args.grad_input.data);
+    reads_vectors = distance % kVectorBytes == 0 && args.input.strides[0] == 1 &&
+                    (args.input_class_stride - args.grad_input_class_stride) % vector == 0;
+    for (int dim = 1; dim < args.rows.ndim; ++dim) {
+      reads_vectors =
+          reads_vectors && (args.input.strides[dim] - args.grad_input.strides[dim]) % vector == 0;
+    }
+  }
+
+  __device__ __forceinline__ Strip strip(uint32_t number) const {
+    const uint32_t first = strips_of_plane.quotient(number);  // of strips that are planes: itself
+    const int64_t begin = int64_t{number - first * strips_of_plane.value} * length;
+    const uint32_t plane = first * planes_of_strip;
+    return {plane, min(planes_of_strip, planes - static_cast<int>(plane)), begin,
+            static_cast<int>(min(int64_t{length}, positions - begin))};
+  }
+};
+
+// IndexGradients of the rows of a strip in shared memory, so that lanes that ask for rows of their
+// vectors, a vector's rows apart, meet no banks.
+template <typename scalar_t>
+struct StripNumbers {
+  using Gradient = IndexGradient<kExactExponentials<scalar_t>>;
+  static constexpr int kVector = kVectorSize<scalar_t>;
+  static constexpr int kRows = kWarpSize * kVector;
+  static constexpr int kPitch = kRows + kVector;
+  static constexpr int kFloats = sizeof(Gradient) / sizeof(float) * kPitch;
+
+  float* numbers;
+
+  __device__ __forceinline__ void put(int row, const Gradient& gradient) const {
+    plane_rows::put_numbers(numbers + place(row), kPitch, gradient);
+  }
+  __device__ __forceinline__ Gradient get(int row) const {
+    return plane_rows::get_numbers<Gradient>(numbers + place(row), kPitch);
+  }
+
+ private:
+  static __device__ __forceinline__ int place(int row) {
+    return row % kVector * (kPitch / kVector) + row / kVector;
+  }
+};
+
+// What the gradients of a usual row are made of.
+template <bool kExact>
+struct UsualGradient {
+  math::MultipleOfExp multiple;
+  float lowest = -math::infinity<float>();
+
+  // Whether the row is a usual one.
+  __device__ __forceinline__ bool take(const LogitNumbers<kExact>& numbers) {
+    multiple = numbers.multiple;
+    lowest = numbers.lowest;
+    return true;
+  }
+  // Whether a logit is a usual one.
+  __device__ __forceinline__ bool holds_of(float x) const { return x > lowest; }
+  __device__ __forceinline__ float operator()(float x) const { return multiple(x); }
+};
+template <>
+struct UsualGradient<false> {
+  float offset = 0;
+  float factor = 0;
+
+  __device__ __forceinline__ bool take(const LogitNumbers<false>& numbers) {
+    offset = numbers.offset;
+    factor = numbers.factor;
+    return numbers.scale == math::kLog2E;
+  }
+  __device__ __forceinline__ bool holds_of(float) const { return true; }
+  __device__ __forceinline__ float operator()(float x) const {
+    return factor * math::exp2(__fmaf_rn(x, math::kLog2E, offset));
+  }
+};
+
+// For each row of a vector a byte: the turn, of those that a warp takes for its classes, in which
+// the class is the row's index.
+template <int kRows>
+class TurnsOfRows {
+ public:
+  __device__ __forceinline__ TurnsOfRows() {
+#pragma unroll
+    for (unsigned& turns : turns_) {
+      turns = kNone * kEach;
+    }
+  }
+  // distance: from the warp's first class to the row's index. classes: that the warp goes through.
+  __device__ __forceinline__ void set(int row, int distance, int classes) {
+    if (distance >= 0 && distance < classes && distance % kWarps == 0) {
+      turns_[row / 4] ^= (kNone ^ static_cast<unsigned>(distance / kWarps)) << (row % 4 * 8);
+    }
+  }
+  // Whether it is the turn of any row.
+  __device__ __forceinline__ bool has(int turn) const {
+    unsigned zeros = 0;
+#pragma unroll
+    for (const unsigned turns : turns_) {
+      // The highest bit of a byte that is 0. It may be set in bytes above that one, too.
+      const unsigned distances = turns ^ static_cast<unsigned>(turn) * kEach;
+      zeros |= (distances - kEach) & ~distances & 0x80 * kEach;
+    }
+    return zeros != 0;
+  }
+  __device__ __forceinline__ bool is(int row, int turn) const {
+    return (turns_[row / 4] >> (row % 4 * 8) & 0xff) == static_cast<unsigned>(turn);
+  }
+
+ private:
+  static constexpr unsigned kNone = 0xff;
+  static constexpr unsigned kEach = 0x01010101;  // byte
+  static_assert(kTileClasses / kWarps <= kNone, "turns below kNone");
+  unsigned turns_[kRows / 4];
+};
+
+template <typename scalar_t>
+class GradientTile {
+ public:
+  static constexpr bool kExact = kExactExponentials<scalar_t>;
+  using Gradient = IndexGradient<kExact>;
+  static constexpr int kVector = kVectorSize<scalar_t>;
+
+  // Rows before the strip that its vectors may have.
+  static __device__ __forceinline__ int rows_before(const Strip& strip) {
+    return strip.begin > 0 ? kVector - 1 : 0;
+  }
+
+  // numbers: of the rows of the strip and, before those, rows_before().
+  __device__ __forceinline__ GradientTile(const CrossEntropyBackwardArgs& args,
+                                          const PlaneGrid& grid, const Strip& strip, int tile,
+                                          const StripNumbers<scalar_t>& numbers)
+      : args_(args),
+        grid_(grid),
+        numbers_(numbers),
+        first_class_(tile * grid.tile_classes + static_cast<int>(threadIdx.x) / kWarpSize),
+        end_class_(min((tile + 1) * grid.tile_classes, static_cast<int>(args.num_classes))) {
+    const int lanes = kWarpSize / grid.planes_of_strip;
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int plane = lane / lanes;
+    const int vector = lane - plane * lanes;
+    const bool is_there = plane < strip.planes;
+    const PlanePlace first = {args.rows, 0, strip.first_plane + (is_there ? plane : 0), 1, true};
+    logits_ = static_cast<const scalar_t*>(args.input.data) + first.offset(args.input) +
+              first_class_ * args.input_class_stride;
+    gradients_ = static_cast<scalar_t*>(args.grad_input.data) + first.offset(args.grad_input) +
+                 first_class_ * args.grad_input_class_stride;
+    // Elements from a vector to position 0.
+    const int phase =
+        static_cast<int>(reinterpret_cast<uintptr_t>(gradients_) / sizeof(scalar_t) % kVector);
+    const auto aligned = [&](int64_t position) {
+      return position - static_cast<int>((position + phase) % kVector);
+    };
+    // A vector with rows of two strips belongs to the one that its last row is in.
+    position_ = aligned(strip.begin) + vector * kVector;
+    const int64_t end = strip.end() < grid.positions ? aligned(strip.end()) : strip.end();
+    begin_ = position_ < 0 ? static_cast<int>(-position_) : 0;
+    end_ = is_there ? static_cast<int>(min(end - position_, int64_t{kVector})) : 0;
+    row_ = plane * grid.length + static_cast<int>(position_ - strip.begin) + rows_before(strip);
+  }
+
+  __device__ __forceinline__ void write(const RowType<scalar_t>& type) const {
+    if (begin_ >= end_ || first_class_ >= end_class_) {
+      return;
+    }
+    UsualGradient<kExact> usual[kVector];
+    unsigned ignored = 0;  // a bit each row
+    TurnsOfRows<kVector> at_index;
+    bool is_usual = true;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (i >= begin_ && i < end_) {
+        const Gradient gradient = numbers_.get(row_ + i);
+        ignored |= gradient.index < 0 ? 1u << i : 0;
+        at_index.set(i, gradient.index - first_class_, end_class_ - first_class_);
+        is_usual = is_usual && (gradient.index < 0 ? gradient.at_index == 0.0f
+                                                   : usual[i].take(gradient.of_logit));
+      }
+    }
+    int turn = 0;
+    const auto replace = [&](float (&x)[kVector]) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        is_usual = is_usual && usual[i].holds_of(x[i]);
+        x[i] = usual[i](x[i]);
+      }
+      if (ignored != 0) {
+        keep_apart();
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          x[i] = (ignored & 1u << i) != 0 ? 0.0f : x[i];
+        }
+      }
+      if (at_index.has(turn)) {
+        keep_apart();
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          // fault: plane-gradients-index
+          x[i] = at_index.is(i, turn) ? numbers_.get(row_ + i).at_index : x[i];
+        }
+      }
+      ++turn;
+    };
+    begin_ == 0 && end_ == kVector&& args_.input.strides[0] == 1 ? write_vectors(type, replace)
+                                                                 : write_elements(replace);
+    if (!is_usual) {
+      write_any();  // fault: plane-gradients-unusual
+    }
+  }
+
+ private:
+  static constexpr int kUnroll = 4;
+
+  // replace(x): a vector's logits by their gradients.
+  template <typename Replace>
+  __device__ __forceinline__ void write_vectors(const RowType<scalar_t>& type,
+                                                Replace&& replace) const {
+    const int64_t from_step = kWarps * args_.input_class_stride;
+    const int64_t to_step = kWarps * args_.grad_input_class_stride;
+    const scalar_t* from = logits_ + position_;
+    scalar_t* to = gradients_ + position_;
+#pragma unroll 1
+    for (int c = first_class_; c < end_class_; c += kUnroll * kWarps) {
+      RowVector vectors[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (c + u * kWarps < end_class_) {
+          vectors[u] = grid_.reads_vectors ? *reinterpret_cast<const RowVector*>(from)
+                                           : RowVector::load_by_words(from);
+        }
+        from += from_step;
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (c + u * kWarps < end_class_) {
+          float x[kVector];
+          vectors[u].unpack(type, x);
+          replace(x);
+          *reinterpret_cast<RowVector*>(to) = RowVector::pack(type, x);
+        }
+        to += to_step;
+      }
+    }
+  }
+  // The same of a part of a vector, and of strided rows.
+  template <typename Replace>
+  __device__ __forceinline__ void write_elements(Replace&& replace) const {
+    const DType dtype = args_.input.dtype;
+    const int64_t row_stride = args_.input.strides[0];
+    const scalar_t* from = logits_ + position_ * row_stride;
+    scalar_t* to = gradients_ + position_;
+#pragma unroll 1
+    for (int c = first_class_; c < end_class_; c += kWarps) {
+      float x[kVector] = {};
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (i >= begin_ && i < end_) {
+          x[i] = to_acc_of<float>(from[i * row_stride], dtype);
+        }
+      }
+      replace(x);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (i >= begin_ && i < end_) {
+          to[i] = from_acc_of<scalar_t>(x[i], dtype);
+        }
+      }
+      from += kWarps * args_.input_class_stride;
+      to += kWarps * args_.grad_input_class_stride;
+    }
+  }
+  // Of any rows and logits.
+  __device__ __forceinline__ void write_any() const {
+    const DType dtype = args_.input.dtype;
+#pragma unroll 1
+    for (int i = begin_; i < end_; ++i) {
+      const Gradient gradient = numbers_.get(row_ + i);
+      const scalar_t* from = logits_ + (position_ + i) * args_.input.strides[0];
+      scalar_t* to = gradients_ + position_ + i;
+#pragma unroll 1
+      for (int c = first_class_; c < end_class_; c += kWarps) {
+        float x[1] = {to_acc_of<float>(*from, dtype)};
+        gradient.replace(x);
+        x[0] = c == gradient.index ? gradient.at_index : x[0];
+        *to = from_acc_of<scalar_t>(x[0], dtype);
+        from += kWarps * args_.input_class_stride;
+        to += kWarps * args_.grad_input_class_stride;
+      }
+    }
+  }
+
+  const CrossEntropyBackwardArgs& args_;
+  const PlaneGrid& grid_;
+  const StripNumbers<scalar_t>& numbers_;
+  const int first_class_;   // of the warp
+  const int end_class_;     // of the tile
+  const scalar_t* logits_;  // at position 0 of the warp's first class
+  scalar_t* gradients_;
+  int64_t position_;  // of element 0 of the vector
+  int begin_;         // elements that are to be written
+  int end_;
+  int row_;  // of element 0, among `numbers`
+};
+
+}  // namespace lossops::cuda::plane_gradients
