@@ -119,6 +119,12 @@ def test_strided_classes_with_several_coefficients() -> None:
     assert few == "side_by_side_rows"
 
 
+def test_gradients_of_no_classes_and_of_many_planes() -> None:
+    for shape in ((2, 0, 8, 8), (2**31 + 500, 2, 2)):
+        plan = _plan.plan(shape, "fp16", gradient=True, device="h200")
+        assert plan["backward"] == "strided_rows"
+
+
 def test_gradients_of_planes() -> None:
     """Written with the loss where no two blocks share 32 bytes of memory; else after it."""
     for shape, dtype, written in (

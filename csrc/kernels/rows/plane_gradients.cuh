@@ -57,7 +57,8 @@ struct PlaneGrid {
   }
 
   __device__ __forceinline__ Strip strip(uint32_t number) const {
-    const uint32_t first = strips_of_plane.quotient(number);  // of strips that are planes: itself
+    // Strips that have whole planes are one of a plane: the quotient is the strip's own number.
+    const uint32_t first = strips_of_plane.quotient(number);
     const int64_t begin = int64_t{number - first * strips_of_plane.value} * length;
     const uint32_t plane = first * planes_of_strip;
     return {plane, min(planes_of_strip, planes - static_cast<int>(plane)), begin,
@@ -65,8 +66,8 @@ struct PlaneGrid {
   }
 };
 
-// IndexGradients of the rows of a strip in shared memory, so that lanes that ask for rows of their
-// vectors, a vector's rows apart, meet no banks.
+// IndexGradients of the rows of a strip in shared memory. Neighbouring lanes ask for rows that are
+// a vector's rows apart, and find them in different banks.
 template <typename scalar_t>
 struct StripNumbers {
   using Gradient = IndexGradient<kExactExponentials<scalar_t>>;
@@ -90,20 +91,26 @@ struct StripNumbers {
   }
 };
 
-// What the gradients of a usual row are made of.
+// What the gradients of a usual row are made of: of LogitNumbers, what its usual() takes, for few
+// registers. A row that is none leaves any logit.
 template <bool kExact>
 struct UsualGradient {
   math::MultipleOfExp multiple;
-  float lowest = -math::infinity<float>();
+  float lowest = math::quiet_nan<float>();
 
-  // Whether the row is a usual one.
+  // Whether all gradients are 0, but for the class index's: those of a grad_output or a weight of
+  // 0. A NaN among the logits is one in the factor.
+  static __device__ __forceinline__ bool is_zero(const LogitNumbers<kExact>& numbers) {
+    return __float_as_uint(numbers.factor) == 0 && ::fabsf(numbers.max) < math::infinity<float>();
+  }
+  // Whether the row is a usual one. It has no NaN then.
   __device__ __forceinline__ bool take(const LogitNumbers<kExact>& numbers) {
     multiple = numbers.multiple;
     lowest = numbers.lowest;
-    return true;
+    return lowest < math::infinity<float>();
   }
   // Whether a logit is a usual one.
-  __device__ __forceinline__ bool holds_of(float x) const { return x > lowest; }
+  __device__ __forceinline__ bool holds_of(float x) const { return !(x <= lowest); }
   __device__ __forceinline__ float operator()(float x) const { return multiple(x); }
 };
 template <>
@@ -111,6 +118,7 @@ struct UsualGradient<false> {
   float offset = 0;
   float factor = 0;
 
+  static __device__ __forceinline__ bool is_zero(const LogitNumbers<false>&) { return false; }
   __device__ __forceinline__ bool take(const LogitNumbers<false>& numbers) {
     offset = numbers.offset;
     factor = numbers.factor;
@@ -211,17 +219,21 @@ class GradientTile {
       return;
     }
     UsualGradient<kExact> usual[kVector];
-    unsigned ignored = 0;  // a bit each row
+    unsigned zeros = 0;  // a bit for each row whose gradients are 0, but for the class index's
     TurnsOfRows<kVector> at_index;
     bool is_usual = true;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       if (i >= begin_ && i < end_) {
         const Gradient gradient = numbers_.get(row_ + i);
-        ignored |= gradient.index < 0 ? 1u << i : 0;
         at_index.set(i, gradient.index - first_class_, end_class_ - first_class_);
-        is_usual = is_usual && (gradient.index < 0 ? gradient.at_index == 0.0f
-                                                   : usual[i].take(gradient.of_logit));
+        const bool has_loss = gradient.index >= 0;
+        if (has_loss ? UsualGradient<kExact>::is_zero(gradient.of_logit)
+                     : gradient.at_index == 0.0f) {
+          zeros |= 1u << i;
+        } else {
+          is_usual = is_usual && has_loss && usual[i].take(gradient.of_logit);
+        }
       }
     }
     int turn = 0;
@@ -231,11 +243,11 @@ class GradientTile {
         is_usual = is_usual && usual[i].holds_of(x[i]);
         x[i] = usual[i](x[i]);
       }
-      if (ignored != 0) {
+      if (zeros != 0) {
         keep_apart();
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          x[i] = (ignored & 1u << i) != 0 ? 0.0f : x[i];
+          x[i] = (zeros & 1u << i) != 0 ? 0.0f : x[i];
         }
       }
       if (at_index.has(turn)) {

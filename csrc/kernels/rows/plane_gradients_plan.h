@@ -47,13 +47,16 @@ inline int tile_classes(int64_t classes) {
 }
 
 inline bool takes(const CrossEntropyBackwardArgs& args) {
-  return !args.dense() && !args.acc_double && args.input.dtype != DType::kFloat64 &&
-         args.input_class_stride != 1 && args.rows.numel > 0 && args.rows.ndim >= 1 &&
-         args.num_classes <= kMaxRowClasses && args.grad_input.data != nullptr &&
-         args.grad_input.data != args.input.data && args.grad_input.strides[0] == 1 &&
-         args.grad_target.data == nullptr &&
-         Strips(args).count * ceil_div(args.num_classes, tile_classes(args.num_classes)) <=
-             kMaxDividend;
+  if (args.dense() || args.acc_double || args.input.dtype == DType::kFloat64 ||
+      args.input_class_stride == 1 || args.rows.numel == 0 || args.rows.ndim == 0 ||
+      args.num_classes == 0 || args.num_classes > kMaxRowClasses ||
+      args.grad_input.data == nullptr || args.grad_input.data == args.input.data ||
+      args.grad_input.strides[0] != 1 || args.grad_target.data != nullptr) {
+    return false;
+  }
+  const Strips strips(args);
+  const int64_t tiles = ceil_div(args.num_classes, tile_classes(args.num_classes));
+  return strips.planes <= kMaxDividend && strips.count * tiles <= kMaxDividend;
 }
 
 }  // namespace lossops::cuda::plane_gradients

@@ -61,9 +61,8 @@ const PolicyRow kPolicy[kFamilies] = {
      "the place of those that it needs no more; more than 88 are dealt out to 2 to 64 threads a "
      "group; the gradient reads what does not fit once more; half types at odd addresses by the "
      "vectors that contain a warp's rows; with Hopper, where not all classes fit, a cluster of 2 "
-     "or "
-     "4 blocks copies up to 256 bytes of a class at a time; where gradients of two blocks share 32 "
-     "bytes of memory, `plane_gradients` writes them after the loss",
+     "or 4 blocks copies up to 256 bytes of a class at a time; where gradients of two blocks "
+     "share 32 bytes of memory, `plane_gradients` writes them after the loss",
      "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .74 / .80 "
      "(H100); at odd addresses, on an H100, bf16 11x179x238313 by elements .29 / .32, this .58 / "
      ".45; fp16 51x727x2249 with the gradient in clusters .36 / .24, after the loss .37 / .33",

@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   batches.clear_sums();
   let_next_kernel_start();
-  // In a loop: else the compiler spills 12 bytes in clusters, and a step of bf16 8192x151937 takes
-  // 4 % longer.
+  // In a loop: else the compiler spilt 12 bytes of a kernel for clusters alone, and a step of bf16
+  // 8192x151937 took 4 % longer.
   using Scale = std::conditional_t<kKind == RowKind::kProbability, UnitScaleOfRows<float>,
                                    UnitScale<float, true>>;
   Scale unit(args, denominator);
@@ -206,8 +206,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   int kept = 0;  // rows with a loss
   for (int n = 0; n < batches.count; ++n) {
-    // A batch is prepared by one warp and finished by another, and rows without a loss are no
-    // meeting in a cluster: before the row whose end reads of the next batch, and after it.
+    // A batch is prepared by one warp and finished by another, and the warps do not meet in rows
+    // without a loss: before the row whose end reads of the next batch, and after it.
     if ((n + 1) % kBatch <= 1) {
       __syncthreads();
     }
