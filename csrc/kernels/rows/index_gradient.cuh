@@ -88,7 +88,7 @@ struct IndexGradient {
   }
 };
 
-// Of a row that forward has left. The offsets are the row's.
+// The IndexGradient of a row whose statistics forward has left. The offsets are those of the row.
 template <bool kExact>
 __device__ __forceinline__ IndexGradient<kExact> index_gradient(
     const CrossEntropyBackwardArgs& args, int64_t row, int64_t input_offset, int64_t target_offset,

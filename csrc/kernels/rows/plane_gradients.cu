@@ -23,7 +23,7 @@ namespace {
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     plane_gradients_kernel(const __grid_constant__ CrossEntropyBackwardArgs args,
-                           const __grid_constant__ PlaneGrid grid, const RowType<scalar_t> type) {
+                           const __grid_constant__ StripGrid grid, const RowType<scalar_t> type) {
   using Tile = GradientTile<scalar_t>;
   __shared__ float memory[StripNumbers<scalar_t>::kFloats];
   wait_for_previous_kernel();
@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   if (kept_is_right(args)) {
     return;
   }
-  // The last strips first: in a step, their logits may still be in a cache.
+  // From the last strip to the first: forward read the last ones last, so in a step their logits
+  // may still be in the L2 cache.
   const uint32_t block = gridDim.x - 1 - blockIdx.x;
   const uint32_t number = grid.tiles_of_strip.quotient(block);
   const int tile = static_cast<int>(block - number * grid.tiles_of_strip.value);
@@ -43,8 +44,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   for (int n = static_cast<int>(threadIdx.x); n < rows; n += kThreads) {
     const int row = n - before;
     const int plane = row < 0 ? 0 : row / grid.length;
-    const PlanePlace place = {args.rows, strip.begin + row - plane * grid.length,
-                              strip.first_plane + plane, 1, true};
+    const PlaneRowPlace place = {args.rows, strip.begin + row - plane * grid.length,
+                                 strip.first_plane + plane};
     numbers.put(
         n, index_gradient<Tile::kExact>(args, place.row(grid.positions), place.offset(args.input),
                                         place.offset(args.target), place.offset(args.grad_output)));
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
   using namespace plane_gradients;
   const Strips strips(args);
-  const PlaneGrid grid(strips, args);
+  const StripGrid grid(strips, args);
   const int64_t blocks = strips.count * grid.tiles_of_strip.value;
   visit_float_or_any_half(args.input.dtype, [&](auto like) {
     using scalar_t = typename decltype(like)::type;

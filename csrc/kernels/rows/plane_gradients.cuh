@@ -15,7 +15,7 @@
 
 namespace lossops::cuda::plane_gradients {
 
-using plane_rows::PlanePlace;
+using plane_rows::PlaneRowPlace;
 
 // A strip, for the kernel.
 struct Strip {
@@ -27,7 +27,8 @@ struct Strip {
   __device__ __forceinline__ int64_t end() const { return begin + length; }
 };
 
-struct PlaneGrid {
+// How planes are cut, for the kernel.
+struct StripGrid {
   int64_t positions;
   int planes;
   int length;
@@ -37,7 +38,7 @@ struct PlaneGrid {
   int tile_classes;
   bool reads_vectors;  // logits begin a vector wherever gradients do
 
-  PlaneGrid(const Strips& strips, const CrossEntropyBackwardArgs& args)
+  StripGrid(const Strips& strips, const CrossEntropyBackwardArgs& args)
       : positions(strips.positions),
         planes(static_cast<int>(strips.planes)),
         length(strips.length),
@@ -57,7 +58,7 @@ struct PlaneGrid {
   }
 
   __device__ __forceinline__ Strip strip(uint32_t number) const {
-    // Strips that have whole planes are one of a plane: the quotient is the strip's own number.
+    // Of strips with whole planes, strips_of_plane is 1, and the quotient the strip's own number.
     const uint32_t first = strips_of_plane.quotient(number);
     const int64_t begin = int64_t{number - first * strips_of_plane.value} * length;
     const uint32_t plane = first * planes_of_strip;
@@ -91,8 +92,9 @@ struct StripNumbers {
   }
 };
 
-// What the gradients of a usual row are made of: of LogitNumbers, what its usual() takes, for few
-// registers. A row that is none leaves any logit.
+// The numbers of LogitNumbers that the gradients of a usual row take, for few registers. Usual is a
+// row whose gradients are multiples of exp(x) in fp32's normal range, and of half types a row whose
+// logits are not scaled. Of a row that is not there, every logit counts as a usual one.
 template <bool kExact>
 struct UsualGradient {
   math::MultipleOfExp multiple;
@@ -130,8 +132,8 @@ struct UsualGradient<false> {
   }
 };
 
-// For each row of a vector a byte: the turn, of those that a warp takes for its classes, in which
-// the class is the row's index.
+// A warp takes one class a turn. A byte for each row of a vector says in which turn it is the row's
+// class index; kNone: in no turn.
 template <int kRows>
 class TurnsOfRows {
  public:
@@ -183,7 +185,7 @@ class GradientTile {
 
   // numbers: of the rows of the strip and, before those, rows_before().
   __device__ __forceinline__ GradientTile(const CrossEntropyBackwardArgs& args,
-                                          const PlaneGrid& grid, const Strip& strip, int tile,
+                                          const StripGrid& grid, const Strip& strip, int tile,
                                           const StripNumbers<scalar_t>& numbers)
       : args_(args),
         grid_(grid),
@@ -195,7 +197,7 @@ class GradientTile {
     const int plane = lane / lanes;
     const int vector = lane - plane * lanes;
     const bool is_there = plane < strip.planes;
-    const PlanePlace first = {args.rows, 0, strip.first_plane + (is_there ? plane : 0), 1, true};
+    const PlaneRowPlace first = {args.rows, 0, strip.first_plane + (is_there ? plane : 0)};
     logits_ = static_cast<const scalar_t*>(args.input.data) + first.offset(args.input) +
               first_class_ * args.input_class_stride;
     gradients_ = static_cast<scalar_t*>(args.grad_input.data) + first.offset(args.grad_input) +
@@ -260,8 +262,12 @@ class GradientTile {
       }
       ++turn;
     };
-    begin_ == 0 && end_ == kVector&& args_.input.strides[0] == 1 ? write_vectors(type, replace)
-                                                                 : write_elements(replace);
+    const bool is_whole = begin_ == 0 && end_ == kVector;
+    if (is_whole && args_.input.strides[0] == 1) {
+      write_vectors(type, replace);
+    } else {
+      write_elements(replace);
+    }
     if (!is_usual) {
       write_any();  // fault: plane-gradients-unusual
     }
@@ -301,7 +307,7 @@ class GradientTile {
       }
     }
   }
-  // The same of a part of a vector, and of strided rows.
+  // Writes a part of a vector, or the gradients of logits whose rows are not neighbours.
   template <typename Replace>
   __device__ __forceinline__ void write_elements(Replace&& replace) const {
     const DType dtype = args_.input.dtype;
@@ -328,7 +334,7 @@ class GradientTile {
       to += kWarps * args_.grad_input_class_stride;
     }
   }
-  // Of any rows and logits.
+  // Writes the gradients of any rows and logits once more.
   __device__ __forceinline__ void write_any() const {
     const DType dtype = args_.input.dtype;
 #pragma unroll 1
@@ -349,7 +355,7 @@ class GradientTile {
   }
 
   const CrossEntropyBackwardArgs& args_;
-  const PlaneGrid& grid_;
+  const StripGrid& grid_;
   const StripNumbers<scalar_t>& numbers_;
   const int first_class_;   // of the warp
   const int end_class_;     // of the tile

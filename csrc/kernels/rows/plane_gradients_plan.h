@@ -1,6 +1,7 @@
 // Gradients of strided classes with class indices: how they are cut into tiles.
 //
-//   strip  up to 480 bytes of each class that follow one another; of small planes, some planes
+//   strip  neighbouring rows of one plane, up to 480 bytes in each class; or all rows of several
+//          planes, if they are small
 //   tile   classes of a strip
 #pragma once
 
@@ -16,7 +17,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 // Resident blocks of a multiprocessor: 80 registers a thread.
 constexpr int kResidentBlocks = 3;
-// Classes of a tile at most: it computes the numbers of its rows first.
+// Classes of a tile at most. Each tile computes the numbers of its rows anew.
 constexpr int kTileClasses = 512;
 
 struct Strips {
@@ -30,8 +31,8 @@ struct Strips {
   explicit Strips(const CrossEntropyArgs& args)
       : positions(side_by_side::positions_of(args)), planes(args.rows.numel / positions) {
     const int64_t vector = kVectorBytes / element_size(args.input.dtype);
-    // Where a strip is not aligned, its first vector and its last have rows of others. Else it has
-    // whole sectors of memory, 32 bytes.
+    // Where a strip is not aligned, its first vector and its last also have rows of neighbouring
+    // strips. Where all are, its length is a multiple of a sector of memory, 32 bytes.
     of_plane = ceil_div(positions, (kWarpSize - 2) * vector);
     const int64_t unit = positions % (2 * vector) == 0 ? 2 * vector : 2;
     length =

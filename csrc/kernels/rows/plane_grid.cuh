@@ -172,12 +172,7 @@ struct RowNumbers {
   __device__ __forceinline__ void put(int row, const IndexGradient<kExact>& gradient) const {
     constexpr int kCount = sizeof(LogitNumbers<kExact>) / sizeof(float);
     static_assert(kCount + 1 <= kIndex, "of_logit, at_index");
-    float values[kCount];
-    memcpy(values, &gradient.of_logit, sizeof(values));
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      of(k)[row] = values[k];
-    }
+    put_numbers(numbers + row, rows, gradient.of_logit);
     of(kCount)[row] = gradient.at_index;
   }
   // row: the first of a group. indices: theirs.

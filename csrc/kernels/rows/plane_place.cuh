@@ -17,27 +17,11 @@ struct PlaneGroups {
   int64_t positions;  // of a plane
 };
 
-// Where a group of rows is.
-struct PlanePlace {
+// Where a row is.
+struct PlaneRowPlace {
   const IterationSpace& space;
-  int64_t position;  // of the first row, in its plane
+  int64_t position;  // in its plane
   uint32_t plane;
-  int rows;       // of the group that exist: fewer at the end of a plane, or none
-  bool is_there;  // the group's number is below that of all groups
-
-  template <int kRows>
-  static __device__ __forceinline__ PlanePlace of(const IterationSpace& space,
-                                                  const PlaneGroups& grid, uint32_t group) {
-    const uint32_t own = group < grid.groups ? group : grid.groups - 1;
-    const uint32_t plane = grid.groups_of_plane.quotient(own);
-    const int64_t position = int64_t{own - plane * grid.groups_of_plane.value} * kRows;
-    const int64_t left = grid.positions - position;
-    return {space, position, plane,
-            group >= grid.groups || left <= 0 ? 0
-            : left < kRows                    ? static_cast<int>(left)
-                                              : kRows,
-            group < grid.groups};
-  }
 
   // positions: of a plane.
   __device__ __forceinline__ int64_t row(int64_t positions) const {
@@ -63,6 +47,26 @@ struct PlanePlace {
       rest = outer;
     }
     return offset;
+  }
+};
+
+// Where a group of rows is: its first row.
+struct PlanePlace : PlaneRowPlace {
+  int rows;       // of the group that exist: fewer at the end of a plane, or none
+  bool is_there;  // the group's number is below that of all groups
+
+  template <int kRows>
+  static __device__ __forceinline__ PlanePlace of(const IterationSpace& space,
+                                                  const PlaneGroups& grid, uint32_t group) {
+    const uint32_t own = group < grid.groups ? group : grid.groups - 1;
+    const uint32_t plane = grid.groups_of_plane.quotient(own);
+    const int64_t position = int64_t{own - plane * grid.groups_of_plane.value} * kRows;
+    const int64_t left = grid.positions - position;
+    return {{space, position, plane},
+            group >= grid.groups || left <= 0 ? 0
+            : left < kRows                    ? static_cast<int>(left)
+                                              : kRows,
+            group < grid.groups};
   }
 };
 

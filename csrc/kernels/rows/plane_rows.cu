@@ -85,9 +85,9 @@ struct PlaneRow {
 // what their gradients need in the `numbers` of all blocks of the cluster. scale: of the gradients.
 template <typename scalar_t>
 __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
-                                            const PlaneGrid& grid, const RowType<scalar_t>& type,
-                                            const RowNumbers& numbers, uint32_t first, int turn,
-                                            float scale, Partial& partial) {
+                                            const PlaneGrid& grid, const RowNumbers& numbers,
+                                            uint32_t first, int turn, float scale,
+                                            Partial& partial) {
   constexpr int kRows = GroupShare<scalar_t>::kRows;
   constexpr bool kExact = GroupShare<scalar_t>::kExact;
   const int threads = static_cast<int>(blockDim.x);
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       RowNumbers::store(numbers.of_part(part, RowNumbers::kTotal) + merged_lane * kRows, totals);
     }
     __syncthreads();
-    finish_rows(args, grid, type, numbers, first, turn, scale, partial);
+    finish_rows<scalar_t>(args, grid, numbers, first, turn, scale, partial);
     if (writes) {
       meet();
       IndexGradient<kExact> gradients[kRows];

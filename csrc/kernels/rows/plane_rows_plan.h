@@ -182,8 +182,8 @@ inline bool lies_in_planes(const CrossEntropyArgs& args) {
 
 // Whether the kernel writes gradients too: not where two blocks would write to the same sector of
 // memory. plane_gradients.cu writes those after the loss: step of fp16 51x727x2249 by clusters of
-// blocks .24 of the floor, so .33; bf16 4x116x601x601 .43 both; fp32 5x883x78643 .48, .50;
-// 64x300x9001 .52, .51. (H100, 2026-11)
+// blocks .24 of the floor, after the loss .33; bf16 4x116x601x601 .43 both; fp32 5x883x78643 .48,
+// .50; 64x300x9001 .52, .51. (H100, 2026-11)
 inline bool writes_gradient(const RowProblem& problem) {
   return side_by_side::lies_in_columns(problem.args, problem.args.grad_input,
                                        problem.args.grad_input_class_stride, kSectorBytes);

@@ -96,8 +96,8 @@ __device__ __forceinline__ PieceState reduce_below(float max, float own_max, Add
   return state;
 }
 
-// Where the warps of a row meet, each with the state of its piece: they see those of all after it.
-// cluster: the blocks that the row's warps are spread over. Where it is one, `met` is not used.
+// The warps of a row meet. Each gives the state of its piece, and can read those of all pieces
+// then. cluster: how many blocks the warps are spread over. If it is 1, `met` is not used.
 template <RowKind kKind>
 __device__ __forceinline__ void meet_with(const PieceState& own, uint32_t* states, int piece,
                                           int pieces, int cluster, CopyBarrier& met,

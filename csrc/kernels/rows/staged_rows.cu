@@ -206,8 +206,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   int kept = 0;  // rows with a loss
   for (int n = 0; n < batches.count; ++n) {
-    // A batch is prepared by one warp and finished by another, and the warps do not meet in rows
-    // without a loss: before the row whose end reads of the next batch, and after it.
+    // One warp prepares a batch and another one finishes it, but the warps do not meet in rows
+    // without a loss. So they meet before the row whose end reads of the next batch, and after it.
     if ((n + 1) % kBatch <= 1) {
       __syncthreads();
     }
