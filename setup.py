@@ -62,6 +62,7 @@ CUDA_SOURCES = [
     "csrc/kernels/rows/long_rows.cu",
     "csrc/kernels/rows/plane_gradients.cu",
     "csrc/kernels/rows/plane_rows.cu",
+    "csrc/kernels/rows/plane_words.cu",
     "csrc/kernels/rows/probability_rows.cu",
     "csrc/kernels/rows/side_by_side_rows.cu",
     "csrc/kernels/rows/soft_planes.cu",

@@ -13,6 +13,7 @@
 #include "kernels/rows/long_rows.cu"
 #include "kernels/rows/plane_gradients.cu"
 #include "kernels/rows/plane_rows.cu"
+#include "kernels/rows/plane_words.cu"
 #include "kernels/rows/probability_rows.cu"
 #include "kernels/rows/side_by_side_rows.cu"
 #include "kernels/rows/soft_planes.cu"

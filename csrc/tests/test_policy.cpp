@@ -13,6 +13,7 @@
 #include "kernels/class_index/tiles_plan.h"
 #include "kernels/rows/plane_gradients_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
+#include "kernels/rows/plane_words_plan.h"
 #include "kernels/rows/policy.h"
 #include "kernels/rows/soft_planes_plan.h"
 #include "kernels/rows/soft_tiles_plan.h"
@@ -171,8 +172,8 @@ void test_edges() {
   expect(edges(DType::kBFloat16, "t4"), {1000, 1001, 8192, 8193});
 }
 
-// How plane_rows deals classes out, on devices of any shared memory. One share takes all classes at
-// once: the kernel counts on it.
+// How strided classes are dealt out, on devices of any shared memory. Rows of one share fit a
+// block: plane_words does not take them.
 void test_plane_cuts() {
   for (const int kilobytes : {0, 64, 100, 164, 228}) {
     const int64_t most = plane_rows::most_shared_bytes(int64_t{kilobytes} << 10);
@@ -182,18 +183,10 @@ void test_plane_cuts() {
         test::subject() = std::to_string(kilobytes) + " KB, " + std::to_string(classes);
         const plane_rows::Cut cut(classes, element_bytes, int64_t{kilobytes} << 10);
         CHECK(cut.threads() <= plane_rows::kMostThreads && cut.threads() % kWarpSize == 0);
-        using plane_rows::PlaneReads;
-        for (const PlaneReads reads : {PlaneReads::kPairs, PlaneReads::kGroups,
-                                       PlaneReads::kSegments, PlaneReads::kElements}) {
-          if (reads != PlaneReads::kSegments || element_bytes == 2) {
-            CHECK(cut.bytes(reads) > 0 && cut.bytes(reads) <= most);
-          }
-        }
-        CHECK(cut.range > 0 && cut.range <= classes);
-        CHECK(cut.range == classes
-                  ? cut.buffers == 1
-                  : cut.buffers == 2 && cut.shares > 1 && cut.range % cut.shares == 0);
-        CHECK(cut.shares == 1 || classes > side_by_side::kMaxColumnClasses);
+        CHECK(cut.shares % cut.parts() == 0 && cut.shares / cut.parts() <= 4);
+        CHECK(!cut.fits() || cut.bytes(plane_rows::PlaneReads::kPairs) <= most);
+        CHECK(cut.fits() || cut.shares > 1);
+        CHECK((cut.shares == 1) == (classes <= side_by_side::kMaxColumnClasses));
       }
     }
   }
@@ -212,35 +205,29 @@ CrossEntropyForwardArgs short_rows(DType dtype, int64_t classes, int64_t stride)
   return args;
 }
 
-// Blocks in clusters, where classes are taken in ranges. They fit a multiprocessor, and each has
-// some of the shares.
-void test_plane_clusters() {
+// How plane_words spreads rows: a block has whole warps, whose lanes merge parts together, and
+// each of its threads has as many parts as another.
+void test_plane_words() {
   for (const NamedDevice& device : kNamedDevices) {
-    for (const int64_t positions : {169, 1000, 1001, 1008}) {
+    for (const int64_t positions : {2, 169, 1008, 100'000}) {
       for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-        bool has_cluster = false;
-        for (int64_t classes = 89; classes <= 20'000; classes += classes < 4000 ? 7 : 97) {
+        for (int64_t classes = 89; classes <= 40'000; classes += classes < 4000 ? 7 : 97) {
           test::subject() =
               device.name + (" " + std::to_string(classes)) + "x" + std::to_string(positions);
           CrossEntropyForwardArgs args = short_rows(dtype, classes, 1);
           args.rows.sizes[0] = args.rows.numel = positions;
           args.input_class_stride = positions;
-          const plane_rows::Spread spread(args, device.limits);
-          CHECK(spread.cluster == 1 || (device.limits.hopper && spread.lanes() <= 32));
-          CHECK(spread.has_one_turn() || device.limits.multiprocessors < 64);
-          CHECK(spread.groups >= plane_rows::groups_of(args));
-          CHECK(spread.reads != plane_rows::PlaneReads::kSegments ||
-                spread.groups % spread.cut.segment(spread.cluster) == 0);
-          CHECK(spread.cluster == 1 || spread.cut.buffers > 1);
-          CHECK(spread.cut.shares % spread.cluster == 0 && spread.blocks % spread.cluster == 0);
-          CHECK(spread.shared_bytes <= plane_rows::most_shared_bytes(device.limits.shared_bytes));
-          CHECK(spread.cut.buffers == 1 || device.limits.shared_bytes < 100 << 10 ||
-                device.limits.resident_blocks(
-                    spread.cut.threads(),
-                    static_cast<int>(spread.shared_bytes) + plane_rows::kStaticBytes) >= 2);
-          has_cluster = has_cluster || spread.cluster > 1;
+          const RowProblem problem{args, device.limits, false};
+          CHECK(plane_words::takes(problem));
+          const plane_rows::Cut cut = plane_words::cut_of(args, device.limits);
+          const RowPlan plan = plane_words::plan(problem);
+          CHECK(plan.threads <= plane_words::kMostThreads && plan.threads % kWarpSize == 0);
+          CHECK(plan.threads % plan.team == 0 && cut.parts() % plan.team == 0);
+          const int rows = plan.threads / plan.team * plane_words::rows_of_word(element_size(dtype));
+          CHECK(cut.merging_bits() == 0 || (rows << cut.merging_bits()) % kWarpSize == 0);
+          CHECK(plan.shared_bytes <= 48 << 10);
+          CHECK(plan.blocks > 0);
         }
-        CHECK(has_cluster == device.limits.hopper);
       }
     }
   }
@@ -422,7 +409,7 @@ int main() {
   lossops::cuda::test_random_problems();
   lossops::cuda::test_edges();
   lossops::cuda::test_plane_cuts();
-  lossops::cuda::test_plane_clusters();
+  lossops::cuda::test_plane_words();
   lossops::cuda::test_strips();
   lossops::cuda::test_float_tile_lanes();
   lossops::cuda::test_tile_bytes();

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <cstdlib>
 
-#include "kernels/grid/cluster_limits.cuh"
 #include "kernels/grid/device_limits.h"
 
 // Whether this is code for sm_90 or sm_100: kernels for Hopper are empty in all other. No device of
@@ -78,12 +77,9 @@ inline DeviceLimits current_device_limits() {
       return {};
     }
     major = std::min(major, code.ptxVersion / 10);
-    const int of_clusters = has_hopper(major, shared_bytes)
-                                ? cluster_multiprocessors(code_version_kernel, shared_bytes)
-                                : 0;
-    const uint64_t found =
-        static_cast<uint64_t>(shared_bytes) << 32 | static_cast<uint64_t>(of_clusters) << 20 |
-        static_cast<uint64_t>(multiprocessors) << 8 | static_cast<uint64_t>(major);
+    const uint64_t found = static_cast<uint64_t>(shared_bytes) << 32 |
+                           static_cast<uint64_t>(multiprocessors) << 8 |
+                           static_cast<uint64_t>(major);
     // What another thread has found first stays: plans and launches must agree.
     packed = known[device].compare_exchange_strong(packed, found, std::memory_order_relaxed)
                  ? found
@@ -92,7 +88,6 @@ inline DeviceLimits current_device_limits() {
   DeviceLimits limits;
   limits.shared_bytes = static_cast<int>(packed >> 32);
   limits.multiprocessors = static_cast<int>(packed >> 8 & 0xfff);
-  limits.cluster_multiprocessors = static_cast<int>(packed >> 20 & 0xfff);
   limits.overlaps =
       driver_captures_overlaps() && static_cast<int>(packed & 0xff) >= 9 && !hopper_is_disabled();
   limits.hopper =

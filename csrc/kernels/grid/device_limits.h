@@ -16,8 +16,6 @@ struct DeviceLimits {
   bool hopper = false;
   // Kernels that start before the one ahead of them has ended, also in captured graphs.
   bool overlaps = false;
-  // Those that clusters of four blocks can use at a time, with a block on each.
-  int cluster_multiprocessors = 0;
 
   // Blocks that fit a multiprocessor, whose threads have 64 registers. shared_bytes: of a block.
   int64_t resident_blocks(int threads, int block_shared_bytes) const {

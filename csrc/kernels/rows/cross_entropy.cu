@@ -57,7 +57,7 @@ struct WeightGradientSink {
 
 // The launch of each family, in the order of Family.
 constexpr LaunchRows* kLaunches[] = {
-    launch_side_by_side_rows, launch_plane_rows,  launch_soft_planes,
+    launch_side_by_side_rows, launch_plane_rows, launch_plane_words, launch_soft_planes,
     launch_few_classes,       launch_float_tiles, launch_tiles,
     launch_half_rows,         launch_float_rows,  launch_register_rows,
     launch_probability_rows,  launch_long_rows,   launch_split_rows,

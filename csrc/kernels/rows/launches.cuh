@@ -17,6 +17,7 @@ using LaunchRows = void(const CrossEntropyForwardArgs& args, const RowPlan& plan
 
 LaunchRows launch_side_by_side_rows;
 LaunchRows launch_plane_rows;
+LaunchRows launch_plane_words;
 LaunchRows launch_soft_planes;
 LaunchRows launch_few_classes;
 LaunchRows launch_float_tiles;

@@ -49,6 +49,28 @@ struct OthersSum<true> {
     return sum;
   }
 
+  // What add_lanes() leaves of the first 1, 2 or 4 of these, if each lane has one of them.
+  static __device__ __forceinline__ OthersSum of_lanes(const OthersSum (&sums)[4], int count) {
+    float largest = sums[0].reference;
+#pragma unroll
+    for (int n = 1; n < 4; ++n) {
+      largest = n < count ? math::max_number(sums[n].reference, largest) : largest;
+    }
+    OthersSum sum = sums[0].moved_to(largest);
+    if (count > 1) {
+      OthersSum next = sums[1].moved_to(largest);
+      if (count > 2) {
+        sum.add(sums[2].moved_to(largest));
+        next.add(sums[3].moved_to(largest));
+      }
+      sum.add(next);
+    }
+    return sum;
+  }
+  __device__ __forceinline__ OthersSum merged_with(const OthersSum& other) const {
+    return of_lanes({*this, other, {}, {}}, 2);
+  }
+
   __device__ __forceinline__ void add_lanes(int most, int least) {
     float largest = reference;
     for (int offset = most; offset >= least; offset /= 2) {
@@ -114,6 +136,24 @@ struct OthersSum<false> {
     for (int n = member + team; n < parts; n += team) {
       sum.add(part(n));
     }
+    return sum;
+  }
+
+  static __device__ __forceinline__ OthersSum of_lanes(const OthersSum (&sums)[4], int count) {
+    OthersSum sum = sums[0];
+    if (count > 1) {
+      OthersSum next = sums[1];
+      if (count > 2) {
+        sum.add(sums[2]);
+        next.add(sums[3]);
+      }
+      sum.add(next);
+    }
+    return sum;
+  }
+  __device__ __forceinline__ OthersSum merged_with(const OthersSum& other) const {
+    OthersSum sum = *this;
+    sum.add(other);
     return sum;
   }
 

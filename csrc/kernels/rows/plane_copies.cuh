@@ -1,4 +1,4 @@
-// How classes get to the shared memory of plane_rows.cu by pairs of groups, groups or elements.
+// How classes get to the shared memory of plane_rows.cu.
 #pragma once
 
 #include <cstdint>

@@ -13,6 +13,7 @@
 #include "kernels/rows/long_rows_plan.h"
 #include "kernels/rows/plane_gradients_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
+#include "kernels/rows/plane_words_plan.h"
 #include "kernels/rows/probability_rows_plan.h"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/side_by_side_rows_plan.h"
@@ -66,8 +67,15 @@ const PolicyRow kPolicy[kFamilies] = {
      "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .74 / .80 "
      "(H100); at odd addresses, on an H100, bf16 11x179x238313 by elements .29 / .32, this .58 / "
      ".45; fp16 51x727x2249 with the gradient in clusters .36 / .24, after the loss .37 / .33",
-     [](P p) { return p.plain && p.indices && plane_rows::lies_in_planes(p.args); },
+     [](P p) {
+       return p.plain && p.indices && plane_rows::lies_in_planes(p.args) &&
+              (p.classes <= side_by_side::kMaxColumnClasses ||
+               plane_words::leaves_to_plane_rows(p));
+     },
      plane_rows::plan, plane_rows::writes_gradient, Again::kForAll, never},
+    {Family::kPlaneWords, "plane_words", "rows/plane_words.cu",
+     "strided classes without a gradient, more than 88, class indices",
+     "a word a thread", "", plane_words::takes, plane_words::plan, never, Again::kNever, never},
     {Family::kSoftPlanes, "soft_planes", "rows/soft_planes.cu",
      "strided classes (images, transposed logits), smoothing without class weights; of fp16 and "
      "bf16 with weights too, and probabilities",

@@ -66,14 +66,14 @@ const char* name_of(BackwardFamily family);
 std::vector<int64_t> policy_edges(DType dtype, const DeviceLimits& device);
 
 // DeviceLimits by a name, from NVIDIA's data sheets and the CUDA programming guide's table of
-// compute capabilities. The multiprocessors of clusters are guesses.
+// compute capabilities.
 struct NamedDevice {
   const char* name;
   DeviceLimits limits;
 };
 constexpr NamedDevice kNamedDevices[] = {
-    {"h200", {132, 228 << 10, true, true, 128}}, {"h100", {132, 228 << 10, true, true, 128}},
-    {"b200", {148, 228 << 10, true, true, 144}}, {"a100", {108, 164 << 10, false, false}},
+    {"h200", {132, 228 << 10, true, true}}, {"h100", {132, 228 << 10, true, true}},
+    {"b200", {148, 228 << 10, true, true}}, {"a100", {108, 164 << 10, false, false}},
     {"l40s", {142, 100 << 10, false, false}},    {"rtx4090", {128, 100 << 10, false, false}},
     {"rtx5090", {170, 100 << 10, false, true}},  {"t4", {40, 64 << 10, false, false}},
 };

@@ -18,6 +18,7 @@ namespace lossops::cuda {
 enum class Family : int8_t {
   kSideBySideRows,
   kPlaneRows,
+  kPlaneWords,
   kSoftPlanes,
   kFewClasses,
   kFloatTiles,

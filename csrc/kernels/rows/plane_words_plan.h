@@ -1,0 +1,108 @@
+// Losses of strided classes with class indices, more than 88 of them: how rows are spread over the
+// device, and how their classes are cut.
+//
+//   word   what a thread reads of a class: a row of fp32, two neighbouring rows of half types
+//   lane   the number of a word in a block
+//   turn   classes of a share that a thread has in registers at a time
+//   team   threads that share the rows of a word: each has some of their parts
+// plane_grid.cuh defines share and part.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/rows/plane_rows_plan.h"
+#include "kernels/rows/row_plan.h"
+
+namespace lossops::cuda::plane_words {
+
+constexpr int kTurnClasses = 48;
+constexpr int kMostThreads = 256;
+// Resident blocks of kMostThreads: 128 registers a thread.
+constexpr int kResidentBlocks = 2;
+constexpr int kLeastLanes = 8;
+constexpr int kMostLanes = 128;
+constexpr int64_t kManyClasses = 768;
+// Numbers of a row in shared memory, beside two a part: the logit at its class index, and the index.
+constexpr int kRowNumbers = 2;
+// Of these numbers: a thread of a block may be a step ahead of another.
+constexpr int kBuffers = 2;
+constexpr int64_t kMostBytes = 46 << 10;
+
+constexpr int kWordBytes = 4;
+constexpr int rows_of_word(int64_t element_bytes) {
+  return kWordBytes / static_cast<int>(element_bytes);
+}
+inline int64_t words_of_plane(const CrossEntropyArgs& args) {
+  return ceil_div(side_by_side::positions_of(args),
+                  int64_t{rows_of_word(element_size(args.input.dtype))});
+}
+inline int64_t words_of(const CrossEntropyArgs& args) {
+  return args.rows.numel / side_by_side::positions_of(args) * words_of_plane(args);
+}
+
+inline plane_rows::Cut cut_of(const CrossEntropyArgs& args, const DeviceLimits& device) {
+  return {args.num_classes, element_size(args.input.dtype), device.shared_bytes};
+}
+
+inline bool takes(const RowProblem& problem) {
+  return problem.plain && problem.indices && problem.args.input_class_stride != 1 &&
+         problem.classes > side_by_side::kMaxColumnClasses &&
+         words_of(problem.args) <= kMaxDividend - kMostThreads &&
+         problem.args.input_class_stride * problem.element_bytes *
+                 cut_of(problem.args, problem.device).shares <=
+             int64_t{0xffffffff};
+}
+
+// Whether plane_rows.cu takes them: where its threads have all logits in shared memory at once, by
+// vectors, and need them for both passes. Without a gradient half types only, up to kManyClasses:
+// see DESIGN. Each share is one turn there, so that the sums are the same.
+inline bool leaves_to_plane_rows(const RowProblem& problem) {
+  const auto& args = problem.args;
+  const auto cut = cut_of(args, problem.device);
+  const bool is_worth_it = problem.gradient ? plane_rows::writes_gradient(problem) &&
+                                                  args.grad_input.data != args.input.data
+                                            : problem.element_bytes == 2 &&
+                                                  problem.classes <= kManyClasses;
+  return is_worth_it && cut.fits() &&
+         ceil_div(problem.classes, int64_t{cut.shares}) <= kTurnClasses &&
+         side_by_side::lies_in_columns(args, args.input, args.input_class_stride);
+}
+
+inline RowPlan plan(const RowProblem& problem) {
+  RowPlan plan;
+  const auto cut = cut_of(problem.args, problem.device);
+  const int parts = cut.parts();
+  const int rows = rows_of_word(problem.element_bytes);
+  const int64_t words = words_of(problem.args);
+  const int64_t multiprocessors = std::max(problem.device.multiprocessors, 1);
+  const int64_t at_once = multiprocessors * kResidentBlocks * kMostThreads;
+  const auto bytes = [&](int lanes) {
+    return int64_t{sizeof(float)} * kBuffers * lanes * rows * (2 * parts + kRowNumbers);
+  };
+  const auto lanes_of = [&](int team) { return std::min(kMostThreads / team, kMostLanes); };
+  // So many threads a word that few have no work in the last turn.
+  const auto fills = [&] {
+    const double turns = static_cast<double>(words * plan.team) / static_cast<double>(at_once);
+    return turns >= 0.85 * static_cast<double>(static_cast<int64_t>(turns) + 1);
+  };
+  while (plan.team < parts && (!fills() || bytes(lanes_of(plan.team)) > kMostBytes)) {
+    plan.team *= 2;
+  }
+  int lanes = lanes_of(plan.team);
+  // Fewer words a block, where that gives work to more multiprocessors. Whole warps merge parts.
+  const auto has_whole_warps = [&](int of_lanes) {
+    return of_lanes * plan.team >= 2 * kWarpSize &&
+           (cut.merging_bits() == 0 || of_lanes * rows << cut.merging_bits() >= kWarpSize);
+  };
+  while (lanes > kLeastLanes && has_whole_warps(lanes / 2) &&
+         ceil_div(words, int64_t{lanes}) < 2 * multiprocessors) {
+    lanes /= 2;
+  }
+  plan.threads = lanes * plan.team;
+  plan.shared_bytes = bytes(lanes);
+  plan.blocks = std::clamp<int64_t>(ceil_div(words, int64_t{lanes}), 1, at_once / plan.threads);
+  return plan;
+}
+
+}  // namespace lossops::cuda::plane_words

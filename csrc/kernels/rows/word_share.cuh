@@ -1,0 +1,273 @@
+// What a thread of plane_words.cu has: a turn of classes of a word's rows, in registers, and the
+// sums of their exponentials, in the order of GroupShare (plane_share.cuh).
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/primitives/thread_reduce.cuh"
+#include "kernels/rows/others_sum.cuh"
+#include "kernels/rows/plain_rows.cuh"
+#include "kernels/rows/plane_words_plan.h"
+#include "kernels/rows/row_groups.cuh"
+#include "kernels/rows/row_terms.cuh"
+#include "kernels/rows/row_words.cuh"
+
+namespace lossops::cuda::plane_words {
+
+using plane_rows::OthersSum;
+
+// Where the logits of a word's rows are.
+template <typename scalar_t>
+struct WordLogits {
+  const scalar_t* data;  // class 0 of the first row
+  int64_t class_stride;
+  int64_t next_row;  // from the first row to the second; 0 if there is none
+  bool is_whole;     // one access for both
+};
+
+template <typename scalar_t>
+class WordTurn {
+ public:
+  static constexpr int kRows = rows_of_word(sizeof(scalar_t));
+  static constexpr bool kExact = kExactExponentials<scalar_t>;
+  using Sum = OthersSum<kExact>;
+
+  // Loads `count` classes from `first` on, `step` apart.
+  __device__ __forceinline__ void load(const WordLogits<scalar_t>& logits, int first, int step,
+                                       int count) {
+    const int before_last = count - 1;
+    pairs_ = before_last / kPair;
+    const int rest = before_last % kPair;
+    has_four_ = rest >= kFour;
+    singles_ = rest % kFour;
+    const scalar_t* const from = logits.data + first * logits.class_stride;
+    const auto stride = static_cast<uint32_t>(step * logits.class_stride * sizeof(scalar_t));
+    const auto of_class = [&](int k) {
+      return reinterpret_cast<const scalar_t*>(reinterpret_cast<const char*>(from) +
+                                               static_cast<uint64_t>(static_cast<uint32_t>(k)) *
+                                                   stride);
+    };
+    if (sizeof(scalar_t) == 4 || logits.is_whole) {
+      load_all([&](int k) { return load_global(of_class(k)); });
+    } else {
+      load_all([&](int k) {
+        const scalar_t* const both = of_class(k);
+        return word_of(both[0], 0) | word_of(both[logits.next_row], 1);
+      });
+    }
+  }
+
+  // The sums of all but the class indices. places: of the class indices, among the classes of the
+  // turn, or -1.
+  __device__ __forceinline__ void sum(const int (&places)[kRows], Sum (&sums)[kRows]) {
+    if constexpr (kExact) {
+      take_indices_out(places);
+      sums[0] = shifted(0, places[0] >= 0);
+    } else {
+      uint32_t reaches = last_ & 0x7fff7fffu;
+      for_each([&](uint32_t word) { reaches = reach_of_pairs<scalar_t>(word, reaches); });
+      take_indices_out(places);
+      PlainSum plain[kRows];
+      add_terms(0, plain[0], places[0] >= 0, plain_exp);
+      add_terms(1, plain[1], places[1] >= 0, plain_exp);
+      unsigned unusual = 0;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float total = plain[i].total();
+        const float reach = ::fabsf(word_element<scalar_t>(reaches, i));
+        sums[i] = {Sum::kPlain, total};
+        unusual |= reach <= kMaxPlainLogit && total >= 0.0f ? 0 : 1u << i;
+      }
+      if (unusual != 0) {
+#pragma unroll 1
+        for (int i = 0; i < kRows; ++i) {
+          if ((unusual & 1u << i) != 0) {
+            const Sum own = shifted(i, (i == 0 ? places[0] : places[1]) >= 0);
+            (i == 0 ? sums[0] : sums[1]) = own;
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int kFour = kColumnUnroll;
+  static constexpr int kPair = 2 * kFour;
+  static constexpr int kPairs = (kTurnClasses - kPair) / kPair;
+
+  // The compiler does not know that these addresses are global.
+  static __device__ __forceinline__ uint32_t load_global(const void* from) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t word;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(word) : "l"(__cvta_generic_to_global(from)));
+    return word;
+#else
+    return *static_cast<const uint32_t*>(from);
+#endif
+  }
+
+  // Calls body(integral_constant) with the number of each pair of fours.
+  template <int kFirst = 0, typename Body>
+  __device__ __forceinline__ void for_each_pair(const Body& body) const {
+    if constexpr (kFirst < kPairs) {
+      if (kFirst < pairs_) {
+        body(std::integral_constant<int, kFirst * kPair>{});
+        for_each_pair<kFirst + 1>(body);
+      }
+    }
+  }
+  template <typename Load>
+  __device__ __forceinline__ void load_all(const Load& load) {
+    for_each_pair([&](auto first) {
+#pragma unroll
+      for (int u = 0; u < kPair; ++u) {
+        of_pairs_[decltype(first)::value + u] = load(decltype(first)::value + u);
+      }
+    });
+    int k = pairs_ * kPair;
+    if (has_four_) {
+#pragma unroll
+      for (int u = 0; u < kFour; ++u) {
+        four_[u] = load(k + u);
+      }
+      k += kFour;
+    }
+#pragma unroll
+    for (int u = 0; u < kFour - 1; ++u) {
+      if (u < singles_) {
+        single_[u] = load(k + u);
+      }
+    }
+    last_ = load(k + singles_);
+  }
+  // Of all words but the last one.
+  template <typename See>
+  __device__ __forceinline__ void for_each(const See& see) const {
+    for_each_pair([&](auto first) {
+#pragma unroll
+      for (int u = 0; u < kPair; ++u) {
+        see(of_pairs_[decltype(first)::value + u]);
+      }
+    });
+    if (has_four_) {
+#pragma unroll
+      for (const uint32_t word : four_) {
+        see(word);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kFour - 1; ++u) {
+      if (u < singles_) {
+        see(single_[u]);
+      }
+    }
+  }
+
+  // Puts the last class to the place of a class index.
+  __device__ __forceinline__ void take_indices_out(const int (&places)[kRows]) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (places[i] >= 0) {
+        keep_apart();
+        const auto take = [&](uint32_t& word, bool is) {
+          if (is) {
+            word = with_element(word, last_, i);
+          }
+        };
+        // What is not there may be overwritten.
+#pragma unroll
+        for (int u = 0; u < kPairs * kPair; ++u) {
+          take(of_pairs_[u], places[i] == u);
+        }
+        int place = places[i] - pairs_ * kPair;
+        if (has_four_) {
+#pragma unroll
+          for (int u = 0; u < kFour; ++u) {
+            take(four_[u], place == u);
+          }
+          place -= kFour;
+        }
+#pragma unroll
+        for (int u = 0; u < kFour - 1; ++u) {
+          take(single_[u], place == u);
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ uint32_t with_element(uint32_t word, uint32_t from, int i) {
+    if constexpr (kRows == 1) {
+      return from;
+    } else {
+      return i == 0 ? __byte_perm(word, from, 0x3254) : __byte_perm(word, from, 0x7610);
+    }
+  }
+
+  // Adds term(x) of row i over all classes but the index.
+  template <typename RowSum, typename Term>
+  __device__ __forceinline__ void add_terms(int i, RowSum& sum, bool has_index,
+                                            const Term& term) const {
+    const auto sum_of_four = [&](const uint32_t* words) {
+      float values[kFour];
+#pragma unroll
+      for (int u = 0; u < kFour; ++u) {
+        values[u] = term(word_element<scalar_t>(words[u], i));
+      }
+      return pairwise_sum(values);
+    };
+    for_each_pair([&](auto first) {
+      constexpr int kFirst = decltype(first)::value;
+      const float a = sum_of_four(of_pairs_ + kFirst);
+      sum.add(a + sum_of_four(of_pairs_ + kFirst + kFour));
+    });
+    float last = has_four_ ? sum_of_four(four_) : 0.0f;
+#pragma unroll
+    for (int u = 0; u < kFour - 1; ++u) {
+      if (u < singles_) {
+        last += term(word_element<scalar_t>(single_[u], i));
+      }
+    }
+    if (!has_index) {
+      last += term(word_element<scalar_t>(last_, i));
+    }
+    sum.add(last);
+  }
+
+  // The sum of row i relative to its largest logit.
+  __device__ __forceinline__ Sum shifted(int i, bool has_index) const {
+    uint32_t largest = lowest_word<scalar_t>();
+    for_each([&](uint32_t word) { largest = max_of_words<scalar_t>(word, largest); });
+    float max = word_element<scalar_t>(largest, i);
+    if (!has_index) {
+      max = math::max_number(word_element<scalar_t>(last_, i), max);
+    }
+    max = math::max_number(max, -math::infinity<float>()) + 0.0f;  // never -0
+    const RowTerms<kExact> terms(max);
+    if constexpr (kExact) {
+      // Terms that are exactly 1 are counted apart, as GroupShare does.
+      float ones = 0;
+      ExactSum sum;
+      add_terms(i, sum, has_index, [&](float x) {
+        const float one = x - terms.shift == 0.0f ? 1.0f : 0.0f;
+        ones += one;
+        return terms(x) - one;
+      });
+      sum.add(ones);
+      return {max, sum.sum, sum.lost};
+    } else {
+      PlainSum sum;
+      add_terms(i, sum, has_index, terms);
+      return {max, sum.total()};
+    }
+  }
+
+  int pairs_;
+  bool has_four_;
+  int singles_;
+  uint32_t of_pairs_[kPairs * kPair];
+  uint32_t four_[kFour];
+  uint32_t single_[kFour - 1];
+  uint32_t last_;
+};
+
+}  // namespace lossops::cuda::plane_words
