@@ -55,6 +55,10 @@ INDICES = [
     ((2, 21, 7, 7), "fp32", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
     ((2, 21, 3), "fp16", "plane_rows", "plane_rows", "plane_rows"),
     ((2, 89, 8, 8), "fp16", "plane_rows", "plane_rows", "plane_rows"),
+    ((2, 89, 8, 8), "fp32", "plane_words", "plane_rows", "plane_words"),
+    ((2, 89, 7, 7), "fp16", "plane_words", "plane_words", "plane_words"),
+    ((2, 769, 8, 8), "bf16", "plane_words", "plane_rows", "plane_words"),
+    ((2, 4000, 8, 8), "bf16", "plane_words", "plane_words", "plane_words"),
     ((64, 1000), "fp64", "team_rows", "team_rows", "team_rows"),
 ]
 
@@ -135,7 +139,8 @@ def test_gradients_of_planes() -> None:
     ):
         for device in ("h200", "a100"):
             plan = _plan.plan(shape, dtype, gradient=True, device=device)
-            assert (plan["name"], plan["writes_gradient"]) == ("plane_rows", written)
+            name = "plane_rows" if written else "plane_words"
+            assert (plan["name"], plan["writes_gradient"]) == (name, written)
             none = _plan.plan(shape, dtype, gradient=True, reduction="none", device=device)
             assert not none["writes_gradient"]
             assert none["backward"] == "plane_gradients"

@@ -1,4 +1,4 @@
-// A row whose classes were summed in parts, from these: of plane_rows.cu and plane_words.cu.
+// What plane_rows.cu and plane_words.cu make of the parts of a row.
 #pragma once
 
 #include <cstdint>

@@ -70,6 +70,51 @@ struct PlanePlace : PlaneRowPlace {
   }
 };
 
+// Where the logits, probabilities or gradients of a word's rows are: those of one row of fp32, or of
+// two neighbouring rows of half types.
+template <typename T>
+struct WordPlace {
+  T* data;               // of the first row, class 0
+  uint32_t class_bytes;  // from a class to the next
+  int64_t next_row;      // from the first row to the second; 0 if there is none
+  bool is_whole;         // one access for both
+
+  // aligned: the operand lies in words.
+  static __device__ __forceinline__ WordPlace of(const PlanePlace& place, const Operand& operand,
+                                                 int64_t class_stride, bool aligned) {
+    return {static_cast<T*>(operand.data) + place.offset(operand),
+            static_cast<uint32_t>(class_stride * int64_t{sizeof(T)}),
+            place.rows > 1 ? operand.strides[0] : 0, aligned && place.rows * sizeof(T) == 4};
+  }
+
+  __device__ __forceinline__ T* of_class(int c) const { return after(data, c, class_bytes); }
+  __device__ __forceinline__ bool has_words() const { return sizeof(T) == 4 || is_whole; }
+  // `count` steps of so many bytes behind an address: one multiplication, not a 64-bit one.
+  static __device__ __forceinline__ T* after(T* from, int count, uint32_t bytes) {
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(from) +
+                                static_cast<uint64_t>(static_cast<uint32_t>(count)) * bytes);
+  }
+};
+
+// A row of a block, whose groups begin at number `first`.
+struct PlaneRow {
+  PlanePlace place;  // of its group
+  int i;             // in its group
+
+  template <int kRows>
+  static __device__ __forceinline__ PlaneRow of(const IterationSpace& space,
+                                                const PlaneGroups& grid, uint32_t first, int row) {
+    return {PlanePlace::of<kRows>(space, grid, first + row / kRows), row % kRows};
+  }
+  __device__ __forceinline__ bool is_there() const { return i < place.rows; }
+  __device__ __forceinline__ int64_t offset(const Operand& operand) const {
+    return place.offset(operand) + i * operand.strides[0];
+  }
+  __device__ __forceinline__ int64_t number(const PlaneGroups& grid) const {
+    return place.row(grid.positions) + i;
+  }
+};
+
 // Numbers in shared memory that lie `pitch` words apart.
 template <typename T>
 __device__ __forceinline__ void put_numbers(float* to, int pitch, const T& value) {

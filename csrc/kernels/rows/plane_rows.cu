@@ -32,25 +32,6 @@ namespace lossops::cuda {
 namespace plane_rows {
 namespace {
 
-// A row that is one of a thread's, in the groups of a block.
-struct PlaneRow {
-  PlanePlace place;  // of its group
-  int i;             // in its group
-
-  template <int kRows>
-  static __device__ __forceinline__ PlaneRow of(const IterationSpace& space, const PlaneGrid& grid,
-                                                uint32_t first, int row) {
-    return {PlanePlace::of<kRows>(space, grid, first + row / kRows), row % kRows};
-  }
-  __device__ __forceinline__ bool is_there() const { return i < place.rows; }
-  __device__ __forceinline__ int64_t offset(const Operand& operand) const {
-    return place.offset(operand) + i * operand.strides[0];
-  }
-  __device__ __forceinline__ int64_t number(const PlaneGrid& grid) const {
-    return place.row(grid.positions) + i;
-  }
-};
-
 // Step 2, for the rows of the groups from `first` on: records their losses, and leaves what their
 // gradients need in `numbers`. scale: of the gradients.
 template <typename scalar_t>

@@ -2,11 +2,11 @@
 // with class indices. More than 88 classes, any number of positions, at any address; it is made for
 // rows that lie side by side.
 //
-// A block has lanes x team threads (plane_words_plan.h).
-//   1. Each thread sums its parts, a turn of classes after the other, from registers.
+// A block has lanes x team threads (plane_words_plan.h defines lane, team and turn).
+//   1. Each thread sums its parts of a word's rows, from registers, a turn at a time.
 //   2. A few threads a row merge its parts, and one of them computes the loss. The first turn of
 //      the next rows is on its way meanwhile.
-// Shares, parts and the order of sums are those of plane_rows.cu.
+// The classes are cut and summed as plane_rows.cu does it.
 #include <cstdint>
 
 #include "kernels/grid/grid_reduce.cuh"
@@ -17,8 +17,9 @@
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/plane_grid.cuh"
 #include "kernels/rows/plane_merge.cuh"
+#include "kernels/rows/plane_place.cuh"
 #include "kernels/rows/plane_words_plan.h"
-#include "kernels/rows/word_share.cuh"
+#include "kernels/rows/word_turn.cuh"
 #include "launchers.h"
 
 namespace lossops::cuda {
@@ -28,16 +29,95 @@ namespace {
 using plane_rows::PlaneGrid;
 using plane_rows::PlaneGroups;
 using plane_rows::PlanePlace;
+using plane_rows::PlaneRow;
 
 // How the rows are dealt out, for the kernel. Its groups are words.
 struct WordGrid : PlaneGroups {
-  int lane_bits;      // log2(lanes)
-  int share_bits;     // log2(shares)
+  int lane_bits;   // log2(lanes)
+  int share_bits;  // log2(shares)
   int parts;
   int shares_of_part;
-  int merging_bits;   // log2 of the threads that merge the parts of a row
-  bool reads_words;   // logits are aligned to words
+  int merging_bits;  // log2 of the threads that merge the parts of a row
+  bool reads_words;  // logits are aligned to words
 };
+
+// A block's numbers of its rows in shared memory.
+struct WordNumbers {
+  float* numbers;
+  int rows;
+
+  // The logit at the class index.
+  __device__ __forceinline__ float& logit(int row) const { return numbers[row]; }
+  __device__ __forceinline__ int& index(int row) const {
+    return reinterpret_cast<int*>(numbers)[rows + row];
+  }
+  template <bool kExact>
+  __device__ __forceinline__ void put_part(int part, int row, const OthersSum<kExact>& sum) const {
+    float* const to = of_part(part) + row;
+    to[0] = sum.reference;
+    to[rows] = sum.rounded();
+  }
+  template <bool kExact>
+  __device__ __forceinline__ OthersSum<kExact> part(int n, int row) const {
+    const float* const from = of_part(n) + row;
+    return {from[0], from[rows]};
+  }
+
+ private:
+  __device__ __forceinline__ float* of_part(int part) const {
+    return numbers + (kRowNumbers + 2 * part) * rows;
+  }
+};
+
+// What a thread takes of a row: a turn of a share of a part.
+struct TurnPlace {
+  int part;
+  int of_part = 0;   // the share's number there
+  int of_share = 0;  // classes before the turn
+
+  __device__ __forceinline__ int share(const WordGrid& grid) const {
+    return part * grid.shares_of_part + of_part;
+  }
+  // The classes that are left of the share.
+  __device__ __forceinline__ int left(const WordGrid& grid, int num_classes) const {
+    return ((num_classes - share(grid) + (1 << grid.share_bits) - 1) >> grid.share_bits) - of_share;
+  }
+  // Where a class is among those of the turn, of which there are `count`; or -1.
+  __device__ __forceinline__ int place_of(const WordGrid& grid, int index, int count) const {
+    const int distance = index - share(grid);
+    const int place = (distance >> grid.share_bits) - of_share;
+    const bool is_of_share = (distance & ((1 << grid.share_bits) - 1)) == 0;
+    return index >= 0 && is_of_share && place >= 0 && place < count ? place : -1;
+  }
+};
+
+// Step 2, for the rows of the words from `first` on.
+template <bool kExact, int kRows>
+__device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
+                                            const WordGrid& grid, const WordNumbers& numbers,
+                                            uint32_t first, Partial& partial) {
+  const int team = 1 << grid.merging_bits;
+  const int member = static_cast<int>(threadIdx.x) & (team - 1);
+#pragma unroll 1
+  for (int row = static_cast<int>(threadIdx.x) >> grid.merging_bits; row < numbers.rows;
+       row += static_cast<int>(blockDim.x) >> grid.merging_bits) {
+    const auto of_row = PlaneRow::of<kRows>(args.rows, grid, first, row);
+    const int index = numbers.index(row);
+    const float weight = row_weight(args, index);
+    const float x_at_index = index >= 0 ? numbers.logit(row) : 0.0f;
+    const auto others = plane_rows::merge_parts<kExact>(
+        grid.parts, member, team, [&](int n) { return numbers.part<kExact>(n, row); });
+    if (member > 0 || !of_row.is_there()) {
+      continue;
+    }
+    const IndexRow reduced = plane_rows::row_of(others, x_at_index);
+    const float loss = index >= 0 ? reduced.template finish<!kExact>(x_at_index, 1, weight).loss
+                                  : gradient_without_loss(index);
+    record_row(
+        args, loss, weight, reduced, x_at_index, of_row.number(grid),
+        [&](int64_t) { return of_row.offset(args.output); }, partial);
+  }
+}
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
@@ -47,149 +127,111 @@ __global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
   using Turn = WordTurn<scalar_t>;
   using Sum = typename Turn::Sum;
   constexpr int kRows = Turn::kRows;
-  constexpr bool kExact = Turn::kExact;
-  // Numbers of a row in shared memory, before those of its parts.
-  constexpr int kLogit = 0;
-  constexpr int kIndex = 1;
   LOSSOPS_DYNAMIC_SHARED(float, dynamic);
   let_next_kernel_start();
   const int lanes = 1 << grid.lane_bits;
-  const int rows = lanes * kRows;
-  const int shares = 1 << grid.share_bits;
-  const int classes = static_cast<int>(args.num_classes);
-  const int threads = static_cast<int>(blockDim.x);
-  const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread & (lanes - 1);
-  const int member = thread >> grid.lane_bits;
-  const int team = threads >> grid.lane_bits;
+  const int num_classes = static_cast<int>(args.num_classes);
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int member = static_cast<int>(threadIdx.x) >> grid.lane_bits;
+  const int team = static_cast<int>(blockDim.x) >> grid.lane_bits;
   const bool merges_own_rows = kRows == 1 && team == 1 && grid.merging_bits == 0;
-  const int buffer_numbers = (kRowNumbers + 2 * grid.parts) * rows;
-  float* numbers = dynamic;
+  WordNumbers numbers{dynamic, lanes * kRows};
+  const int buffer = (kRowNumbers + 2 * grid.parts) * numbers.rows;
   const auto place_of = [&](uint32_t word) {
     return PlanePlace::of<kRows>(args.rows, grid, word);
   };
   const auto logits_of = [&](const PlanePlace& place) {
-    const int64_t next_row = place.rows > 1 ? args.input.strides[0] : 0;
-    return WordLogits<scalar_t>{
-        static_cast<const scalar_t*>(args.input.data) + place.offset(args.input),
-        args.input_class_stride, next_row, grid.reads_words};
+    return WordPlace<const scalar_t>::of(place, args.input, args.input_class_stride,
+                                         grid.reads_words);
   };
   uint32_t first = blockIdx.x << grid.lane_bits;
   const uint32_t words_at_once = gridDim.x << grid.lane_bits;
   auto logits = logits_of(place_of(first + lane));
-  // What the thread takes next: a turn of a share of a part.
-  int part = member;
-  int of_part = 0;
-  int of_share = 0;  // classes before the turn
+  TurnPlace next{member};
   int indices[kRows];
-  Sum of_shares[kRows][4];  // the latest first
-  Sum own[kRows];
+  Sum of_share[kRows];
+  Sum of_part[kRows][4];  // the latest share first
   Partial partial;
   bool has_all_parts = false;  // of the words before
 #pragma unroll 1
   while (true) {
-    const int share = part * grid.shares_of_part + of_part;
-    const int left = ((classes - share + shares - 1) >> grid.share_bits) - of_share;
+    const int left = next.left(grid, num_classes);
     const int count = min(left, kTurnClasses);
     Turn turn;
     if (first < grid.groups) {
-      turn.load(logits, share + (of_share << grid.share_bits), shares, count);
+      turn.load(logits, next.share(grid) + (next.of_share << grid.share_bits), grid.share_bits,
+                count);
     }
     if (has_all_parts) {
       if (!merges_own_rows) {
         __syncthreads();
       }
-      const int merging = 1 << grid.merging_bits;
-#pragma unroll 1
-      for (int row = thread >> grid.merging_bits; row < rows; row += threads >> grid.merging_bits) {
-        const auto place = place_of(first - words_at_once + row / kRows);
-        const int i = row % kRows;
-        const int index = reinterpret_cast<const int*>(numbers + kIndex * rows)[row];
-        const float weight = row_weight(args, index);
-        const float x_at_index = index >= 0 ? numbers[kLogit * rows + row] : 0.0f;
-        const auto others = plane_rows::merge_parts<kExact>(
-            grid.parts, thread & (merging - 1), merging, [&](int n) {
-              const float* const from = numbers + (kRowNumbers + 2 * n) * rows + row;
-              return Sum{from[0], from[rows]};
-            });
-        if ((thread & (merging - 1)) != 0 || i >= place.rows) {
-          continue;
-        }
-        const IndexRow reduced = plane_rows::row_of(others, x_at_index);
-        const float loss = index >= 0
-                               ? reduced.template finish<!kExact>(x_at_index, 1, weight).loss
-                               : gradient_without_loss(index);
-        record_row(
-            args, loss, weight, reduced, x_at_index, place.row(grid.positions) + i,
-            [&](int64_t) { return place.offset(args.output) + i * args.output.strides[0]; },
-            partial);
-      }
-      // A thread of the block may be a step ahead of another.
-      numbers = numbers == dynamic ? dynamic + buffer_numbers : dynamic;
+      finish_rows<Turn::kExact, kRows>(args, grid, numbers, first - words_at_once, partial);
+      numbers.numbers = numbers.numbers == dynamic ? dynamic + buffer : dynamic;
       has_all_parts = false;
     }
     if (first >= grid.groups) {
       break;
     }
-    if (part == member && of_part == 0 && of_share == 0) {
+    if (next.part == member && next.of_part == 0 && next.of_share == 0) {
       const auto place = place_of(first + lane);
-      const int64_t target = place.offset(args.target);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        indices[i] = i < place.rows
-                         ? checked_index(args, load_class_index(args.target,
-                                                                target + i * args.target.strides[0]))
-                         : kIgnoredRow;
+        indices[i] = kIgnoredRow;
+        if (i < place.rows) {
+          const int64_t target = place.offset(args.target) + i * args.target.strides[0];
+          indices[i] = checked_index(args, load_class_index(args.target, target));
+        }
         if (member == 0) {
-          reinterpret_cast<int*>(numbers + kIndex * rows)[lane * kRows + i] = indices[i];
+          numbers.index(lane * kRows + i) = indices[i];
         }
       }
     }
     int places[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int distance = indices[i] - share;
-      const int place = (distance >> grid.share_bits) - of_share;
-      const bool is_here = indices[i] >= 0 && (distance & (shares - 1)) == 0 && place >= 0 &&
-                           place < count;
-      places[i] = is_here ? place : -1;
+      places[i] = next.place_of(grid, indices[i], count);
     }
     Sum sums[kRows];
     turn.sum(places, sums);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (places[i] >= 0) {
-        numbers[kLogit * rows + lane * kRows + i] = to_acc<float>(
-            logits.data[indices[i] * logits.class_stride + (i > 0 ? logits.next_row : 0)]);
+        const auto* const at_index = logits.of_class(indices[i]);  // fault: plane-words-index
+        numbers.logit(lane * kRows + i) = to_acc<float>(at_index[i > 0 ? logits.next_row : 0]);
       }
-      own[i] = of_share == 0 ? sums[i] : own[i].merged_with(sums[i]);
+      of_share[i] = next.of_share == 0 ? sums[i] : of_share[i].merged_with(sums[i]);
     }
     if (count < left) {
-      of_share += count;
+      next.of_share += count;
       continue;
     }
-    of_share = 0;
+    next.of_share = 0;
+    if (grid.shares_of_part > 1) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int n = 3; n > 0; --n) {
+          of_part[i][n] = of_part[i][n - 1];
+        }
+        of_part[i][0] = of_share[i];
+      }
+      if (++next.of_part < grid.shares_of_part) {
+        continue;
+      }
+      next.of_part = 0;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        of_share[i] = Sum::of_lanes(of_part[i], grid.shares_of_part);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      of_shares[i][3] = of_shares[i][2];
-      of_shares[i][2] = of_shares[i][1];
-      of_shares[i][1] = of_shares[i][0];
-      of_shares[i][0] = own[i];
+      numbers.put_part(next.part, lane * kRows + i, of_share[i]);
     }
-    if (++of_part < grid.shares_of_part) {
-      continue;
-    }
-    of_part = 0;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const Sum total = Sum::of_lanes(of_shares[i], grid.shares_of_part);
-      float* const to = numbers + (kRowNumbers + 2 * part) * rows + lane * kRows + i;
-      to[0] = total.reference;
-      to[rows] = total.rounded();
-    }
-    part += team;
-    if (part >= grid.parts) {
-      part = member;
+    next.part += team;
+    if (next.part >= grid.parts) {
+      next.part = member;
       has_all_parts = true;
       first += words_at_once;
       logits = logits_of(place_of(first + lane));

@@ -1,10 +1,10 @@
-// Losses of strided classes with class indices, more than 88 of them: how rows are spread over the
-// device, and how their classes are cut.
+// Losses of more than 88 strided classes with class indices: how plane_words.cu spreads rows over
+// the device.
 //
 //   word   what a thread reads of a class: a row of fp32, two neighbouring rows of half types
 //   lane   the number of a word in a block
-//   turn   classes of a share that a thread has in registers at a time
 //   team   threads that share the rows of a word: each has some of their parts
+//   turn   classes of a share that a thread has in registers at a time
 // plane_grid.cuh defines share and part.
 #pragma once
 
@@ -16,30 +16,25 @@
 
 namespace lossops::cuda::plane_words {
 
+using side_by_side::kWordBytes;
+using side_by_side::rows_of_word;
+using side_by_side::words_of;
+using side_by_side::words_of_plane;
+
 constexpr int kTurnClasses = 48;
 constexpr int kMostThreads = 256;
-// Resident blocks of kMostThreads: 128 registers a thread.
+// Resident blocks of kMostThreads: 128 registers a thread, of which a turn has 48.
 constexpr int kResidentBlocks = 2;
-constexpr int kLeastLanes = 8;
 constexpr int kMostLanes = 128;
-constexpr int64_t kManyClasses = 768;
+constexpr int kLeastLanes = 8;
 // Numbers of a row in shared memory, beside two a part: the logit at its class index, and the index.
 constexpr int kRowNumbers = 2;
-// Of these numbers: a thread of a block may be a step ahead of another.
+// Of these numbers: a thread may be some rows ahead of another.
 constexpr int kBuffers = 2;
 constexpr int64_t kMostBytes = 46 << 10;
-
-constexpr int kWordBytes = 4;
-constexpr int rows_of_word(int64_t element_bytes) {
-  return kWordBytes / static_cast<int>(element_bytes);
-}
-inline int64_t words_of_plane(const CrossEntropyArgs& args) {
-  return ceil_div(side_by_side::positions_of(args),
-                  int64_t{rows_of_word(element_size(args.input.dtype))});
-}
-inline int64_t words_of(const CrossEntropyArgs& args) {
-  return args.rows.numel / side_by_side::positions_of(args) * words_of_plane(args);
-}
+// Half types of so many classes are summed faster by plane_rows.cu, where both can: bf16
+// 8x150x512x512 .44 of the floor here, .56 there; 8x1203x160x160 .57, .48. (H200, 2026-11)
+constexpr int64_t kManyHalfClasses = 768;
 
 inline plane_rows::Cut cut_of(const CrossEntropyArgs& args, const DeviceLimits& device) {
   return {args.num_classes, element_size(args.input.dtype), device.shared_bytes};
@@ -54,16 +49,16 @@ inline bool takes(const RowProblem& problem) {
              int64_t{0xffffffff};
 }
 
-// Whether plane_rows.cu takes them: where its threads have all logits in shared memory at once, by
-// vectors, and need them for both passes. Without a gradient half types only, up to kManyClasses:
-// see DESIGN. Each share is one turn there, so that the sums are the same.
+// Whether plane_rows.cu takes rows instead: where its blocks have room for their logits, by whole
+// groups, for the loss and the gradient, or for losses of half types. A share is one turn there, so
+// that the sums are the same.
 inline bool leaves_to_plane_rows(const RowProblem& problem) {
   const auto& args = problem.args;
   const auto cut = cut_of(args, problem.device);
   const bool is_worth_it = problem.gradient ? plane_rows::writes_gradient(problem) &&
                                                   args.grad_input.data != args.input.data
                                             : problem.element_bytes == 2 &&
-                                                  problem.classes <= kManyClasses;
+                                                  problem.classes <= kManyHalfClasses;
   return is_worth_it && cut.fits() &&
          ceil_div(problem.classes, int64_t{cut.shares}) <= kTurnClasses &&
          side_by_side::lies_in_columns(args, args.input, args.input_class_stride);

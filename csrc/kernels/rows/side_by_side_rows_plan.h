@@ -48,6 +48,18 @@ inline int64_t groups_of(const CrossEntropyArgs& args) {
   return args.rows.numel == 0 ? 0 : groups_of_plane(args) * (args.rows.numel / positions_of(args));
 }
 
+// A word of a class: a row of fp32, or two neighbouring rows of half types.
+constexpr int kWordBytes = 4;
+constexpr int rows_of_word(int64_t element_bytes) {
+  return kWordBytes / static_cast<int>(element_bytes);
+}
+inline int64_t words_of_plane(const CrossEntropyArgs& args) {
+  return ceil_div(positions_of(args), int64_t{rows_of_word(element_size(args.input.dtype))});
+}
+inline int64_t words_of(const CrossEntropyArgs& args) {
+  return args.rows.numel / positions_of(args) * words_of_plane(args);
+}
+
 // Whether rows have one dimension or two, and groups numbers of 31 bits.
 inline bool has_counted_planes(const CrossEntropyArgs& args) {
   return args.rows.ndim <= 2 && groups_of(args) <= kMaxDividend;

@@ -9,6 +9,12 @@
 
 namespace lossops::cuda::soft_planes {
 
+// A thread has a word of each class.
+using side_by_side::kWordBytes;
+using side_by_side::rows_of_word;
+using side_by_side::words_of;
+using side_by_side::words_of_plane;
+
 // Classes that a thread has in registers at a time.
 constexpr int kChunk = 8;
 // Chunks of a share, or more where there are kMostShares shares. Forward with 6, 12 and 20: bf16
@@ -27,19 +33,6 @@ constexpr int64_t kMostStride = 0x7fffffff / 4;
 // Numbers of a row in shared memory: of a share's sums, and of all that its gradient needs.
 constexpr int kSumNumbers = 5;
 constexpr int kRowNumbers = 15;
-
-// A thread has a word of each class: a row of fp32, or two of half types.
-constexpr int kWordBytes = 4;
-constexpr int rows_of_word(int64_t element_bytes) {
-  return kWordBytes / static_cast<int>(element_bytes);
-}
-inline int64_t words_of_plane(const CrossEntropyArgs& args) {
-  return ceil_div(side_by_side::positions_of(args),
-                  int64_t{rows_of_word(element_size(args.input.dtype))});
-}
-inline int64_t words_of(const CrossEntropyArgs& args) {
-  return args.rows.numel / side_by_side::positions_of(args) * words_of_plane(args);
-}
 
 // Rows whose coefficients are all alike, but for that of the class index, and not 0: infinite
 // distances times 0 would be NaN.

@@ -19,6 +19,7 @@ namespace lossops::cuda::soft_planes {
 
 using plane_rows::PlaneGroups;
 using plane_rows::PlanePlace;
+using plane_rows::WordPlace;
 
 // How the rows are dealt out, for the kernel.
 struct SoftGrid : PlaneGroups {
@@ -40,21 +41,6 @@ struct SoftRow {
   float scale;
   float q_sum;
   float at_index;  // of smooth rows: the gradient at the class index
-};
-
-// Where the logits, probabilities or gradients of a word's rows are.
-template <typename T>
-struct WordPlace {
-  T* data;           // of the first row, class 0
-  int class_bytes;   // from a class to the next
-  int64_t next_row;  // from the first row to the second; 0 if there is none
-  bool is_whole;     // one access for both
-
-  __device__ __forceinline__ T* of_class(int c) const {
-    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(data) +
-                                static_cast<uintptr_t>(int64_t{c} * class_bytes));
-  }
-  __device__ __forceinline__ bool has_words() const { return sizeof(T) == 4 || is_whole; }
 };
 
 // The words of kChunk neighbouring classes from first_class on. Places behind the last class repeat
@@ -138,11 +124,12 @@ class SoftShare {
         place_(place),
         last_(place.rows == 0 ? -1 : static_cast<int>(args.num_classes) - 1),
         first_(share * kChunk),
-        logits_(in_operand<const scalar_t>(args.input, args.input_class_stride, grid.reads_words)),
+        logits_(WordPlace<const scalar_t>::of(place, args.input, args.input_class_stride,
+                                              grid.reads_words)),
         smooth_(grid.smoothing) {
     if (!kIsSmooth) {
-      probabilities_ = in_operand<const scalar_t>(args.target, args.target_class_stride,
-                                                  grid.reads_probability_words);
+      probabilities_ = WordPlace<const scalar_t>::of(
+          place, args.target, args.target_class_stride, grid.reads_probability_words);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -218,7 +205,8 @@ class SoftShare {
   template <typename RowOf>
   __device__ __forceinline__ void write_gradients(const RowOf& row_of) const {
     const auto to =
-        in_operand<scalar_t>(args_.grad_input, args_.grad_input_class_stride, grid_.writes_words);
+        WordPlace<scalar_t>::of(place_, args_.grad_input, args_.grad_input_class_stride,
+                                grid_.writes_words);
     for_each_chunk(first_, last_, [&](int c) {
       Chunk chunk(*this, c);
 #pragma unroll
@@ -363,13 +351,6 @@ class SoftShare {
     }
   };
 
-  template <typename T>
-  __device__ __forceinline__ WordPlace<T> in_operand(const Operand& operand, int64_t class_stride,
-                                                     bool aligned) const {
-    return {static_cast<T*>(operand.data) + place_.offset(operand),
-            static_cast<int>(class_stride * int64_t{sizeof(T)}),
-            place_.rows > 1 ? operand.strides[0] : 0, aligned && place_.rows == kRows};
-  }
   // The offset of a row's target; of a row that is not there, the first one's.
   __device__ __forceinline__ int64_t target_of(int i) const {
     return place_.offset(args_.target) + (i < place_.rows ? i : 0) * args_.target.strides[0];

@@ -1,5 +1,5 @@
-// What a thread of plane_words.cu has: a turn of classes of a word's rows, in registers, and the
-// sums of their exponentials, in the order of GroupShare (plane_share.cuh).
+// A turn of plane_words.cu: some classes of a word's rows in registers, and the sums of their
+// exponentials, in the order of GroupShare (plane_share.cuh).
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/rows/others_sum.cuh"
 #include "kernels/rows/plain_rows.cuh"
+#include "kernels/rows/plane_place.cuh"
 #include "kernels/rows/plane_words_plan.h"
 #include "kernels/rows/row_groups.cuh"
 #include "kernels/rows/row_terms.cuh"
@@ -16,15 +17,7 @@
 namespace lossops::cuda::plane_words {
 
 using plane_rows::OthersSum;
-
-// Where the logits of a word's rows are.
-template <typename scalar_t>
-struct WordLogits {
-  const scalar_t* data;  // class 0 of the first row
-  int64_t class_stride;
-  int64_t next_row;  // from the first row to the second; 0 if there is none
-  bool is_whole;     // one access for both
-};
+using plane_rows::WordPlace;
 
 template <typename scalar_t>
 class WordTurn {
@@ -33,27 +26,24 @@ class WordTurn {
   static constexpr bool kExact = kExactExponentials<scalar_t>;
   using Sum = OthersSum<kExact>;
 
-  // Loads `count` classes from `first` on, `step` apart.
-  __device__ __forceinline__ void load(const WordLogits<scalar_t>& logits, int first, int step,
-                                       int count) {
-    const int before_last = count - 1;
-    pairs_ = before_last / kPair;
-    const int rest = before_last % kPair;
-    has_four_ = rest >= kFour;
-    singles_ = rest % kFour;
-    const scalar_t* const from = logits.data + first * logits.class_stride;
-    const auto stride = static_cast<uint32_t>(step * logits.class_stride * sizeof(scalar_t));
-    const auto of_class = [&](int k) {
-      return reinterpret_cast<const scalar_t*>(reinterpret_cast<const char*>(from) +
-                                               static_cast<uint64_t>(static_cast<uint32_t>(k)) *
-                                                   stride);
+  // Loads `count` classes from `first` on, 2^step_bits apart.
+  __device__ __forceinline__ void load(const WordPlace<const scalar_t>& logits, int first,
+                                       int step_bits, int count) {
+    const auto before_last = static_cast<unsigned>(count - 1);
+    pairs_ = static_cast<int>(before_last / kPair);
+    has_four_ = (before_last & kFour) != 0;
+    singles_ = static_cast<int>(before_last % kFour);
+    const scalar_t* const from = logits.of_class(first);
+    const uint32_t bytes = logits.class_bytes << step_bits;
+    const auto class_after = [&](const scalar_t* of_row, int k) {
+      return WordPlace<const scalar_t>::after(of_row, k, bytes);
     };
-    if (sizeof(scalar_t) == 4 || logits.is_whole) {
-      load_all([&](int k) { return load_global(of_class(k)); });
+    if (logits.has_words()) {
+      load_all([&](int k) { return load_global(class_after(from, k)); });
     } else {
+      const scalar_t* const next = from + logits.next_row;
       load_all([&](int k) {
-        const scalar_t* const both = of_class(k);
-        return word_of(both[0], 0) | word_of(both[logits.next_row], 1);
+        return word_of(*class_after(from, k), 0) | word_of(*class_after(next, k), 1);
       });
     }
   }
@@ -164,7 +154,7 @@ class WordTurn {
     }
   }
 
-  // Puts the last class to the place of a class index.
+  // Puts the last class to the place of a class index. What is not there may be overwritten.
   __device__ __forceinline__ void take_indices_out(const int (&places)[kRows]) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -175,7 +165,6 @@ class WordTurn {
             word = with_element(word, last_, i);
           }
         };
-        // What is not there may be overwritten.
 #pragma unroll
         for (int u = 0; u < kPairs * kPair; ++u) {
           take(of_pairs_[u], places[i] == u);
