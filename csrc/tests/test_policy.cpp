@@ -223,7 +223,8 @@ void test_plane_words() {
           const RowPlan plan = plane_words::plan(problem);
           CHECK(plan.threads <= plane_words::kMostThreads && plan.threads % kWarpSize == 0);
           CHECK(plan.threads % plan.team == 0 && cut.parts() % plan.team == 0);
-          const int rows = plan.threads / plan.team * plane_words::rows_of_word(element_size(dtype));
+          const int rows =
+              plan.threads / plan.team * plane_words::rows_of_word(element_size(dtype));
           CHECK(cut.merging_bits() == 0 || (rows << cut.merging_bits()) % kWarpSize == 0);
           CHECK(plan.shared_bytes <= 48 << 10);
           CHECK(plan.blocks > 0);

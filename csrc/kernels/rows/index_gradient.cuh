@@ -34,6 +34,10 @@ struct LogitNumbers {
   }
   // The gradient at a logit above `lowest`.
   __device__ __forceinline__ float usual(float x) const { return multiple(x); }
+  // Of a grad_output or a weight of 0. A NaN among the logits is one in the factor.
+  __device__ __forceinline__ bool are_zero() const {
+    return __float_as_uint(factor) == 0 && ::fabsf(max) < math::infinity<float>();
+  }
 };
 template <>
 struct LogitNumbers<false> {
@@ -53,6 +57,8 @@ struct LogitNumbers<false> {
     of.factor = factor;
     of.replace(x);
   }
+  // Those of half types are computed all the same.
+  __device__ __forceinline__ bool are_zero() const { return false; }
   __device__ __forceinline__ float usual(float x) const {
     float value[1] = {x};
     replace(value);
@@ -74,6 +80,11 @@ struct IndexGradient {
   }
   static __device__ __forceinline__ IndexGradient without_loss(float value) {
     return {LogitNumbers<kExact>(LogitGradient<float, kExact>()), value, -1};
+  }
+
+  // Whether all gradients are 0, but for the class index's.
+  __device__ __forceinline__ bool is_zero() const {
+    return index >= 0 ? of_logit.are_zero() : at_index == 0.0f;
   }
 
   template <int kCount>

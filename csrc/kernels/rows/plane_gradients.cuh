@@ -100,11 +100,6 @@ struct UsualGradient {
   math::MultipleOfExp multiple;
   float lowest = math::quiet_nan<float>();
 
-  // Whether all gradients are 0, but for the class index's: those of a grad_output or a weight of
-  // 0. A NaN among the logits is one in the factor.
-  static __device__ __forceinline__ bool is_zero(const LogitNumbers<kExact>& numbers) {
-    return __float_as_uint(numbers.factor) == 0 && ::fabsf(numbers.max) < math::infinity<float>();
-  }
   // Whether the row is a usual one. It has no NaN then.
   __device__ __forceinline__ bool take(const LogitNumbers<kExact>& numbers) {
     multiple = numbers.multiple;
@@ -120,7 +115,6 @@ struct UsualGradient<false> {
   float offset = 0;
   float factor = 0;
 
-  static __device__ __forceinline__ bool is_zero(const LogitNumbers<false>&) { return false; }
   __device__ __forceinline__ bool take(const LogitNumbers<false>& numbers) {
     offset = numbers.offset;
     factor = numbers.factor;
@@ -229,12 +223,10 @@ class GradientTile {
       if (i >= begin_ && i < end_) {
         const Gradient gradient = numbers_.get(row_ + i);
         at_index.set(i, gradient.index - first_class_, end_class_ - first_class_);
-        const bool has_loss = gradient.index >= 0;
-        if (has_loss ? UsualGradient<kExact>::is_zero(gradient.of_logit)
-                     : gradient.at_index == 0.0f) {
+        if (gradient.is_zero()) {
           zeros |= 1u << i;
         } else {
-          is_usual = is_usual && has_loss && usual[i].take(gradient.of_logit);
+          is_usual = is_usual && gradient.index >= 0 && usual[i].take(gradient.of_logit);
         }
       }
     }

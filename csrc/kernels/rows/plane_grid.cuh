@@ -39,7 +39,8 @@ struct PlaneGrid : PlaneGroups {
 
   PlaneGrid(const CrossEntropyArgs& args, const Spread& spread)
       : PlaneGroups{static_cast<uint32_t>(spread.groups),
-                    Divisor(static_cast<uint32_t>(plane_rows::groups_of_plane(args))), positions_of(args)},
+                    Divisor(static_cast<uint32_t>(plane_rows::groups_of_plane(args))),
+                    positions_of(args)},
         lanes(spread.cut.lanes),
         lane_bits(log2_of(lanes)),
         share_bits(log2_of(spread.cut.shares)),

@@ -70,8 +70,8 @@ struct PlanePlace : PlaneRowPlace {
   }
 };
 
-// Where the logits, probabilities or gradients of a word's rows are: those of one row of fp32, or of
-// two neighbouring rows of half types.
+// Where the logits, probabilities or gradients of a word's rows are: those of one row of fp32, or
+// of two neighbouring rows of half types.
 template <typename T>
 struct WordPlace {
   T* data;               // of the first row, class 0

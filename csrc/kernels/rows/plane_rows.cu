@@ -1,6 +1,6 @@
 // Cross entropy of rows whose classes are not neighbours, such as the pixels of an (N, C, H, W)
-// tensor, with class indices. The logits of 8 groups of rows fit shared memory; any number of positions,
-// at any address. It is made for rows that lie side by side.
+// tensor, with class indices. The logits of 8 groups of rows fit shared memory; any number of
+// positions, at any address. It is made for rows that lie side by side.
 //
 // A block has lanes x shares threads (plane_grid.cuh defines lane, share and part).
 //   1. Each thread sums the classes of its lane and share, which lie in shared memory.
@@ -74,11 +74,10 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
     }
     if (args.grad_input.data != nullptr) {
       using Gradient = IndexGradient<kExact>;
-      numbers.put(row,
-                  index >= 0
-                      ? Gradient::of(LogitGradient<float, kExact>(finished.softmax, scale * weight),
-                                     finished.gradient_at_index, index)
-                      : Gradient::without_loss(gradient_without_loss(index)));
+      numbers.put(row, index >= 0 ? Gradient::of(LogitGradient<float, kExact>(finished.softmax,
+                                                                              scale * weight),
+                                                 finished.gradient_at_index, index)
+                                  : Gradient::without_loss(gradient_without_loss(index)));
     }
   }
 }

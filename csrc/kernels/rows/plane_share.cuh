@@ -41,8 +41,8 @@ class GroupShare {
   __device__ __forceinline__ void start(const PlanePlace& place) const {
     const scalar_t* const from = static_cast<const scalar_t*>(args_.input.data) +
                                  place.offset(args_.input) + share * args_.input_class_stride;
-    ClassCopies<scalar_t>::start(
-        args_, grid_, {stage_, from, place.rows == 0 ? 0 : own_classes_, place.rows});
+    ClassCopies<scalar_t>::start(args_, grid_,
+                                 {stage_, from, place.rows == 0 ? 0 : own_classes_, place.rows});
   }
 
   // Once the copies have arrived: other lanes of the warp may have copied the thread's classes.
@@ -227,9 +227,11 @@ class GroupShare {
     const auto* const own = reinterpret_cast<const Group*>(stage_);
     const int own_classes = rows_ == 0 ? 0 : own_classes_;
     bool usual = true;
+    unsigned zeros = 0;  // a bit for each row whose gradients are 0, but for the class index's
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      usual = usual && indices[i] >= 0;
+      zeros |= gradients[i].is_zero() ? 1u << i : 0;
+      usual = usual && (indices[i] >= 0 || (zeros & 1u << i) != 0);
     }
     if constexpr (kExact) {
       float least[kRows];
@@ -249,7 +251,7 @@ class GroupShare {
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        usual = usual && least[i] > gradients[i].of_logit.lowest;
+        usual = usual && (least[i] > gradients[i].of_logit.lowest || (zeros & 1u << i) != 0);
       }
     }
     scalar_t* const of_share = to + share * args_.grad_input_class_stride;
@@ -278,6 +280,13 @@ class GroupShare {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           x[i] = gradients[i].of_logit.usual(x[i]);
+        }
+        if (zeros != 0) {
+          keep_apart();
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            x[i] = (zeros & 1u << i) != 0 ? 0.0f : x[i];
+          }
         }
       });
     } else {

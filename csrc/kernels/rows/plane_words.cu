@@ -137,9 +137,7 @@ __global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
   const bool merges_own_rows = kRows == 1 && team == 1 && grid.merging_bits == 0;
   WordNumbers numbers{dynamic, lanes * kRows};
   const int buffer = (kRowNumbers + 2 * grid.parts) * numbers.rows;
-  const auto place_of = [&](uint32_t word) {
-    return PlanePlace::of<kRows>(args.rows, grid, word);
-  };
+  const auto place_of = [&](uint32_t word) { return PlanePlace::of<kRows>(args.rows, grid, word); };
   const auto logits_of = [&](const PlanePlace& place) {
     return WordPlace<const scalar_t>::of(place, args.input, args.input_class_stride,
                                          grid.reads_words);

@@ -27,7 +27,8 @@ constexpr int kMostThreads = 256;
 constexpr int kResidentBlocks = 2;
 constexpr int kMostLanes = 128;
 constexpr int kLeastLanes = 8;
-// Numbers of a row in shared memory, beside two a part: the logit at its class index, and the index.
+// Numbers of a row in shared memory, beside two a part: the logit at its class index, and the
+// index.
 constexpr int kRowNumbers = 2;
 // Of these numbers: a thread may be some rows ahead of another.
 constexpr int kBuffers = 2;
@@ -55,10 +56,10 @@ inline bool takes(const RowProblem& problem) {
 inline bool leaves_to_plane_rows(const RowProblem& problem) {
   const auto& args = problem.args;
   const auto cut = cut_of(args, problem.device);
-  const bool is_worth_it = problem.gradient ? plane_rows::writes_gradient(problem) &&
-                                                  args.grad_input.data != args.input.data
-                                            : problem.element_bytes == 2 &&
-                                                  problem.classes <= kManyHalfClasses;
+  const bool is_worth_it =
+      problem.gradient
+          ? plane_rows::writes_gradient(problem) && args.grad_input.data != args.input.data
+          : problem.element_bytes == 2 && problem.classes <= kManyHalfClasses;
   return is_worth_it && cut.fits() &&
          ceil_div(problem.classes, int64_t{cut.shares}) <= kTurnClasses &&
          side_by_side::lies_in_columns(args, args.input, args.input_class_stride);

@@ -72,10 +72,10 @@ struct NamedDevice {
   DeviceLimits limits;
 };
 constexpr NamedDevice kNamedDevices[] = {
-    {"h200", {132, 228 << 10, true, true}}, {"h100", {132, 228 << 10, true, true}},
-    {"b200", {148, 228 << 10, true, true}}, {"a100", {108, 164 << 10, false, false}},
-    {"l40s", {142, 100 << 10, false, false}},    {"rtx4090", {128, 100 << 10, false, false}},
-    {"rtx5090", {170, 100 << 10, false, true}},  {"t4", {40, 64 << 10, false, false}},
+    {"h200", {132, 228 << 10, true, true}},     {"h100", {132, 228 << 10, true, true}},
+    {"b200", {148, 228 << 10, true, true}},     {"a100", {108, 164 << 10, false, false}},
+    {"l40s", {142, 100 << 10, false, false}},   {"rtx4090", {128, 100 << 10, false, false}},
+    {"rtx5090", {170, 100 << 10, false, true}}, {"t4", {40, 64 << 10, false, false}},
 };
 
 // In cross_entropy.cu: builds with CUDA only.

@@ -128,8 +128,8 @@ class SoftShare {
                                               grid.reads_words)),
         smooth_(grid.smoothing) {
     if (!kIsSmooth) {
-      probabilities_ = WordPlace<const scalar_t>::of(
-          place, args.target, args.target_class_stride, grid.reads_probability_words);
+      probabilities_ = WordPlace<const scalar_t>::of(place, args.target, args.target_class_stride,
+                                                     grid.reads_probability_words);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -204,9 +204,8 @@ class SoftShare {
   // row_of(i): what the gradients of row i need.
   template <typename RowOf>
   __device__ __forceinline__ void write_gradients(const RowOf& row_of) const {
-    const auto to =
-        WordPlace<scalar_t>::of(place_, args_.grad_input, args_.grad_input_class_stride,
-                                grid_.writes_words);
+    const auto to = WordPlace<scalar_t>::of(place_, args_.grad_input, args_.grad_input_class_stride,
+                                            grid_.writes_words);
     for_each_chunk(first_, last_, [&](int c) {
       Chunk chunk(*this, c);
 #pragma unroll
