@@ -9,19 +9,19 @@
 namespace lossops::cuda::plane_rows {
 
 // total = sum of exp(x_c - reference) over classes c of a row, without its class index. reference
-// is the largest of these logits, or -infinity where there are none; half types have others too.
-// kExact: for fp32 logits.
+// is the largest of these logits, or -infinity where there are none. Of half types it may also be
+// kPlain or log(total). kExact: for fp32 logits.
 //
 // of_parts(parts, member, team, part) is the sum of parts member, member + team, ... of a row;
 // part(n) is part n, and member < parts. add_lanes(most, least) leaves in each lane the sum over
-// the lanes whose numbers differ from its own in no other bits than `least`, `most` and those
-// between. All lanes of a warp call it. If most < least, nothing changes.
+// all lanes whose numbers agree with its own outside the bits `least` to `most`. All lanes of a
+// warp call it. If most < least, nothing changes.
 template <bool kExact>
 struct OthersSum;
 
-// Each lane moves its sum to the largest reference of all, with one exponential. If two lanes merge
-// their sums at a time, each time takes two: 8.5 of 38 instructions a logit where 64 threads share
-// 1716 classes, now some 1.5. (H100, 2026-11)
+// Each lane moves its sum to the largest reference of all, with one exponential. To merge two lanes
+// at a time took two at each step: 8.5 of 38 instructions a logit where 64 threads share 1716
+// classes, now some 1.5. (H100, 2026-11)
 template <>
 struct OthersSum<true> {
   float reference = -math::infinity<float>();
@@ -49,7 +49,7 @@ struct OthersSum<true> {
     return sum;
   }
 
-  // What add_lanes() leaves of the first 1, 2 or 4 of these, if each lane has one of them.
+  // The bits that add_lanes() gives the sums of `count` lanes, 1, 2 or 4, by one thread.
   static __device__ __forceinline__ OthersSum of_lanes(const OthersSum (&sums)[4], int count) {
     float largest = sums[0].reference;
 #pragma unroll
@@ -122,8 +122,9 @@ struct OthersSum<false> {
   }
   __device__ __forceinline__ float rounded() const { return total; }
 
-  // The same relative to a number that is as large as the largest logit, or a little larger: beside
-  // a sum of other reference, 0 may be so far above all logits that 1 would hide them.
+  // The same relative to a number that is as large as the largest logit, or a little larger. A
+  // plain sum is relative to 0, which may be so far above all logits that beside a sum of another
+  // reference its terms would be lost.
   __device__ __forceinline__ OthersSum near_largest() const {
     return is_plain(reference) ? relative_to_log(total) : *this;
   }

@@ -6,8 +6,10 @@
 //   group     neighbouring rows of a plane, 8 bytes of each class: 2 of fp32, 4 of half types
 //   lane      the number of a group in a block, 0 to lanes - 1: not the lane of a warp
 //   segment   the groups of 32 neighbouring lanes, or of all lanes if they are fewer
-//   share     the classes c of a group with c % shares == share; one thread has one lane and share
-//   part      a partial sum of a row, which a warp or a share leaves in shared memory
+//   share     share number s: the classes c with c % shares == s. A thread of plane_rows.cu has one
+//             lane and one share
+//   part      a partial sum of a row in shared memory: of one share or, where there are fewer than
+//             32 lanes, of the shares of a warp
 #pragma once
 
 #include <cstdint>
@@ -80,7 +82,7 @@ struct RowNumbers {
   static constexpr int kReference = 0;
   static constexpr int kTotal = 1;
   static constexpr int kLogit = 2;
-  // Class indices of the rows that the block has, and of those that it has next, in turn.
+  // Class indices of the rows that the block has, and of those that it has next, in two slots.
   static constexpr int kIndex = kRowNumbers - 2;
 
   float* numbers;
@@ -91,8 +93,8 @@ struct RowNumbers {
   __device__ __forceinline__ float* of_part(int part, int number) const {
     return part == 0 ? of(number) : of(kRowNumbers + 2 * (part - 1) + number);
   }
-  __device__ __forceinline__ int& index(int row, int turn) const {
-    return reinterpret_cast<int*>(of(kIndex + turn))[row];
+  __device__ __forceinline__ int& index(int row, int slot) const {
+    return reinterpret_cast<int*>(of(kIndex + slot))[row];
   }
 
   // Numbers of neighbouring rows.

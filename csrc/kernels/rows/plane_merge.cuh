@@ -1,4 +1,4 @@
-// What plane_rows.cu and plane_words.cu make of the parts of a row.
+// How plane_rows.cu and plane_words.cu merge the parts of a row.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace lossops::cuda::plane_rows {
 
-// The sum of all classes of a row but its index, in all threads of a team. part(n): part n, of
-// which there are `parts`. All lanes of a warp call it.
+// The sum over all classes of a row but the one at its class index, in all threads of a team that
+// merges them. part(n): part n, of which there are `parts`. All lanes of a warp call it.
 template <bool kExact, typename Part>
 __device__ __forceinline__ OthersSum<kExact> merge_parts(int parts, int member, int team,
                                                          const Part& part) {
@@ -18,9 +18,10 @@ __device__ __forceinline__ OthersSum<kExact> merge_parts(int parts, int member, 
   return sum;
 }
 
-// The row that these others and its class index make.
+// The row, from the sum over all other classes and the logit at the class index.
 template <bool kExact>
-__device__ __forceinline__ IndexRow row_of(const OthersSum<kExact>& others, float x_at_index) {
+__device__ __forceinline__ IndexRow index_row_of(const OthersSum<kExact>& others,
+                                                 float x_at_index) {
   OthersSum<kExact> shifted = others;
   if constexpr (!kExact) {
     if (OthersSum<kExact>::is_plain(others.reference) &&

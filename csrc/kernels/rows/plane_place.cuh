@@ -1,5 +1,6 @@
-// Where rows are whose classes are not neighbours: plane_grid.cuh says what a plane, a position and
-// a group are.
+// Where rows are whose classes are not neighbours. plane_grid.cuh says what a plane and a position
+// are. A group is kRows neighbouring rows of a plane: 8 bytes of each class in plane_rows.cu, a
+// word of 4 bytes in plane_words.cu and soft_planes.cu.
 #pragma once
 
 #include <cstdint>
@@ -52,8 +53,7 @@ struct PlaneRowPlace {
 
 // Where a group of rows is: its first row.
 struct PlanePlace : PlaneRowPlace {
-  int rows;       // of the group that exist: fewer at the end of a plane, or none
-  bool is_there;  // the group's number is below that of all groups
+  int rows;  // of the group that exist: fewer at the end of a plane, or none
 
   template <int kRows>
   static __device__ __forceinline__ PlanePlace of(const IterationSpace& space,
@@ -65,8 +65,7 @@ struct PlanePlace : PlaneRowPlace {
     return {{space, position, plane},
             group >= grid.groups || left <= 0 ? 0
             : left < kRows                    ? static_cast<int>(left)
-                                              : kRows,
-            group < grid.groups};
+                                              : kRows};
   }
 };
 
@@ -76,8 +75,8 @@ template <typename T>
 struct WordPlace {
   T* data;               // of the first row, class 0
   uint32_t class_bytes;  // from a class to the next
-  int64_t next_row;      // from the first row to the second; 0 if there is none
-  bool is_whole;         // one access for both
+  int64_t next_row;      // elements from the first row to the second; 0 if there is none
+  bool is_whole;         // an access of 4 bytes reads or writes both rows
 
   // aligned: the operand lies in words.
   static __device__ __forceinline__ WordPlace of(const PlanePlace& place, const Operand& operand,
@@ -89,14 +88,14 @@ struct WordPlace {
 
   __device__ __forceinline__ T* of_class(int c) const { return after(data, c, class_bytes); }
   __device__ __forceinline__ bool has_words() const { return sizeof(T) == 4 || is_whole; }
-  // `count` steps of so many bytes behind an address: one multiplication, not a 64-bit one.
+  // The address count * bytes behind `from`. The product of 32-bit numbers is one instruction.
   static __device__ __forceinline__ T* after(T* from, int count, uint32_t bytes) {
     return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(from) +
                                 static_cast<uint64_t>(static_cast<uint32_t>(count)) * bytes);
   }
 };
 
-// A row of a block, whose groups begin at number `first`.
+// A row of a block. first: the number of the block's first group.
 struct PlaneRow {
   PlanePlace place;  // of its group
   int i;             // in its group
@@ -115,7 +114,8 @@ struct PlaneRow {
   }
 };
 
-// Numbers in shared memory that lie `pitch` words apart.
+// put_numbers() writes the floats of a value to places that lie `pitch` floats apart, and
+// get_numbers() reads them.
 template <typename T>
 __device__ __forceinline__ void put_numbers(float* to, int pitch, const T& value) {
   constexpr int kCount = sizeof(T) / sizeof(float);

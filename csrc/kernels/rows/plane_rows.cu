@@ -1,6 +1,6 @@
 // Cross entropy of rows whose classes are not neighbours, such as the pixels of an (N, C, H, W)
-// tensor, with class indices. The logits of 8 groups of rows fit shared memory; any number of
-// positions, at any address. It is made for rows that lie side by side.
+// tensor, with class indices. Up to 88 classes may lie at any address. More must lie in aligned
+// groups, and those of 8 groups of rows must fit shared memory.
 //
 // A block has lanes x shares threads (plane_grid.cuh defines lane, share and part).
 //   1. Each thread sums the classes of its lane and share, which lie in shared memory.
@@ -37,7 +37,7 @@ namespace {
 template <typename scalar_t>
 __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
                                             const PlaneGrid& grid, const RowNumbers& numbers,
-                                            uint32_t first, int turn, float scale,
+                                            uint32_t first, int slot, float scale,
                                             Partial& partial) {
   constexpr int kRows = GroupShare<scalar_t>::kRows;
   constexpr bool kExact = GroupShare<scalar_t>::kExact;
@@ -49,19 +49,19 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
 #pragma unroll 1
   for (int row = thread >> team_bits; row < numbers.rows; row += threads >> team_bits) {
     const auto of_row = PlaneRow::of<kRows>(args.rows, grid, first, row);
-    const int index = numbers.index(row, turn);
+    const int index = numbers.index(row, slot);
     const bool is_there = of_row.is_there();
     const int64_t number = of_row.number(grid);
     const float weight = row_weight(args, index);
     const float x_at_index = index >= 0 && member == 0 ? numbers.of(RowNumbers::kLogit)[row] : 0.0f;
     const IndexRow reduced =
-        row_of(merge_parts<kExact>(grid.parts, member, team,
-                                   [&](int n) {
-                                     return OthersSum<kExact>{
-                                         numbers.of_part(n, RowNumbers::kReference)[row],
-                                         numbers.of_part(n, RowNumbers::kTotal)[row]};
-                                   }),
-               x_at_index);
+        index_row_of(merge_parts<kExact>(grid.parts, member, team,
+                                         [&](int n) {
+                                           return OthersSum<kExact>{
+                                               numbers.of_part(n, RowNumbers::kReference)[row],
+                                               numbers.of_part(n, RowNumbers::kTotal)[row]};
+                                         }),
+                     x_at_index);
     if (member > 0) {
       continue;
     }
@@ -82,8 +82,9 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
   }
 }
 
-// Losses, and gradients where args.grad_input exists. A block takes groups one after the other.
-// Those of the next groups are copied as soon as it needs its own no more, to the same place.
+// Losses, and gradients where args.grad_input exists. A block takes `lanes` groups at a time. It
+// copies the logits of the next groups over the present ones: after the sums or, where it writes
+// gradients, after these.
 template <typename scalar_t>
 __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     plane_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       }
     }
   };
-  const auto put_indices = [&](uint32_t of_first, int turn) {
+  const auto put_indices = [&](uint32_t of_first, int slot) {
 #pragma unroll 1
     for (int row = thread; row < numbers.rows; row += threads) {
       const auto of_row = PlaneRow::of<kRows>(args.rows, grid, of_first, row);
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       if (of_row.is_there()) {
         index = checked_index(args, load_class_index(args.target, of_row.offset(args.target)));
       }
-      numbers.index(row, turn) = index;
+      numbers.index(row, slot) = index;
     }
   };
   Share share(grid, args, dynamic);
@@ -141,12 +142,12 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   }
   Partial partial;
 #pragma unroll 1
-  for (int turn = 0; first < grid.groups; turn ^= 1) {
-    put_indices(first, turn);
+  for (int slot = 0; first < grid.groups; slot ^= 1) {
+    put_indices(first, slot);
     __syncthreads();
     const uint32_t next_first = first + groups_at_once;
     prefetch_indices(next_first);
-    share.take(place_of(first + lane).rows, &numbers.index(lane * kRows, turn));
+    share.take(place_of(first + lane).rows, &numbers.index(lane * kRows, slot));
     wait_for_own_copies();
     share.settle();
     const auto visit = [&](const auto& body) {
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       RowNumbers::store(numbers.of_part(part, RowNumbers::kTotal) + lane * kRows, totals);
     }
     __syncthreads();
-    finish_rows<scalar_t>(args, grid, numbers, first, turn, scale, partial);
+    finish_rows<scalar_t>(args, grid, numbers, first, slot, scale, partial);
     if (writes) {
       __syncthreads();
       IndexGradient<kExact> gradients[kRows];
@@ -209,7 +210,7 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   // Blocks that begin beside those of another kernel begin one by one. If they have several turns,
   // neighbours then read neighbouring memory at different times all the while: steps of 150 to 1203
   // classes took 8 to 12 % longer. (H100, 2026-11)
-  shape.overlap = grad_output.exists() || (denominator.is_left() && spread.has_one_turn());
+  shape.overlap = grad_output.exists() || (denominator.is_left() && spread.has_one_round());
   shape.threads = plan.threads;
   shape.shared_bytes = plan.shared_bytes;
   const PlaneGrid grid(args, spread);

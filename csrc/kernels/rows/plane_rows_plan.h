@@ -17,7 +17,7 @@ using side_by_side::groups_of_plane;
 using side_by_side::kGroupBytes;
 using side_by_side::positions_of;
 
-// More threads than these have only blocks that are alone on their multiprocessor.
+// A block has more threads only if it is alone on its multiprocessor.
 constexpr int kUsualThreads = 256;
 constexpr int kMostThreads = 512;
 // Resident threads of a multiprocessor. Half types have four rows a thread, and spill with fewer
@@ -36,7 +36,8 @@ constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
 constexpr int kStaticBytes = 1024;
 constexpr int kBlockOverhead = 1024 + kStaticBytes;  // the driver reserves 1024
-// Numbers of a row in shared memory: two class indices, and those of its gradient.
+// Numbers of a row in shared memory: two class indices, its own and the next row's, and up to 7 of
+// its gradient.
 constexpr int kRowNumbers = 9;
 
 // What a block may have of dynamic shared memory. device_bytes: of a multiprocessor; 0: not known.
@@ -52,11 +53,12 @@ enum class PlaneReads : int8_t {
   kElements  // at any address
 };
 
-// How the classes of a row are dealt out to shares, by the classes, the dtype and the device alone,
-// as all that decides about bits. A block of plane_rows.cu has a group of rows a lane, and a thread
-// for each of its shares; plane_words.cu sums the same shares in the same order.
+// How the classes of a row are dealt out to shares. It depends on nothing but their number, the
+// dtype and the device, because it decides about bits. A block of plane_rows.cu has a group of rows
+// a lane, and a thread for each of its shares. plane_words.cu has the same shares and parts, and
+// sums those of up to 48 classes in the same order; plane_rows.cu takes no larger ones.
 struct Cut {
-  int lanes = kMostLanes;  // of a block; a power of two, and so is shares
+  int lanes = kMostLanes;  // of a block of plane_rows.cu; a power of two, and so is shares
   int shares = 1;
 
   Cut(int64_t classes, int64_t element_bytes, int64_t device_shared_bytes)
@@ -105,7 +107,7 @@ struct Cut {
   }
   // Groups from a share's class to its next one in shared memory.
   int64_t pitch(PlaneReads reads) const {
-    // Half of so few lanes copy one class, and half the next: to other banks.
+    // Of 8 lanes, 4 copy one class and 4 the next. The padding puts these in different banks.
     return threads() + (reads == PlaneReads::kPairs && lanes == kLeastLanes ? kLeastLanes : 0);
   }
   // The shared memory of a block.
@@ -125,20 +127,21 @@ struct Cut {
   int64_t number_bytes() const { return rows_of_group_ * int64_t{sizeof(float)}; }
 };
 
-// More rows than 32 bits count would not fit any GPU's memory.
+// Strided classes of rows whose groups and classes have numbers of 31 bits: more would not fit any
+// GPU's memory.
 inline bool lies_in_planes(const CrossEntropyArgs& args) {
   return args.input_class_stride != 1 && args.rows.numel > 0 &&
          groups_of(args) <= kMaxDividend - kMostLanes && args.num_classes <= kMaxDividend / 2;
 }
 
-// Whether the kernel writes gradients too: not where two blocks would write to the same sector of
-// memory. plane_gradients.cu writes those after the loss.
+// Whether plane_rows.cu writes gradients too: not where two blocks would write to the same sector
+// of memory. plane_gradients.cu writes those after the loss.
 inline bool writes_gradient(const RowProblem& problem) {
   return side_by_side::lies_in_columns(problem.args, problem.args.grad_input,
                                        problem.args.grad_input_class_stride, kSectorBytes);
 }
 
-// How the logits get to shared memory, and what blocks there are. No bits of a row depend on it.
+// How the logits get to shared memory, and what blocks there are. Only `cut` decides about bits.
 struct Spread {
   Cut cut;
   PlaneReads reads;
@@ -156,8 +159,7 @@ struct Spread {
             : lie_in(kGroupBytes)   ? PlaneReads::kGroups
                                     : PlaneReads::kElements;
     shared_bytes = cut.bytes(reads);
-    // As many as the device runs at a time: each takes rows one after the other, and copies the
-    // next while it computes.
+    // As many as the device runs at a time. Each takes `lanes` groups after the other.
     const int64_t resident = std::min<int64_t>(
         resident_threads(element_size(args.input.dtype)) / cut.threads(),
         device.resident_blocks(cut.threads(), static_cast<int>(shared_bytes) + kStaticBytes));
@@ -165,7 +167,7 @@ struct Spread {
                                  std::max<int64_t>(device.multiprocessors * resident, 1));
   }
 
-  bool has_one_turn() const { return blocks * cut.lanes >= groups; }
+  bool has_one_round() const { return blocks * cut.lanes >= groups; }
 };
 
 inline RowPlan plan(const RowProblem& problem) {

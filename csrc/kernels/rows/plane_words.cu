@@ -6,7 +6,7 @@
 //   1. Each thread sums its parts of a word's rows, from registers, a turn at a time.
 //   2. A few threads a row merge its parts, and one of them computes the loss. The first turn of
 //      the next rows is on its way meanwhile.
-// The classes are cut and summed as plane_rows.cu does it.
+// Shares and parts are those of plane_rows.cu. A share of more turns is their sum.
 #include <cstdint>
 
 #include "kernels/grid/grid_reduce.cuh"
@@ -31,7 +31,7 @@ using plane_rows::PlaneGroups;
 using plane_rows::PlanePlace;
 using plane_rows::PlaneRow;
 
-// How the rows are dealt out, for the kernel. Its groups are words.
+// How the rows are dealt out, for the kernel. A group is a word.
 struct WordGrid : PlaneGroups {
   int lane_bits;   // log2(lanes)
   int share_bits;  // log2(shares)
@@ -69,23 +69,24 @@ struct WordNumbers {
   }
 };
 
-// What a thread takes of a row: a turn of a share of a part.
+// Which turn of a row a thread takes: it takes all turns of a share, all shares of a part, and then
+// its next part. A part has 1, 2 or 4 shares.
 struct TurnPlace {
   int part;
-  int of_part = 0;   // the share's number there
-  int of_share = 0;  // classes before the turn
+  int share_of_part = 0;
+  int before = 0;  // classes of the share before the turn
 
   __device__ __forceinline__ int share(const WordGrid& grid) const {
-    return part * grid.shares_of_part + of_part;
+    return part * grid.shares_of_part + share_of_part;
   }
   // The classes that are left of the share.
   __device__ __forceinline__ int left(const WordGrid& grid, int num_classes) const {
-    return ((num_classes - share(grid) + (1 << grid.share_bits) - 1) >> grid.share_bits) - of_share;
+    return ((num_classes - share(grid) + (1 << grid.share_bits) - 1) >> grid.share_bits) - before;
   }
   // Where a class is among those of the turn, of which there are `count`; or -1.
   __device__ __forceinline__ int place_of(const WordGrid& grid, int index, int count) const {
     const int distance = index - share(grid);
-    const int place = (distance >> grid.share_bits) - of_share;
+    const int place = (distance >> grid.share_bits) - before;
     const bool is_of_share = (distance & ((1 << grid.share_bits) - 1)) == 0;
     return index >= 0 && is_of_share && place >= 0 && place < count ? place : -1;
   }
@@ -96,8 +97,8 @@ template <bool kExact, int kRows>
 __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
                                             const WordGrid& grid, const WordNumbers& numbers,
                                             uint32_t first, Partial& partial) {
-  const int team = 1 << grid.merging_bits;
-  const int member = static_cast<int>(threadIdx.x) & (team - 1);
+  const int merging_team = 1 << grid.merging_bits;
+  const int member = static_cast<int>(threadIdx.x) & (merging_team - 1);
 #pragma unroll 1
   for (int row = static_cast<int>(threadIdx.x) >> grid.merging_bits; row < numbers.rows;
        row += static_cast<int>(blockDim.x) >> grid.merging_bits) {
@@ -106,11 +107,11 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
     const float weight = row_weight(args, index);
     const float x_at_index = index >= 0 ? numbers.logit(row) : 0.0f;
     const auto others = plane_rows::merge_parts<kExact>(
-        grid.parts, member, team, [&](int n) { return numbers.part<kExact>(n, row); });
+        grid.parts, member, merging_team, [&](int n) { return numbers.part<kExact>(n, row); });
     if (member > 0 || !of_row.is_there()) {
       continue;
     }
-    const IndexRow reduced = plane_rows::row_of(others, x_at_index);
+    const IndexRow reduced = plane_rows::index_row_of(others, x_at_index);
     const float loss = index >= 0 ? reduced.template finish<!kExact>(x_at_index, 1, weight).loss
                                   : gradient_without_loss(index);
     record_row(
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
   const int team = static_cast<int>(blockDim.x) >> grid.lane_bits;
   const bool merges_own_rows = kRows == 1 && team == 1 && grid.merging_bits == 0;
   WordNumbers numbers{dynamic, lanes * kRows};
-  const int buffer = (kRowNumbers + 2 * grid.parts) * numbers.rows;
+  const int set_numbers = (kRowNumbers + 2 * grid.parts) * numbers.rows;
   const auto place_of = [&](uint32_t word) { return PlanePlace::of<kRows>(args.rows, grid, word); };
   const auto logits_of = [&](const PlanePlace& place) {
     return WordPlace<const scalar_t>::of(place, args.input, args.input_class_stride,
@@ -145,33 +146,33 @@ __global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
   uint32_t first = blockIdx.x << grid.lane_bits;
   const uint32_t words_at_once = gridDim.x << grid.lane_bits;
   auto logits = logits_of(place_of(first + lane));
-  TurnPlace next{member};
+  TurnPlace turn_place{member};
   int indices[kRows];
-  Sum of_share[kRows];
-  Sum of_part[kRows][4];  // the latest share first
+  Sum share_sums[kRows];
+  Sum part_sums[kRows][4];  // of the part's shares, the latest first
   Partial partial;
   bool has_all_parts = false;  // of the words before
 #pragma unroll 1
   while (true) {
-    const int left = next.left(grid, num_classes);
+    const int left = turn_place.left(grid, num_classes);
     const int count = min(left, kTurnClasses);
     Turn turn;
     if (first < grid.groups) {
-      turn.load(logits, next.share(grid) + (next.of_share << grid.share_bits), grid.share_bits,
-                count);
+      turn.load(logits, turn_place.share(grid) + (turn_place.before << grid.share_bits),
+                grid.share_bits, count);
     }
     if (has_all_parts) {
       if (!merges_own_rows) {
         __syncthreads();
       }
       finish_rows<Turn::kExact, kRows>(args, grid, numbers, first - words_at_once, partial);
-      numbers.numbers = numbers.numbers == dynamic ? dynamic + buffer : dynamic;
+      numbers.numbers = numbers.numbers == dynamic ? dynamic + set_numbers : dynamic;
       has_all_parts = false;
     }
     if (first >= grid.groups) {
       break;
     }
-    if (next.part == member && next.of_part == 0 && next.of_share == 0) {
+    if (turn_place.part == member && turn_place.share_of_part == 0 && turn_place.before == 0) {
       const auto place = place_of(first + lane);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
     int places[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      places[i] = next.place_of(grid, indices[i], count);
+      places[i] = turn_place.place_of(grid, indices[i], count);
     }
     Sum sums[kRows];
     turn.sum(places, sums);
@@ -198,38 +199,38 @@ __global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
         const auto* const at_index = logits.of_class(indices[i]);  // fault: plane-words-index
         numbers.logit(lane * kRows + i) = to_acc<float>(at_index[i > 0 ? logits.next_row : 0]);
       }
-      of_share[i] = next.of_share == 0 ? sums[i] : of_share[i].merged_with(sums[i]);
+      share_sums[i] = turn_place.before == 0 ? sums[i] : share_sums[i].merged_with(sums[i]);
     }
     if (count < left) {
-      next.of_share += count;
+      turn_place.before += count;
       continue;
     }
-    next.of_share = 0;
+    turn_place.before = 0;
     if (grid.shares_of_part > 1) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
 #pragma unroll
         for (int n = 3; n > 0; --n) {
-          of_part[i][n] = of_part[i][n - 1];
+          part_sums[i][n] = part_sums[i][n - 1];
         }
-        of_part[i][0] = of_share[i];
+        part_sums[i][0] = share_sums[i];
       }
-      if (++next.of_part < grid.shares_of_part) {
+      if (++turn_place.share_of_part < grid.shares_of_part) {
         continue;
       }
-      next.of_part = 0;
+      turn_place.share_of_part = 0;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        of_share[i] = Sum::of_lanes(of_part[i], grid.shares_of_part);
+        share_sums[i] = Sum::of_lanes(part_sums[i], grid.shares_of_part);
       }
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      numbers.put_part(next.part, lane * kRows + i, of_share[i]);
+      numbers.put_part(turn_place.part, lane * kRows + i, share_sums[i]);
     }
-    next.part += team;
-    if (next.part >= grid.parts) {
-      next.part = member;
+    turn_place.part += team;
+    if (turn_place.part >= grid.parts) {
+      turn_place.part = member;
       has_all_parts = true;
       first += words_at_once;
       logits = logits_of(place_of(first + lane));

@@ -3,7 +3,7 @@
 //
 //   word   what a thread reads of a class: a row of fp32, two neighbouring rows of half types
 //   lane   the number of a word in a block
-//   team   threads that share the rows of a word: each has some of their parts
+//   team   the threads of a word: each sums some of the parts of its rows
 //   turn   classes of a share that a thread has in registers at a time
 // plane_grid.cuh defines share and part.
 #pragma once
@@ -30,12 +30,13 @@ constexpr int kLeastLanes = 8;
 // Numbers of a row in shared memory, beside two a part: the logit at its class index, and the
 // index.
 constexpr int kRowNumbers = 2;
-// Of these numbers: a thread may be some rows ahead of another.
+// A block has two sets of these numbers: some threads may already sum the next rows while others
+// merge the parts of the last ones.
 constexpr int kBuffers = 2;
 constexpr int64_t kMostBytes = 46 << 10;
-// Half types of so many classes are summed faster by plane_rows.cu, where both can: bf16
+// plane_rows.cu sums half types of at most so many classes faster, where both can: bf16
 // 8x150x512x512 .44 of the floor here, .56 there; 8x1203x160x160 .57, .48. (H200, 2026-11)
-constexpr int64_t kManyHalfClasses = 768;
+constexpr int64_t kMostHalfClasses = 768;
 
 inline plane_rows::Cut cut_of(const CrossEntropyArgs& args, const DeviceLimits& device) {
   return {args.num_classes, element_size(args.input.dtype), device.shared_bytes};
@@ -50,16 +51,17 @@ inline bool takes(const RowProblem& problem) {
              int64_t{0xffffffff};
 }
 
-// Whether plane_rows.cu takes rows instead: where its blocks have room for their logits, by whole
-// groups, for the loss and the gradient, or for losses of half types. A share is one turn there, so
-// that the sums are the same.
+// Whether plane_rows.cu takes these rows instead. It must be worth it: plane_rows.cu writes the
+// gradient too, not in place; or there is none, and the rows are of half types, to
+// kMostHalfClasses. Their logits must lie in whole groups, and a block must have room for them. And
+// a share must be one turn here, because plane_rows.cu sums it at once: the bits are the same then.
 inline bool leaves_to_plane_rows(const RowProblem& problem) {
   const auto& args = problem.args;
   const auto cut = cut_of(args, problem.device);
   const bool is_worth_it =
       problem.gradient
           ? plane_rows::writes_gradient(problem) && args.grad_input.data != args.input.data
-          : problem.element_bytes == 2 && problem.classes <= kManyHalfClasses;
+          : problem.element_bytes == 2 && problem.classes <= kMostHalfClasses;
   return is_worth_it && cut.fits() &&
          ceil_div(problem.classes, int64_t{cut.shares}) <= kTurnClasses &&
          side_by_side::lies_in_columns(args, args.input, args.input_class_stride);
@@ -77,10 +79,10 @@ inline RowPlan plan(const RowProblem& problem) {
     return int64_t{sizeof(float)} * kBuffers * lanes * rows * (2 * parts + kRowNumbers);
   };
   const auto lanes_of = [&](int team) { return std::min(kMostThreads / team, kMostLanes); };
-  // So many threads a word that few have no work in the last turn.
+  // A team is so large that most threads have work in the last round.
   const auto fills = [&] {
-    const double turns = static_cast<double>(words * plan.team) / static_cast<double>(at_once);
-    return turns >= 0.85 * static_cast<double>(static_cast<int64_t>(turns) + 1);
+    const double rounds = static_cast<double>(words * plan.team) / static_cast<double>(at_once);
+    return rounds >= 0.85 * static_cast<double>(static_cast<int64_t>(rounds) + 1);
   };
   while (plan.team < parts && (!fills() || bytes(lanes_of(plan.team)) > kMostBytes)) {
     plan.team *= 2;

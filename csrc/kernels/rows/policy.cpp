@@ -57,12 +57,14 @@ const PolicyRow kPolicy[kFamilies] = {
      },
      Again::kForEachOfAnyRows, never},
     {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
-     "strided classes (images, transposed logits), class indices, to 88; more where 8 groups of "
-     "rows fit shared memory, by whole groups, with a gradient of which no two blocks write to the "
-     "same 32 bytes; of fp16 and bf16 without a gradient to 768",
-     "a block copies all classes of 8 to 128 groups of rows to shared memory, and the next ones to "
-     "the place of those that it needs no more; more than 88 are dealt out to 2 to 64 threads a "
-     "group",
+     "strided classes (images, transposed logits), class indices: to 88 at any address; more in "
+     "aligned groups of which 8 fit shared memory, at most 48 classes a share, with a gradient of "
+     "which no two blocks write to the same 32 bytes or, of fp16 and bf16, without one, to 768",
+     "a block copies all classes of 8 to 128 groups of rows to shared memory, and after the sums, "
+     "or "
+     "the gradients, the next ones to the same place; more than 88 are dealt out to 2 to 64 "
+     "threads "
+     "a group",
      "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .74 / .80 "
      "(H100)",
      [](P p) {
@@ -72,13 +74,13 @@ const PolicyRow kPolicy[kFamilies] = {
      },
      plane_rows::plan, plane_rows::writes_gradient, Again::kForAll, never},
     {Family::kPlaneWords, "plane_words", "rows/plane_words.cu",
-     "the same without a gradient, more than 88",
+     "strided classes, class indices, more than 88: all that `plane_rows` does not take; only the "
+     "loss, and `plane_gradients` writes the gradient after it",
      "a thread has up to 48 classes of a word of 4 bytes in registers at a time; 1 to 16 threads a "
-     "word; shares and the order of sums of `plane_rows`; `plane_gradients` writes the gradient "
-     "after the loss",
-     "on an H200, by `plane_rows` with ranges of classes and clusters fp32 4x1716x188x188 .39 / "
-     ".48, 33x3145x34x29 without a reduction .31 / .32, bf16 9x1280x184x158 .33 / .44; this .62 / "
-     ".50, .64 / .45, .57 / .53",
+     "word; shares and parts of `plane_rows`",
+     "on an H200, before it by clusters of blocks: fp32 4x1716x188x188 .39 / .49, this .62 / .50; "
+     "33x3145x34x29 without a reduction .31 / .32, this .64 / .45; bf16 9x1280x184x158 .33 / .44, "
+     "this .57 / .53",
      plane_words::takes, plane_words::plan, never, Again::kNever, never},
     {Family::kSoftPlanes, "soft_planes", "rows/soft_planes.cu",
      "strided classes (images, transposed logits), smoothing without class weights; of fp16 and "

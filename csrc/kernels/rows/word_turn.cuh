@@ -1,5 +1,5 @@
-// A turn of plane_words.cu: some classes of a word's rows in registers, and the sums of their
-// exponentials, in the order of GroupShare (plane_share.cuh).
+// A turn of plane_words.cu: up to 48 classes of a share in registers, of a word's rows, and the
+// sums of their exponentials, in the order in which GroupShare (plane_share.cuh) sums a share.
 #pragma once
 
 #include <cstdint>
@@ -48,8 +48,8 @@ class WordTurn {
     }
   }
 
-  // The sums of all but the class indices. places: of the class indices, among the classes of the
-  // turn, or -1.
+  // Sums all classes but those at the rows' class indices. places[i]: where that of row i is among
+  // the classes of the turn, or -1.
   __device__ __forceinline__ void sum(const int (&places)[kRows], Sum (&sums)[kRows]) {
     if constexpr (kExact) {
       take_indices_out(places);
@@ -97,7 +97,8 @@ class WordTurn {
 #endif
   }
 
-  // Calls body(integral_constant) with the number of each pair of fours.
+  // Calls body() with the number of the first word of each pair of fours that the turn has, as an
+  // integral_constant.
   template <int kFirst = 0, typename Body>
   __device__ __forceinline__ void for_each_pair(const Body& body) const {
     if constexpr (kFirst < kPairs) {
@@ -154,7 +155,8 @@ class WordTurn {
     }
   }
 
-  // Puts the last class to the place of a class index. What is not there may be overwritten.
+  // Overwrites the logit at a row's class index by that of the last class. It may also write words
+  // that the turn has not loaded, which nobody reads.
   __device__ __forceinline__ void take_indices_out(const int (&places)[kRows]) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -192,7 +194,7 @@ class WordTurn {
     }
   }
 
-  // Adds term(x) of row i over all classes but the index.
+  // Adds term(x) of row i over all classes but that at its class index.
   template <typename RowSum, typename Term>
   __device__ __forceinline__ void add_terms(int i, RowSum& sum, bool has_index,
                                             const Term& term) const {
@@ -250,6 +252,7 @@ class WordTurn {
     }
   }
 
+  // The words of the turn: pairs of fours, then a four, then up to 3 single ones, then the last.
   int pairs_;
   bool has_four_;
   int singles_;
