@@ -221,6 +221,42 @@ def test_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None:
                 assert same_bits(gradients[0], gradients[1]), (spread, reduction)
 
 
+@pytest.mark.parametrize(
+    "classes", [89, 97, 150, 300, 700, 1500, 1537, 1566, 1700, 2900, 3073, 3100, 6145, 9000]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
+def test_losses_of_planes(dtype: torch.dtype, classes: int) -> None:
+    """The same bits by the kernels for a gradient and for none, also where shares have as many
+    turns as others or one more; and few rows, and half types at odd positions."""
+    for positions in (1, 8, 49, 336):
+        x = (3 * torch.randn(2, classes, positions)).to(dtype).cuda()
+        t = torch.randint(0, classes, (2, positions)).cuda()
+        check(CE, sample(x, t, reduction="none"))
+        losses = lossops.cross_entropy(x, t, reduction="none")
+        leaf = x.clone().requires_grad_()
+        for at in {0, positions // 2, positions - 1}:
+            one = torch.full_like(t, -100)
+            one[1, at] = t[1, at]
+            step = lossops.cross_entropy(leaf, one, reduction="sum")
+            assert same_bits(step.detach(), losses[1, at])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_planes_of_many_rows(dtype: torch.dtype) -> None:
+    """Blocks that take rows more than once: a row has the bits that it has in a small image."""
+    for side in (600, 601):
+        x = (3 * torch.randn(1, 100, side, side, device="cuda")).to(dtype)
+        t = torch.randint(0, 100, (1, side, side), device="cuda")
+        losses = lossops.cross_entropy(x, t, reduction="none")
+        for rows in (slice(0, 3), slice(side // 2, side // 2 + 2), slice(side - 3, side)):
+            part = lossops.cross_entropy(
+                x[:, :, rows].contiguous(), t[:, rows].contiguous(), reduction="none"
+            )
+            assert same_bits(part, losses[:, rows])
+        expected = torch.nn.functional.cross_entropy(x.float(), t)
+        assert torch.allclose(lossops.cross_entropy(x, t).float(), expected, rtol=4e-3)
+
+
 @pytest.mark.parametrize("classes", [89, 512, 513, 1700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_gradients_of_planes(dtype: torch.dtype, classes: int) -> None:

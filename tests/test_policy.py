@@ -131,15 +131,15 @@ def test_gradients_of_no_classes_and_of_many_planes() -> None:
 
 def test_gradients_of_planes() -> None:
     """Written with the loss where no two blocks share 32 bytes of memory; else after it."""
-    for shape, dtype, written in (
-        ((2, 100, 8, 8), "fp32", True),
-        ((2, 100, 7, 7), "fp32", False),
-        ((2, 100, 4, 4), "fp16", True),
-        ((2, 100, 4, 6), "bf16", False),
+    for shape, dtype, name, written in (
+        ((2, 100, 8, 8), "fp32", "plane_rows", True),
+        ((2, 100, 7, 7), "fp32", "plane_words", False),
+        ((2, 100, 4, 4), "fp16", "plane_rows", True),
+        ((2, 100, 4, 6), "bf16", "plane_rows", False),
+        ((2, 100, 7, 7), "bf16", "plane_words", False),
     ):
         for device in ("h200", "a100"):
             plan = _plan.plan(shape, dtype, gradient=True, device=device)
-            name = "plane_rows" if written else "plane_words"
             assert (plan["name"], plan["writes_gradient"]) == (name, written)
             none = _plan.plan(shape, dtype, gradient=True, reduction="none", device=device)
             assert not none["writes_gradient"]

@@ -285,7 +285,7 @@ class GroupShare {
           keep_apart();
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            x[i] = (zeros & 1u << i) != 0 ? 0.0f : x[i];
+            x[i] = (zeros & 1u << i) != 0 ? 0.0f : x[i];  // fault: plane-rows-zeros
           }
         }
       });

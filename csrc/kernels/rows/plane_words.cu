@@ -33,8 +33,9 @@ using plane_rows::PlaneRow;
 
 // How the rows are dealt out, for the kernel. A group is a word.
 struct WordGrid : PlaneGroups {
-  int lane_bits;   // log2(lanes)
-  int share_bits;  // log2(shares)
+  int lane_bits;      // log2(lanes)
+  int share_bits;     // log2(shares)
+  int share_classes;  // of the longest shares
   int parts;
   int shares_of_part;
   int merging_bits;  // log2 of the threads that merge the parts of a row
@@ -70,7 +71,8 @@ struct WordNumbers {
 };
 
 // Which turn of a row a thread takes: it takes all turns of a share, all shares of a part, and then
-// its next part. A part has 1, 2 or 4 shares.
+// its next part. A part has 1, 2 or 4 shares. All threads of a block take as many turns, because
+// they meet afterwards.
 struct TurnPlace {
   int part;
   int share_of_part = 0;
@@ -79,9 +81,11 @@ struct TurnPlace {
   __device__ __forceinline__ int share(const WordGrid& grid) const {
     return part * grid.shares_of_part + share_of_part;
   }
-  // The classes that are left of the share.
-  __device__ __forceinline__ int left(const WordGrid& grid, int num_classes) const {
-    return ((num_classes - share(grid) + (1 << grid.share_bits) - 1) >> grid.share_bits) - before;
+  // The classes of the turn. 0 where the longest shares have one class more, and with it one turn.
+  __device__ __forceinline__ int count(const WordGrid& grid, int num_classes) const {
+    const int of_share =
+        (num_classes - share(grid) + (1 << grid.share_bits) - 1) >> grid.share_bits;
+    return min(of_share - before, kTurnClasses);
   }
   // Where a class is among those of the turn, of which there are `count`; or -1.
   __device__ __forceinline__ int place_of(const WordGrid& grid, int index, int count) const {
@@ -154,10 +158,9 @@ __global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
   bool has_all_parts = false;  // of the words before
 #pragma unroll 1
   while (true) {
-    const int left = turn_place.left(grid, num_classes);
-    const int count = min(left, kTurnClasses);
+    const int count = turn_place.count(grid, num_classes);
     Turn turn;
-    if (first < grid.groups) {
+    if (first < grid.groups && count > 0) {
       turn.load(logits, turn_place.share(grid) + (turn_place.before << grid.share_bits),
                 grid.share_bits, count);
     }
@@ -186,23 +189,27 @@ __global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
         }
       }
     }
-    int places[kRows];
+    if (count > 0) {
+      int places[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      places[i] = turn_place.place_of(grid, indices[i], count);
-    }
-    Sum sums[kRows];
-    turn.sum(places, sums);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (places[i] >= 0) {
-        const auto* const at_index = logits.of_class(indices[i]);  // fault: plane-words-index
-        numbers.logit(lane * kRows + i) = to_acc<float>(at_index[i > 0 ? logits.next_row : 0]);
+      for (int i = 0; i < kRows; ++i) {
+        places[i] = turn_place.place_of(grid, indices[i], count);
       }
-      share_sums[i] = turn_place.before == 0 ? sums[i] : share_sums[i].merged_with(sums[i]);
+      Sum sums[kRows];
+      turn.sum(places, sums);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (places[i] >= 0) {
+          const auto* const at_index = logits.of_class(indices[i]);  // fault: plane-words-index
+          numbers.logit(lane * kRows + i) = to_acc<float>(at_index[i > 0 ? logits.next_row : 0]);
+        }
+        share_sums[i] = turn_place.before == 0
+                            ? sums[i]
+                            : share_sums[i].merged_with(sums[i]);  // fault: plane-words-turns
+      }
     }
-    if (count < left) {
-      turn_place.before += count;
+    turn_place.before += kTurnClasses;
+    if (turn_place.before < grid.share_classes) {
       continue;
     }
     turn_place.before = 0;
@@ -255,6 +262,7 @@ void launch_plane_words(const CrossEntropyForwardArgs& args, const RowPlan& plan
   grid.positions = side_by_side::positions_of(args);
   grid.lane_bits = PlaneGrid::log2_of(plan.threads / plan.team);
   grid.share_bits = PlaneGrid::log2_of(cut.shares);
+  grid.share_classes = static_cast<int>(ceil_div(args.num_classes, int64_t{cut.shares}));
   grid.parts = cut.parts();
   grid.shares_of_part = cut.shares / cut.parts();
   grid.merging_bits = cut.merging_bits();

@@ -70,7 +70,7 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) {
        return p.plain && p.indices && plane_rows::lies_in_planes(p.args) &&
               (p.classes <= side_by_side::kMaxColumnClasses ||
-               plane_words::leaves_to_plane_rows(p));
+               (plane_words::takes(p) && plane_words::leaves_to_plane_rows(p)));
      },
      plane_rows::plan, plane_rows::writes_gradient, Again::kForAll, never},
     {Family::kPlaneWords, "plane_words", "rows/plane_words.cu",
