@@ -42,6 +42,7 @@ inline plane_rows::Cut cut_of(const CrossEntropyArgs& args, const DeviceLimits& 
   return {args.num_classes, element_size(args.input.dtype), device.shared_bytes};
 }
 
+// From a class of a share to its next one there are 32 bits of bytes at most: WordPlace::after().
 inline bool takes(const RowProblem& problem) {
   return problem.plain && problem.indices && problem.args.input_class_stride != 1 &&
          problem.classes > side_by_side::kMaxColumnClasses &&
