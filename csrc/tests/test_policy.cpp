@@ -184,7 +184,11 @@ void test_plane_cuts() {
         const plane_rows::Cut cut(classes, element_bytes, int64_t{kilobytes} << 10);
         CHECK(cut.threads() <= plane_rows::kMostThreads && cut.threads() % kWarpSize == 0);
         CHECK(cut.shares % cut.parts() == 0 && cut.shares / cut.parts() <= 4);
-        CHECK(!cut.fits() || cut.bytes(plane_rows::PlaneReads::kPairs) <= most);
+        using plane_rows::PlaneReads;
+        for (const PlaneReads reads :
+             {PlaneReads::kPairs, PlaneReads::kGroups, PlaneReads::kElements}) {
+          CHECK(cut.bytes(reads) > 0 && (!cut.fits() || cut.bytes(reads) <= most));
+        }
         CHECK(cut.fits() || cut.shares > 1);
         CHECK((cut.shares == 1) == (classes <= side_by_side::kMaxColumnClasses));
       }

@@ -34,7 +34,8 @@ struct LogitNumbers {
   }
   // The gradient at a logit above `lowest`.
   __device__ __forceinline__ float usual(float x) const { return multiple(x); }
-  // Of a grad_output or a weight of 0. A NaN among the logits is one in the factor.
+  // Whether the gradients are 0 at all logits, because the grad_output or the weight is. A NaN
+  // among the logits is one in the factor.
   __device__ __forceinline__ bool are_zero() const {
     return __float_as_uint(factor) == 0 && ::fabsf(max) < math::infinity<float>();
   }
@@ -57,7 +58,7 @@ struct LogitNumbers<false> {
     of.factor = factor;
     of.replace(x);
   }
-  // Those of half types are computed all the same.
+  // Gradients of half types are computed also where they are 0.
   __device__ __forceinline__ bool are_zero() const { return false; }
   __device__ __forceinline__ float usual(float x) const {
     float value[1] = {x};

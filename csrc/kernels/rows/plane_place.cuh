@@ -8,6 +8,7 @@
 
 #include "kernels/primitives/integers.h"
 #include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/side_by_side_rows_plan.h"
 
 namespace lossops::cuda::plane_rows {
 
@@ -16,6 +17,13 @@ struct PlaneGroups {
   uint32_t groups;
   Divisor groups_of_plane;
   int64_t positions;  // of a plane
+
+  // Groups that are words.
+  static PlaneGroups of_words(const CrossEntropyArgs& args) {
+    return {static_cast<uint32_t>(side_by_side::words_of(args)),
+            Divisor(static_cast<uint32_t>(side_by_side::words_of_plane(args))),
+            side_by_side::positions_of(args)};
+  }
 };
 
 // Where a row is.

@@ -207,7 +207,7 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   const Spread spread(args, current_device_limits());
   LaunchShape shape;
   shape.blocks = plan.blocks;
-  // Blocks that begin beside those of another kernel begin one by one. If they have several turns,
+  // Blocks that begin beside those of another kernel begin one by one. If they have several rounds,
   // neighbours then read neighbouring memory at different times all the while: steps of 150 to 1203
   // classes took 8 to 12 % longer. (H100, 2026-11)
   shape.overlap = grad_output.exists() || (denominator.is_left() && spread.has_one_round());

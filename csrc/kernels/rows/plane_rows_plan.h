@@ -123,7 +123,7 @@ struct Cut {
   int rows_of_group_;
   int64_t most_bytes_ = 0;  // of a block's shared memory
 
-  // Of a number of each row of a group.
+  // The bytes of one number for each row of a group.
   int64_t number_bytes() const { return rows_of_group_ * int64_t{sizeof(float)}; }
 };
 

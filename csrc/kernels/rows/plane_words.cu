@@ -257,17 +257,14 @@ void launch_plane_words(const CrossEntropyForwardArgs& args, const RowPlan& plan
   using namespace plane_words;
   const plane_rows::Cut cut = cut_of(args, current_device_limits());
   WordGrid grid = {};
-  grid.groups = static_cast<uint32_t>(words_of(args));
-  grid.groups_of_plane = Divisor(static_cast<uint32_t>(words_of_plane(args)));
-  grid.positions = side_by_side::positions_of(args);
+  static_cast<PlaneGroups&>(grid) = PlaneGroups::of_words(args);
   grid.lane_bits = PlaneGrid::log2_of(plan.threads / plan.team);
   grid.share_bits = PlaneGrid::log2_of(cut.shares);
   grid.share_classes = static_cast<int>(ceil_div(args.num_classes, int64_t{cut.shares}));
   grid.parts = cut.parts();
   grid.shares_of_part = cut.shares / cut.parts();
   grid.merging_bits = cut.merging_bits();
-  grid.reads_words =
-      side_by_side::lies_in_columns(args, args.input, args.input_class_stride, kWordBytes);
+  grid.reads_words = side_by_side::lies_in_words(args, args.input, args.input_class_stride);
   visit_float_or_half(args.input.dtype, [&](auto like) {
     launch_kernel("plane_words_kernel", plane_words_kernel<typename decltype(like)::type>,
                   {plan.blocks, plan.threads, plan.shared_bytes}, stream, args, grid, partials,

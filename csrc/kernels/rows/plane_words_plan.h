@@ -16,12 +16,11 @@
 
 namespace lossops::cuda::plane_words {
 
-using side_by_side::kWordBytes;
 using side_by_side::rows_of_word;
 using side_by_side::words_of;
-using side_by_side::words_of_plane;
 
-constexpr int kTurnClasses = 48;
+// As many as plane_rows.cu gives a share, so that most shares are one turn.
+constexpr int kTurnClasses = plane_rows::kShareClasses;
 constexpr int kMostThreads = 256;
 // Resident blocks of kMostThreads: 128 registers a thread, of which a turn has 48.
 constexpr int kResidentBlocks = 2;

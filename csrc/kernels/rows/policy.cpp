@@ -61,10 +61,8 @@ const PolicyRow kPolicy[kFamilies] = {
      "aligned groups of which 8 fit shared memory, at most 48 classes a share, with a gradient of "
      "which no two blocks write to the same 32 bytes or, of fp16 and bf16, without one, to 768",
      "a block copies all classes of 8 to 128 groups of rows to shared memory, and after the sums, "
-     "or "
-     "the gradients, the next ones to the same place; more than 88 are dealt out to 2 to 64 "
-     "threads "
-     "a group",
+     "or the gradients, the next ones to the same place; more than 88 are dealt out to 2 to 64 "
+     "threads a group",
      "8x150x512x512 of bf16: words of 4 bytes a thread from memory .30 / .33, this .74 / .80 "
      "(H100)",
      [](P p) {

@@ -79,6 +79,12 @@ inline bool lies_in_columns(const CrossEntropyArgs& args, const Operand& operand
   return aligned;
 }
 
+// The same in whole words.
+inline bool lies_in_words(const CrossEntropyArgs& args, const Operand& operand,
+                          int64_t class_stride) {
+  return lies_in_columns(args, operand, class_stride, kWordBytes);
+}
+
 // The same in groups at any address, of which the last of a plane may share rows with the one
 // before it.
 inline bool lies_side_by_side(const CrossEntropyArgs& args, const Operand& operand,

@@ -179,14 +179,12 @@ void launch_soft_planes(const CrossEntropyForwardArgs& args, const RowPlan& plan
                         Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   using namespace soft_planes;
   const auto lies_in_words = [&](const Operand& operand, int64_t class_stride) {
-    return side_by_side::lies_in_columns(args, operand, class_stride, kWordBytes);
+    return side_by_side::lies_in_words(args, operand, class_stride);
   };
   const bool has_indices = !args.target_is_probability;
   const bool has_weights = args.weight != nullptr;
   SoftGrid grid = {};
-  grid.groups = static_cast<uint32_t>(words_of(args));
-  grid.groups_of_plane = Divisor(static_cast<uint32_t>(words_of_plane(args)));
-  grid.positions = side_by_side::positions_of(args);
+  static_cast<PlaneGroups&>(grid) = PlaneGroups::of_words(args);
   grid.lane_bits = PlaneGrid::log2_of(plan.threads / plan.team);
   grid.share_bits = PlaneGrid::log2_of(plan.team);
   grid.team_bits = team_bits(plan.team, element_size(args.input.dtype));

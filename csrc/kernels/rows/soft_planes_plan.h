@@ -10,10 +10,8 @@
 namespace lossops::cuda::soft_planes {
 
 // A thread has a word of each class.
-using side_by_side::kWordBytes;
 using side_by_side::rows_of_word;
 using side_by_side::words_of;
-using side_by_side::words_of_plane;
 
 // Classes that a thread has in registers at a time.
 constexpr int kChunk = 8;

@@ -132,7 +132,7 @@ class WordTurn {
     }
     last_ = load(k + singles_);
   }
-  // Of all words but the last one.
+  // Calls see() with all words but the last one.
   template <typename See>
   __device__ __forceinline__ void for_each(const See& see) const {
     for_each_pair([&](auto first) {
