@@ -711,8 +711,8 @@ FAULTS = [
     Fault(
         "cuda: many strided classes, all turns of a share but the last one left out",
         "plane-words-turns",
-        "share_sums[i].merged_with(sums[i])",
-        "sums[i]",
+        "sums[0].merged_with(of_turn)",
+        "of_turn",
         "test_cross_entropy_kernels.py::test_losses_of_planes",
     ),
     Fault(

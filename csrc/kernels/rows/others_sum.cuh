@@ -49,27 +49,8 @@ struct OthersSum<true> {
     return sum;
   }
 
-  // The bits that add_lanes() gives the sums of `count` lanes, 1, 2 or 4, by one thread.
-  static __device__ __forceinline__ OthersSum of_lanes(const OthersSum (&sums)[4], int count) {
-    float largest = sums[0].reference;
-#pragma unroll
-    for (int n = 1; n < 4; ++n) {
-      largest = n < count ? math::max_number(sums[n].reference, largest) : largest;
-    }
-    OthersSum sum = sums[0].moved_to(largest);
-    if (count > 1) {
-      OthersSum next = sums[1].moved_to(largest);
-      if (count > 2) {
-        sum.add(sums[2].moved_to(largest));
-        next.add(sums[3].moved_to(largest));
-      }
-      sum.add(next);
-    }
-    return sum;
-  }
-  __device__ __forceinline__ OthersSum merged_with(const OthersSum& other) const {
-    return of_lanes({*this, other, {}, {}}, 2);
-  }
+  struct OfLanes;  // what add_lanes() does, by one thread
+  __device__ __forceinline__ OthersSum merged_with(const OthersSum& other) const;
 
   __device__ __forceinline__ void add_lanes(int most, int least) {
     float largest = reference;
@@ -140,24 +121,7 @@ struct OthersSum<false> {
     return sum;
   }
 
-  static __device__ __forceinline__ OthersSum of_lanes(const OthersSum (&sums)[4], int count) {
-    OthersSum sum = sums[0];
-    if (count > 1) {
-      OthersSum next = sums[1];
-      if (count > 2) {
-        sum.add(sums[2]);
-        next.add(sums[3]);
-      }
-      sum.add(next);
-    }
-    return sum;
-  }
-  __device__ __forceinline__ OthersSum merged_with(const OthersSum& other) const {
-    OthersSum sum = *this;
-    sum.add(other);
-    return sum;
-  }
-
+  struct OfLanes;
   __device__ __forceinline__ void add_lanes(int most, int least) {
     for (int offset = most; offset >= least; offset /= 2) {
       add({__shfl_xor_sync(kAllLanes, reference, offset),
@@ -189,6 +153,69 @@ struct OthersSum<false> {
     const float largest = math::log(total);
     return {largest, RowTerms<false>(largest).unit};
   }
+};
+
+// take() takes the sums of `count` lanes, 1, 2 or 4, one after the other: first, n = 0, that of
+// lane(0, count). Then sum(count) has the bits that add_lanes() gives.
+struct OthersSum<true>::OfLanes {
+  OthersSum sums[4];
+
+  static __device__ __forceinline__ int lane(int n, int) { return n; }
+  __device__ __forceinline__ void take(int n, const OthersSum& sum) {
+    if (n == 0) {
+      sums[0] = sum;
+      return;
+    }
+#pragma unroll
+    for (int i = 1; i < 4; ++i) {
+      sums[i] = i == n ? sum : sums[i];
+    }
+  }
+  __device__ __forceinline__ OthersSum sum(int count) const {
+    if (count == 1) {
+      return sums[0];
+    }
+    float largest = sums[0].reference;
+#pragma unroll
+    for (int n = 1; n < 4; ++n) {
+      largest = math::max_number(sums[n].reference, largest);
+    }
+    OthersSum even = sums[0].moved_to(largest);
+    OthersSum odd = sums[1].moved_to(largest);
+    if (count > 2) {
+      even.add(sums[2].moved_to(largest));
+      odd.add(sums[3].moved_to(largest));
+    }
+    even.add(odd);
+    return even;
+  }
+};
+
+__device__ __forceinline__ OthersSum<true> OthersSum<true>::merged_with(
+    const OthersSum& other) const {
+  return OfLanes{{*this, other}}.sum(2);
+}
+
+struct OthersSum<false>::OfLanes {
+  OthersSum even;
+  OthersSum odd;
+
+  static __device__ __forceinline__ int lane(int n, int count) {
+    return count == 4 ? (n & 1) << 1 | n >> 1 : n;
+  }
+  __device__ __forceinline__ void take(int n, const OthersSum& sum) {
+    if (n == 0) {
+      even = sum;
+    } else if (n == 1) {
+      even.add(sum);
+    } else if (n == 2) {
+      odd = sum;
+    } else {
+      odd.add(sum);
+      even.add(odd);
+    }
+  }
+  __device__ __forceinline__ OthersSum sum(int) const { return even; }
 };
 
 }  // namespace lossops::cuda::plane_rows

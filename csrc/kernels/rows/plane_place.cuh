@@ -77,6 +77,26 @@ struct PlanePlace : PlaneRowPlace {
   }
 };
 
+// 4 and 2 bytes of global memory: of addresses of which the compiler does not know it.
+__device__ __forceinline__ uint32_t load_word(const void* from) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t word;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(word) : "l"(__cvta_generic_to_global(from)));
+  return word;
+#else
+  return *static_cast<const uint32_t*>(from);
+#endif
+}
+__device__ __forceinline__ uint32_t load_half(const void* from) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t half;
+  asm volatile("ld.global.u16 %0, [%1];" : "=r"(half) : "l"(__cvta_generic_to_global(from)));
+  return half;
+#else
+  return *static_cast<const uint16_t*>(from);
+#endif
+}
+
 // Where the logits, probabilities or gradients of a word's rows are: those of one row of fp32, or
 // of two neighbouring rows of half types.
 template <typename T>

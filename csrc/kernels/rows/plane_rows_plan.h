@@ -31,6 +31,10 @@ constexpr int kLeastLanes = 8;
 // 4x171x512x512 has 4 shares: .72 / .75 of the floor; 8 shares .57 / .70, 2 shares .60 / .67.
 // (H100, 2026-11)
 constexpr int kShareClasses = 48;
+// The same of rows for which a block has no room.
+constexpr int kWordShareClasses = 128;
+constexpr int kLeastWordShares = 16;
+constexpr int kMostWordShares = 64;
 // Logits of a block, while it has more than kLeastLanes.
 constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
@@ -88,13 +92,20 @@ struct Cut {
       // A block that is alone on its multiprocessor has twice the threads.
       shares *= 2;
     }
+    fits_ = bytes(PlaneReads::kPairs) <= most_bytes_;
+    if (may_share && !fits_) {
+      shares = kLeastWordShares;
+      while (shares < kMostWordShares && classes > 2 * kWordShareClasses * shares) {
+        shares *= 2;
+      }
+    }
   }
 
   int threads() const { return lanes * shares; }
   // The lanes of a segment, which copy neighbouring memory.
   int segment() const { return std::min(lanes, kWarpSize); }
-  // Sums of a row that warps leave.
-  int parts() const { return std::max(segment() * shares / kWarpSize, 1); }
+  // Sums of a row that warps leave; each share is one where plane_words.cu is alone.
+  int parts() const { return fits_ ? std::max(segment() * shares / kWarpSize, 1) : shares; }
   // log2 of the threads that merge the parts of a row: so many that each has at most
   // kPartsOfThread, if the block's threads are enough.
   int merging_bits() const {
@@ -116,12 +127,13 @@ struct Cut {
            lanes * number_bytes() * (kRowNumbers + 2 * (parts() - 1));
   }
   // Whether a block has room for the logits of its rows.
-  bool fits() const { return bytes(PlaneReads::kPairs) <= most_bytes_; }
+  bool fits() const { return fits_; }
 
  private:
   int64_t classes_;
   int rows_of_group_;
   int64_t most_bytes_ = 0;  // of a block's shared memory
+  bool fits_ = true;
 
   // The bytes of one number for each row of a group.
   int64_t number_bytes() const { return rows_of_group_ * int64_t{sizeof(float)}; }

@@ -87,21 +87,12 @@ class GroupShare {
 
   // Adds its classes to the sums of plain rows.
   template <typename element_t>
-  __device__ __forceinline__ void add_plain(TypeTag<element_t>) {
-    auto* const reaches = reinterpret_cast<RowGroup<element_t>*>(&reaches_);
-    const Part<element_t> part(*this);
-    sum_group<kExact, element_t>(
-        part.own, grid_.pitch, part.count, sums_, [](int, float x) { return plain_exp(x); },
-        [&](const auto& x) { reaches->reach_to(x); },
-        [&](auto& added) {
-          if (part.has_last) {
-            reaches->reach_to(part.own[part.count * part.pitch]);
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-              added[i] += has_index(i) ? 0.0f : plain_exp(part.last(i));
-            }
-          }
-        });
+  __device__ __forceinline__ void add_plain(TypeTag<element_t> element) {
+    if (grid_.share_bits > 0) {
+      add_plain(element, plain_term);
+    } else {
+      add_plain(element, plain_exp);
+    }
   }
   // Marks all sums as plain. Returns the rows of which that is wrong, a bit each: sum_shifted()
   // sums them again.
@@ -310,6 +301,24 @@ class GroupShare {
   }
 
  private:
+  template <typename element_t, typename Term>
+  __device__ __forceinline__ void add_plain(TypeTag<element_t>, const Term& term) {
+    auto* const reaches = reinterpret_cast<RowGroup<element_t>*>(&reaches_);
+    const Part<element_t> part(*this);
+    sum_group<kExact, element_t>(
+        part.own, grid_.pitch, part.count, sums_, [&](int, float x) { return term(x); },
+        [&](const auto& x) { reaches->reach_to(x); },
+        [&](auto& added) {
+          if (part.has_last) {
+            reaches->reach_to(part.own[part.count * part.pitch]);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              added[i] += has_index(i) ? 0.0f : term(part.last(i));
+            }
+          }
+        });
+  }
+
   // What is summed: `count` classes, and the last one, of rows whose class index is not here.
   template <typename element_t>
   struct Part {

@@ -3,23 +3,26 @@
 // rows that lie side by side.
 //
 // A block has lanes x team threads (plane_words_plan.h defines lane, team and turn).
-//   1. Each thread sums its parts of a word's rows, from registers, a turn at a time.
-//   2. A few threads a row merge its parts, and one of them computes the loss. The first turn of
-//      the next rows is on its way meanwhile.
-// Shares and parts are those of plane_rows.cu. A share of more turns is their sum.
+//   1. Each thread sums its parts of a word's rows, share by share and turn by turn.
+//   2. A few threads a row merge its parts, and one of them computes the loss. Of fp32 the first
+//   turn
+//      of the next rows is on its way meanwhile.
+// Shares and parts are those of plane_rows.cu.
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/grid/grid_reduce.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/dynamic_shared.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/float_turn.cuh"
+#include "kernels/rows/half_turn.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/plane_grid.cuh"
 #include "kernels/rows/plane_merge.cuh"
 #include "kernels/rows/plane_place.cuh"
 #include "kernels/rows/plane_words_plan.h"
-#include "kernels/rows/word_turn.cuh"
 #include "launchers.h"
 
 namespace lossops::cuda {
@@ -33,9 +36,8 @@ using plane_rows::PlaneRow;
 
 // How the rows are dealt out, for the kernel. A group is a word.
 struct WordGrid : PlaneGroups {
-  int lane_bits;      // log2(lanes)
-  int share_bits;     // log2(shares)
-  int share_classes;  // of the longest shares
+  int lane_bits;   // log2(lanes)
+  int share_bits;  // log2(shares)
   int parts;
   int shares_of_part;
   int merging_bits;  // log2 of the threads that merge the parts of a row
@@ -70,29 +72,21 @@ struct WordNumbers {
   }
 };
 
-// Which turn of a row a thread takes: it takes all turns of a share, all shares of a part, and then
-// its next part. A part has 1, 2 or 4 shares. All threads of a block take as many turns, because
-// they meet afterwards.
-struct TurnPlace {
-  int part;
-  int share_of_part = 0;
-  int before = 0;  // classes of the share before the turn
+// The classes of a share.
+struct ShareClasses {
+  int first;
+  int count;
+  int step_bits;
 
-  __device__ __forceinline__ int share(const WordGrid& grid) const {
-    return part * grid.shares_of_part + share_of_part;
-  }
-  // The classes of the turn. 0 where the longest shares have one class more, and with it one turn.
-  __device__ __forceinline__ int count(const WordGrid& grid, int num_classes) const {
-    const int of_share =
-        (num_classes - share(grid) + (1 << grid.share_bits) - 1) >> grid.share_bits;
-    return min(of_share - before, kTurnClasses);
-  }
-  // Where a class is among those of the turn, of which there are `count`; or -1.
-  __device__ __forceinline__ int place_of(const WordGrid& grid, int index, int count) const {
-    const int distance = index - share(grid);
-    const int place = (distance >> grid.share_bits) - before;
-    const bool is_of_share = (distance & ((1 << grid.share_bits) - 1)) == 0;
-    return index >= 0 && is_of_share && place >= 0 && place < count ? place : -1;
+  __device__ __forceinline__ ShareClasses(const WordGrid& grid, int num_classes, int share)
+      : first(share),
+        count((num_classes - share + (1 << grid.share_bits) - 1) >> grid.share_bits),
+        step_bits(grid.share_bits) {}
+  // Where a class is among them, or -1.
+  __device__ __forceinline__ int place_of(int index) const {
+    const int distance = index - first;
+    const bool is_own = index >= 0 && (distance & ((1 << step_bits) - 1)) == 0;
+    return is_own ? distance >> step_bits : -1;
   }
 };
 
@@ -125,11 +119,12 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
 }
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
+__global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     plane_words_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                        const __grid_constant__ WordGrid grid, Partial* partials,
                        Finalize finalize) {
-  using Turn = WordTurn<scalar_t>;
+  constexpr bool kExact = kExactExponentials<scalar_t>;
+  using Turn = std::conditional_t<kExact, FloatTurn, HalfTurn<scalar_t>>;
   using Sum = typename Turn::Sum;
   constexpr int kRows = Turn::kRows;
   LOSSOPS_DYNAMIC_SHARED(float, dynamic);
@@ -149,99 +144,86 @@ __global__ void __launch_bounds__(kMostThreads, kResidentBlocks)
   };
   uint32_t first = blockIdx.x << grid.lane_bits;
   const uint32_t words_at_once = gridDim.x << grid.lane_bits;
-  auto logits = logits_of(place_of(first + lane));
-  TurnPlace turn_place{member};
-  int indices[kRows];
-  Sum share_sums[kRows];
-  Sum part_sums[kRows][4];  // of the part's shares, the latest first
   Partial partial;
-  bool has_all_parts = false;  // of the words before
+  Turn turn;
+  const auto load_turn = [&](const WordPlace<const scalar_t>& logits, const ShareClasses& share,
+                             int before) {
+    turn.load(logits, share.first + (before << share.step_bits), share.step_bits,
+              min(share.count - before, Turn::kClasses));
+  };
+  const auto load_first = [&] {
+    if constexpr (Turn::kLoadsAhead) {
+      load_turn(logits_of(place_of(first + lane)),
+                {grid, num_classes, member * grid.shares_of_part}, 0);
+    }
+  };
+  load_first();
 #pragma unroll 1
   while (true) {
-    const int count = turn_place.count(grid, num_classes);
-    Turn turn;
-    if (first < grid.groups && count > 0) {
-      turn.load(logits, turn_place.share(grid) + (turn_place.before << grid.share_bits),
-                grid.share_bits, count);
-    }
-    if (has_all_parts) {
-      if (!merges_own_rows) {
-        __syncthreads();
-      }
-      finish_rows<Turn::kExact, kRows>(args, grid, numbers, first - words_at_once, partial);
-      numbers.numbers = numbers.numbers == dynamic ? dynamic + set_numbers : dynamic;
-      has_all_parts = false;
-    }
-    if (first >= grid.groups) {
-      break;
-    }
-    if (turn_place.part == member && turn_place.share_of_part == 0 && turn_place.before == 0) {
-      const auto place = place_of(first + lane);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        indices[i] = kIgnoredRow;
-        if (i < place.rows) {
-          const int64_t target = place.offset(args.target) + i * args.target.strides[0];
-          indices[i] = checked_index(args, load_class_index(args.target, target));
-        }
-        if (member == 0) {
-          numbers.index(lane * kRows + i) = indices[i];
-        }
-      }
-    }
-    if (count > 0) {
-      int places[kRows];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        places[i] = turn_place.place_of(grid, indices[i], count);
-      }
-      Sum sums[kRows];
-      turn.sum(places, sums);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (places[i] >= 0) {
-          const auto* const at_index = logits.of_class(indices[i]);  // fault: plane-words-index
-          numbers.logit(lane * kRows + i) = to_acc<float>(at_index[i > 0 ? logits.next_row : 0]);
-        }
-        share_sums[i] = turn_place.before == 0
-                            ? sums[i]
-                            : share_sums[i].merged_with(sums[i]);  // fault: plane-words-turns
-      }
-    }
-    turn_place.before += kTurnClasses;
-    if (turn_place.before < grid.share_classes) {
-      continue;
-    }
-    turn_place.before = 0;
-    if (grid.shares_of_part > 1) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int n = 3; n > 0; --n) {
-          part_sums[i][n] = part_sums[i][n - 1];
-        }
-        part_sums[i][0] = share_sums[i];
-      }
-      if (++turn_place.share_of_part < grid.shares_of_part) {
-        continue;
-      }
-      turn_place.share_of_part = 0;
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        share_sums[i] = Sum::of_lanes(part_sums[i], grid.shares_of_part);
-      }
-    }
+    bool is_loaded = Turn::kLoadsAhead;
+    int indices[kRows];
+    const auto place = place_of(first + lane);
+    const auto logits = logits_of(place);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      numbers.put_part(turn_place.part, lane * kRows + i, share_sums[i]);
+      indices[i] = kIgnoredRow;
+      if (i < place.rows) {
+        const int64_t target = place.offset(args.target) + i * args.target.strides[0];
+        indices[i] = checked_index(args, load_class_index(args.target, target));
+      }
+      if (member == 0) {
+        numbers.index(lane * kRows + i) = indices[i];
+      }
     }
-    turn_place.part += team;
-    if (turn_place.part >= grid.parts) {
-      turn_place.part = member;
-      has_all_parts = true;
-      first += words_at_once;
-      logits = logits_of(place_of(first + lane));
+#pragma unroll 1
+    for (int part = member; part < grid.parts; part += team) {
+      typename Sum::OfLanes of_lanes[kRows];
+#pragma unroll 1
+      for (int n = 0; n < grid.shares_of_part; ++n) {
+        const int lane_of_part = Sum::OfLanes::lane(n, grid.shares_of_part);
+        const ShareClasses share(grid, num_classes, part * grid.shares_of_part + lane_of_part);
+        int places[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          places[i] = share.place_of(indices[i]);
+        }
+        Sum sums[kRows];
+#pragma unroll 1
+        for (int before = 0; before < share.count; before += Turn::kClasses) {
+          if (!is_loaded) {
+            load_turn(logits, share, before);
+          }
+          is_loaded = false;
+          turn.add_to(sums, before, places);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (places[i] >= 0) {
+            const auto* const at_index = logits.of_class(indices[i]);  // fault: plane-words-index
+            numbers.logit(lane * kRows + i) = to_acc<float>(at_index[i > 0 ? logits.next_row : 0]);
+          }
+          of_lanes[i].take(n, sums[i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        numbers.put_part(part, lane * kRows + i, of_lanes[i].sum(grid.shares_of_part));
+      }
     }
+    const uint32_t of_first = first;
+    first += words_at_once;
+    const bool is_last = first >= grid.groups;
+    if (!is_last) {
+      load_first();
+    }
+    if (!merges_own_rows) {
+      __syncthreads();
+    }
+    finish_rows<kExact, kRows>(args, grid, numbers, of_first, partial);
+    if (is_last) {
+      break;
+    }
+    numbers.numbers = numbers.numbers == dynamic ? dynamic + set_numbers : dynamic;
   }
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid<true>(partial, partials, finalize);
@@ -260,7 +242,6 @@ void launch_plane_words(const CrossEntropyForwardArgs& args, const RowPlan& plan
   static_cast<PlaneGroups&>(grid) = PlaneGroups::of_words(args);
   grid.lane_bits = PlaneGrid::log2_of(plan.threads / plan.team);
   grid.share_bits = PlaneGrid::log2_of(cut.shares);
-  grid.share_classes = static_cast<int>(ceil_div(args.num_classes, int64_t{cut.shares}));
   grid.parts = cut.parts();
   grid.shares_of_part = cut.shares / cut.parts();
   grid.merging_bits = cut.merging_bits();

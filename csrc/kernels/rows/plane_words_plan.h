@@ -4,7 +4,9 @@
 //   word   what a thread reads of a class: a row of fp32, two neighbouring rows of half types
 //   lane   the number of a word in a block
 //   team   the threads of a word: each sums some of the parts of its rows
-//   turn   classes of a share that a thread has in registers at a time
+//   turn   classes of a share that a thread sums at a time: of fp32 as many as it has in registers,
+//   of
+//          half types all
 // plane_grid.cuh defines share and part.
 #pragma once
 
@@ -19,11 +21,16 @@ namespace lossops::cuda::plane_words {
 using side_by_side::rows_of_word;
 using side_by_side::words_of;
 
-// As many as plane_rows.cu gives a share, so that most shares are one turn.
+// As many as plane_rows.cu gives a share, so that most shares of fp32 are one turn.
 constexpr int kTurnClasses = plane_rows::kShareClasses;
-constexpr int kMostThreads = 256;
-// Resident blocks of kMostThreads: 128 registers a thread, of which a turn has 48.
-constexpr int kResidentBlocks = 2;
+// A block has more threads only if there are few words: plan().
+constexpr int kUsualThreads = 128;
+constexpr int kMostThreads = 512;
+// Resident threads of a multiprocessor. fp32 has a turn in 48 of a thread's 128 registers. Half
+// types have 96, of which 32 are words: those that are summed, and the next ones. With 768 threads
+// and half the words 4x116x601x601 took .40 of the floor instead of .36, but 8x1203x160x160 .53
+// instead of .63 and 8x8192x4096 .64 instead of .79. (H200, 2026-11)
+constexpr int resident_threads(int64_t element_bytes) { return element_bytes == 4 ? 512 : 640; }
 constexpr int kMostLanes = 128;
 constexpr int kLeastLanes = 8;
 // Numbers of a row in shared memory, beside two a part: the logit at its class index, and the
@@ -33,9 +40,9 @@ constexpr int kRowNumbers = 2;
 // merge the parts of the last ones.
 constexpr int kBuffers = 2;
 constexpr int64_t kMostBytes = 46 << 10;
-// plane_rows.cu sums half types of at most so many classes faster, where both can: bf16
-// 8x150x512x512 .44 of the floor here, .56 there; 8x1203x160x160 .57, .48. (H200, 2026-11)
-constexpr int64_t kMostHalfClasses = 768;
+// plane_rows.cu sums half types of at most so many classes as fast or faster, where both can: bf16
+// 8x384x256x256 .55 of the floor here, .64 there; 8x768x256x256 .61, .56. (H200, 2026-11)
+constexpr int64_t kMostHalfClasses = 512;
 
 inline plane_rows::Cut cut_of(const CrossEntropyArgs& args, const DeviceLimits& device) {
   return {args.num_classes, element_size(args.input.dtype), device.shared_bytes};
@@ -74,18 +81,30 @@ inline RowPlan plan(const RowProblem& problem) {
   const int rows = rows_of_word(problem.element_bytes);
   const int64_t words = words_of(problem.args);
   const int64_t multiprocessors = std::max(problem.device.multiprocessors, 1);
-  const int64_t at_once = multiprocessors * kResidentBlocks * kMostThreads;
+  const int64_t at_once = multiprocessors * resident_threads(problem.element_bytes);
   const auto bytes = [&](int lanes) {
     return int64_t{sizeof(float)} * kBuffers * lanes * rows * (2 * parts + kRowNumbers);
   };
-  const auto lanes_of = [&](int team) { return std::min(kMostThreads / team, kMostLanes); };
-  // A team is so large that most threads have work in the last round.
-  const auto fills = [&] {
-    const double rounds = static_cast<double>(words * plan.team) / static_cast<double>(at_once);
-    return rounds >= 0.85 * static_cast<double>(static_cast<int64_t>(rounds) + 1);
+  const auto lanes_of = [](int team) {
+    return std::clamp(kUsualThreads / team, kLeastLanes, kMostLanes);
   };
-  while (plan.team < parts && (!fills() || bytes(lanes_of(plan.team)) > kMostBytes)) {
-    plan.team *= 2;
+  // The share of the threads with work, on average over all rounds.
+  const auto use_of = [&](int team) {
+    const int64_t threads = words * team;
+    return static_cast<double>(threads) / static_cast<double>(ceil_div(threads, at_once) * at_once);
+  };
+  // The smallest team that leaves few threads idle or, if there is none, the fewest.
+  constexpr double kEnough = 0.85;
+  bool has_room = false;
+  for (int team = 1; team <= parts; team *= 2) {
+    const int most_threads = words * team <= at_once ? kMostThreads : kUsualThreads;
+    if (lanes_of(team) * team > most_threads || (has_room && use_of(plan.team) >= kEnough)) {
+      break;
+    }
+    if (!has_room || use_of(team) > use_of(plan.team)) {
+      plan.team = team;
+      has_room = bytes(lanes_of(team)) <= kMostBytes;
+    }
   }
   int lanes = lanes_of(plan.team);
   // Fewer words a block, where that gives work to more multiprocessors. Whole warps merge parts.
