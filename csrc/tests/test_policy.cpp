@@ -172,8 +172,7 @@ void test_edges() {
   expect(edges(DType::kBFloat16, "t4"), {1000, 1001, 8192, 8193});
 }
 
-// How strided classes are dealt out, on devices of any shared memory. Rows of one share fit a
-// block: plane_words does not take them.
+// How strided classes are dealt out, on devices of any shared memory.
 void test_plane_cuts() {
   for (const int kilobytes : {0, 64, 100, 164, 228}) {
     const int64_t most = plane_rows::most_shared_bytes(int64_t{kilobytes} << 10);
@@ -189,7 +188,11 @@ void test_plane_cuts() {
              {PlaneReads::kPairs, PlaneReads::kGroups, PlaneReads::kElements}) {
           CHECK(cut.bytes(reads) > 0 && (!cut.fits() || cut.bytes(reads) <= most));
         }
-        CHECK(cut.fits() || cut.shares > 1);
+        if (!cut.fits()) {
+          CHECK(cut.shares == cut.parts());
+          CHECK(cut.shares >= plane_rows::kLeastWordShares &&
+                cut.shares <= plane_rows::kMostWordShares);
+        }
         CHECK((cut.shares == 1) == (classes <= side_by_side::kMaxColumnClasses));
       }
     }
@@ -227,6 +230,7 @@ void test_plane_words() {
           const RowPlan plan = plane_words::plan(problem);
           CHECK(plan.threads <= plane_words::kMostThreads && plan.threads % kWarpSize == 0);
           CHECK(cut.parts() % plan.team == 0);
+          CHECK(plan.threads / plan.team >= plane_words::kLeastLanes);
           const int rows =
               plan.threads / plan.team * plane_words::rows_of_word(element_size(dtype));
           CHECK(cut.merging_bits() == 0 || (rows << cut.merging_bits()) % kWarpSize == 0);

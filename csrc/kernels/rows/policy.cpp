@@ -59,7 +59,7 @@ const PolicyRow kPolicy[kFamilies] = {
     {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
      "strided classes (images, transposed logits), class indices: to 88 at any address; more in "
      "aligned groups of which 8 fit shared memory, at most 48 classes a share, with a gradient of "
-     "which no two blocks write to the same 32 bytes or, of fp16 and bf16, without one, to 768",
+     "which no two blocks write to the same 32 bytes or, of fp16 and bf16, without one, to 512",
      "a block copies all classes of 8 to 128 groups of rows to shared memory, and after the sums, "
      "or the gradients, the next ones to the same place; more than 88 are dealt out to 2 to 64 "
      "threads a group",
@@ -74,11 +74,12 @@ const PolicyRow kPolicy[kFamilies] = {
     {Family::kPlaneWords, "plane_words", "rows/plane_words.cu",
      "strided classes, class indices, more than 88: all that `plane_rows` does not take; only the "
      "loss, and `plane_gradients` writes the gradient after it",
-     "a thread has up to 48 classes of a word of 4 bytes in registers at a time; 1 to 16 threads a "
-     "word; shares and parts of `plane_rows`",
-     "on an H200, before it by clusters of blocks: fp32 4x1716x188x188 .39 / .49, this .62 / .50; "
-     "33x3145x34x29 without a reduction .31 / .32, this .64 / .45; bf16 9x1280x184x158 .33 / .44, "
-     "this .57 / .53",
+     "1 to 64 threads share a row of fp32, or two of half types: a word of 4 bytes of each class. "
+     "A thread has up to 48 classes of fp32 in registers at a time, and sums half types as it reads "
+     "them. Shares and parts are those of `plane_rows`, or larger where a block has no room for it",
+     "on an H200, before it by clusters of blocks: fp32 4x1716x188x188 .39 / .49, this .65 / .52; "
+     "33x3145x34x29 without a reduction .31 / .32, this .65 / .45; bf16 9x1280x184x158 .33 / .44, "
+     "this .62 / .51",
      plane_words::takes, plane_words::plan, never, Again::kNever, never},
     {Family::kSoftPlanes, "soft_planes", "rows/soft_planes.cu",
      "strided classes (images, transposed logits), smoothing without class weights; of fp16 and "
