@@ -230,6 +230,7 @@ def test_losses_of_planes(dtype: torch.dtype, classes: int) -> None:
     turns as others or one more; and few rows, and half types at odd positions."""
     for positions in (1, 8, 49, 336):
         x = (3 * torch.randn(2, classes, positions)).to(dtype).cuda()
+        x[0, :, positions // 2] += 40  # not plain
         t = torch.randint(0, classes, (2, positions)).cuda()
         check(CE, sample(x, t, reduction="none"))
         losses = lossops.cross_entropy(x, t, reduction="none")
