@@ -42,11 +42,10 @@ class FloatTurn {
   }
 
   // Adds all classes but that at the row's class index. before: classes of the share before the
-  // turn. places[0]: where the class index is among the classes of the share, or -1.
-  __device__ __forceinline__ void add_to(Sum (&sums)[kRows], int before,
-                                         const int (&places)[kRows]) {
+  // turn. at[0]: the number of the class index in the share, or -1.
+  __device__ __forceinline__ void add_to(Sum (&sums)[kRows], int before, const int (&at)[kRows]) {
     const int count = pairs_ * kPair + (has_four_ ? kFour : 0) + singles_ + 1;
-    const int place = places[0] - before < count ? places[0] - before : -1;
+    const int place = at[0] - before < count ? at[0] - before : -1;
     take_index_out(place);
     const bool has_index = place >= 0;
     float largest = has_index ? -math::infinity<float>() : last_;

@@ -1,5 +1,6 @@
-// A turn of plane_words.cu for half types: all classes of a share, of the two rows of a word. They
-// are summed as they are read, in the order in which GroupShare (plane_share.cuh) sums a share.
+// A turn of plane_words.cu for half types: all classes of a share, of the two rows of a word. 16
+// words are summed while the next 16 are on their way. The order of the sum is that of GroupShare
+// (plane_share.cuh): eight terms at a time, as the sum of two fours.
 #pragma once
 
 #include <climits>
@@ -19,6 +20,7 @@ namespace lossops::cuda::plane_words {
 using plane_rows::load_half;
 using plane_rows::load_word;
 
+// k is the number of a class in the turn: class first + (k << step_bits).
 template <typename scalar_t>
 class HalfTurn {
  public:
@@ -37,25 +39,24 @@ class HalfTurn {
     before_last_ = count - 1;
   }
 
-  // Sums all classes but those at the rows' class indices: places[i] is where that of row i is
-  // among the classes, or -1. The second argument is FloatTurn's.
-  __device__ __forceinline__ void add_to(Sum (&sums)[kRows], int,
-                                         const int (&places)[kRows]) const {
-    PlainOthers others{places, read_one(before_last_)};
+  // Sums all classes but those at the rows' class indices. at[i]: the number of row i's class index
+  // in the turn, or -1. The int is FloatTurn's `before`, and 0 here.
+  __device__ __forceinline__ void add_to(Sum (&sums)[kRows], int, const int (&at)[kRows]) const {
+    PlainOthers others{at, read_one(before_last_)};
     add_all(others);
-    unsigned unusual = 0;
+    unsigned not_plain = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float total = others.sums[i].total();
       const float reach = ::fabsf(word_element<scalar_t>(others.reaches, i));
       sums[i] = {Sum::kPlain, total};
-      unusual |= reach <= kMaxPlainLogit && total >= 0.0f ? 0 : 1u << i;
+      not_plain |= reach <= kMaxPlainLogit && total >= 0.0f ? 0 : 1u << i;
     }
-    if (unusual != 0) {
-      const TwoSums shifted = sum_shifted(*this, places[0], places[1]);
+    if (not_plain != 0) {
+      const TwoSums shifted = sum_shifted(*this, at[0], at[1]);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if ((unusual & 1u << i) != 0) {
+        if ((not_plain & 1u << i) != 0) {
           sums[i] = shifted.of_rows[i];
         }
       }
@@ -73,12 +74,12 @@ class HalfTurn {
 
   // The sums of plain rows.
   struct PlainOthers {
-    const int (&places)[kRows];
+    const int (&at)[kRows];
     uint32_t last;  // the word of the last class, whose logits take the place of the class indices'
     uint32_t reaches = last;  // the largest magnitudes; their signs mean nothing
     PlainSum sums[kRows];
 
-    // The words of kPair neighbouring classes, from class k on.
+    // Adds the words of kPair classes from k on.
     __device__ __forceinline__ void add_pair(int k, uint32_t* words) {
       take(k, words);
 #pragma unroll
@@ -87,7 +88,7 @@ class HalfTurn {
         sums[i].add(first + sum_of_four(words + kFour, i, plain_term));
       }
     }
-    // The words of `count` classes from class k on, fewer than kPair, and the last one.
+    // Adds the words of `count` < kPair classes from k on, and then the last one.
     __device__ __forceinline__ void add_rest(int k, uint32_t* words, int count) {
       take(k, words);
       float rest[kRows] = {};
@@ -110,7 +111,7 @@ class HalfTurn {
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if (places[i] < 0) {
+        if (at[i] < 0) {
           rest[i] += plain_term(word_element<scalar_t>(last, i));
         }
         sums[i].add(rest[i]);
@@ -126,7 +127,7 @@ class HalfTurn {
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const int place = places[i] - k;
+        const int place = at[i] - k;
         if (place >= 0 && place < kPair) {
           keep_apart();
 #pragma unroll
@@ -139,7 +140,7 @@ class HalfTurn {
   };
 
   __device__ __forceinline__ void add_all(PlainOthers& others) const {
-    // The next words are read before these are summed.
+    // The next words are read before these are summed. The first time there are none to sum.
     uint32_t next[kWords] = {};
     int k = -kWords;
 #pragma unroll 1
@@ -189,7 +190,7 @@ class HalfTurn {
     const scalar_t* const from = Place::after(from_, k, bytes_);
     return has_words_ ? load_word(from) : load_half(from) | load_half(from + next_row_) << 16;
   }
-  // The words of kWords neighbouring classes from class k on; 0 from the last class on.
+  // The words of kWords classes from k on; 0 from the last class on.
   __device__ __forceinline__ void read(int k, uint32_t (&words)[kWords]) const {
     // The multiples of these bytes are computed here, not once before a loop: they would need more
     // registers than there are.
@@ -222,15 +223,15 @@ class HalfTurn {
 
   // The sums of both rows relative to their largest logits. Rare, and slower than plain sums.
   static __device__ __attribute__((noinline)) TwoSums sum_shifted(const HalfTurn turn, int place,
-                                                                  int next_place) {
-    const int places[kRows] = {place, next_place};
+                                                                  int next_at) {
+    const int at[kRows] = {place, next_at};
     const int before_last = turn.before_last_;
     const uint32_t last = turn.read_one(before_last);
     const auto read = [&](int k) {
       uint32_t word = turn.read_one(k);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        word = k == places[i] ? with_element(word, last, i) : word;
+        word = k == at[i] ? with_element(word, last, i) : word;
       }
       return word;
     };
@@ -244,7 +245,7 @@ class HalfTurn {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float max = word_element<scalar_t>(largest, i);
-      if (places[i] < 0) {
+      if (at[i] < 0) {
         max = math::max_number(word_element<scalar_t>(last, i), max);
       }
       max = math::max_number(max, -math::infinity<float>()) + 0.0f;  // never -0
@@ -287,7 +288,7 @@ class HalfTurn {
       const uint32_t word = read(k);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if (k < before_last || places[i] < 0) {
+        if (k < before_last || at[i] < 0) {
           rest[i] += terms[i](word_element<scalar_t>(word, i));
         }
       }

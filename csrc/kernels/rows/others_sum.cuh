@@ -49,7 +49,8 @@ struct OthersSum<true> {
     return sum;
   }
 
-  struct OfLanes;  // what add_lanes() does, by one thread
+  struct OfShares;
+  // The sum of two turns of a share, as if they were shares.
   __device__ __forceinline__ OthersSum merged_with(const OthersSum& other) const;
 
   __device__ __forceinline__ void add_lanes(int most, int least) {
@@ -121,7 +122,7 @@ struct OthersSum<false> {
     return sum;
   }
 
-  struct OfLanes;
+  struct OfShares;
   __device__ __forceinline__ void add_lanes(int most, int least) {
     for (int offset = most; offset >= least; offset /= 2) {
       add({__shfl_xor_sync(kAllLanes, reference, offset),
@@ -155,12 +156,14 @@ struct OthersSum<false> {
   }
 };
 
-// take() takes the sums of `count` lanes, 1, 2 or 4, one after the other: first, n = 0, that of
-// lane(0, count). Then sum(count) has the bits that add_lanes() gives.
-struct OthersSum<true>::OfLanes {
+// One thread adds the 1, 2 or 4 shares of a part, and gets the bits of add_lanes(). It calls
+// take(n, sum) with the sum of share(n, count) for n = 0 to count - 1, and then sum(count).
+// add_lanes() first adds shares two apart: half types take 0, 2, 1, 3, and keep two sums. fp32
+// keeps all four, because their largest reference comes first; absent ones have none.
+struct OthersSum<true>::OfShares {
   OthersSum sums[4];
 
-  static __device__ __forceinline__ int lane(int n, int) { return n; }
+  static __device__ __forceinline__ int share(int n, int) { return n; }
   __device__ __forceinline__ void take(int n, const OthersSum& sum) {
     if (n == 0) {
       sums[0] = sum;
@@ -193,29 +196,29 @@ struct OthersSum<true>::OfLanes {
 
 __device__ __forceinline__ OthersSum<true> OthersSum<true>::merged_with(
     const OthersSum& other) const {
-  return OfLanes{{*this, other}}.sum(2);
+  return OfShares{{*this, other}}.sum(2);
 }
 
-struct OthersSum<false>::OfLanes {
-  OthersSum even;
-  OthersSum odd;
+struct OthersSum<false>::OfShares {
+  OthersSum total;
+  OthersSum second_pair;
 
-  static __device__ __forceinline__ int lane(int n, int count) {
+  static __device__ __forceinline__ int share(int n, int count) {
     return count == 4 ? (n & 1) << 1 | n >> 1 : n;
   }
   __device__ __forceinline__ void take(int n, const OthersSum& sum) {
     if (n == 0) {
-      even = sum;
+      total = sum;
     } else if (n == 1) {
-      even.add(sum);
+      total.add(sum);
     } else if (n == 2) {
-      odd = sum;
+      second_pair = sum;
     } else {
-      odd.add(sum);
-      even.add(odd);
+      second_pair.add(sum);
+      total.add(second_pair);
     }
   }
-  __device__ __forceinline__ OthersSum sum(int) const { return even; }
+  __device__ __forceinline__ OthersSum sum(int) const { return total; }
 };
 
 }  // namespace lossops::cuda::plane_rows

@@ -1,15 +1,17 @@
-// How plane_rows.cu spreads rows over the threads of a block: the position of each group of rows,
-// and the numbers of each row that the block keeps in shared memory.
+// The terms of plane_rows.cu and plane_words.cu; how plane_rows.cu spreads rows over the threads of
+// a block, and the numbers of each row that the block keeps in shared memory.
 //
 //   plane     the rows along the first dimension of the target, such as the pixels of one image
 //   position  the number of a row in its plane
-//   group     neighbouring rows of a plane, 8 bytes of each class: 2 of fp32, 4 of half types
+//   group     neighbouring rows of a plane, 8 bytes of each class: 2 of fp32, 4 of half types. A
+//             group of plane_words.cu is a word of 4 bytes
 //   lane      the number of a group in a block, 0 to lanes - 1: not the lane of a warp
 //   segment   the groups of 32 neighbouring lanes, or of all lanes if they are fewer
 //   share     share number s: the classes c with c % shares == s. A thread of plane_rows.cu has one
 //             lane and one share
-//   part      a partial sum of a row in shared memory: of one share or, where there are fewer than
-//             32 lanes, of the shares of a warp
+//   part      the sum of 1, 2 or 4 shares of a row: of those that a warp of plane_rows.cu has. If
+//   the
+//             logits do not fit a block of plane_rows.cu, it is one share
 #pragma once
 
 #include <cstdint>

@@ -31,7 +31,8 @@ constexpr int kLeastLanes = 8;
 // 4x171x512x512 has 4 shares: .72 / .75 of the floor; 8 shares .57 / .70, 2 shares .60 / .67.
 // (H100, 2026-11)
 constexpr int kShareClasses = 48;
-// The same of rows for which a block has no room.
+// Where a block has no room for the logits, plane_words.cu takes the row. Its shares double until
+// each has at most twice as many classes, or there are kMostWordShares.
 constexpr int kWordShareClasses = 128;
 constexpr int kLeastWordShares = 16;
 constexpr int kMostWordShares = 64;
@@ -57,17 +58,18 @@ enum class PlaneReads : int8_t {
   kElements  // at any address
 };
 
-// How the classes of a row are dealt out to shares. It depends on nothing but their number, the
-// dtype and the device, because it decides about bits. A block of plane_rows.cu has a group of rows
-// a lane, and a thread for each of its shares. plane_words.cu has the same shares and parts, and
-// sums those of up to 48 classes in the same order; plane_rows.cu takes no larger ones.
+// How the classes of a row are dealt out to shares. The cut fixes the order of the sum, and so the
+// bits of the loss. So it depends on nothing but the number of classes, the dtype and the device. A
+// block of plane_rows.cu has a group of rows a lane, and a thread for each of its shares. More than
+// 88 classes are left to it only where a share has at most kShareClasses. plane_words.cu sums such
+// shares in the same order.
 struct Cut {
   int lanes = kMostLanes;  // of a block of plane_rows.cu; a power of two, and so is shares
   int shares = 1;
 
   Cut(int64_t classes, int64_t element_bytes, int64_t device_shared_bytes)
       : classes_(classes), rows_of_group_(static_cast<int>(group_rows(element_bytes))) {
-    // The order of sums of side_by_side_rows has one share.
+    // Up to kMaxColumnClasses have one share, as in side_by_side_rows.cu: the bits are the same.
     const bool may_share = classes > side_by_side::kMaxColumnClasses;
     most_bytes_ = most_shared_bytes(device_shared_bytes);
     // What a lane has at most: its logits, and its rows' numbers and parts, of which there are at
@@ -104,7 +106,7 @@ struct Cut {
   int threads() const { return lanes * shares; }
   // The lanes of a segment, which copy neighbouring memory.
   int segment() const { return std::min(lanes, kWarpSize); }
-  // Sums of a row that warps leave; each share is one where plane_words.cu is alone.
+  // The parts of a row. If the logits do not fit a block, each share is a part.
   int parts() const { return fits_ ? std::max(segment() * shares / kWarpSize, 1) : shares; }
   // log2 of the threads that merge the parts of a row: so many that each has at most
   // kPartsOfThread, if the block's threads are enough.

@@ -4,9 +4,8 @@
 //
 // A block has lanes x team threads (plane_words_plan.h defines lane, team and turn).
 //   1. Each thread sums its parts of a word's rows, share by share and turn by turn.
-//   2. A few threads a row merge its parts, and one of them computes the loss. Of fp32 the first
-//   turn
-//      of the next rows is on its way meanwhile.
+//   2. A few threads a row merge its parts, and one of them computes the loss. Meanwhile the first
+//      turn of the next rows is on its way, if they are of fp32.
 // Shares and parts are those of plane_rows.cu.
 #include <cstdint>
 #include <type_traits>
@@ -40,8 +39,8 @@ struct WordGrid : PlaneGroups {
   int share_bits;  // log2(shares)
   int parts;
   int shares_of_part;
-  int merging_bits;  // log2 of the threads that merge the parts of a row
-  bool reads_words;  // logits are aligned to words
+  int merging_bits;    // log2 of the threads that merge the parts of a row
+  bool lies_in_words;  // the logits
 };
 
 // A block's numbers of its rows in shared memory.
@@ -82,8 +81,8 @@ struct ShareClasses {
       : first(share),
         count((num_classes - share + (1 << grid.share_bits) - 1) >> grid.share_bits),
         step_bits(grid.share_bits) {}
-  // Where a class is among them, or -1.
-  __device__ __forceinline__ int place_of(int index) const {
+  // The number of a class among them, or -1.
+  __device__ __forceinline__ int number_of(int index) const {
     const int distance = index - first;
     const bool is_own = index >= 0 && (distance & ((1 << step_bits) - 1)) == 0;
     return is_own ? distance >> step_bits : -1;
@@ -136,13 +135,13 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   const int team = static_cast<int>(blockDim.x) >> grid.lane_bits;
   const bool merges_own_rows = kRows == 1 && team == 1 && grid.merging_bits == 0;
   WordNumbers numbers{dynamic, lanes * kRows};
-  const int set_numbers = (kRowNumbers + 2 * grid.parts) * numbers.rows;
+  const int floats_of_set = (kRowNumbers + 2 * grid.parts) * numbers.rows;
   const auto place_of = [&](uint32_t word) { return PlanePlace::of<kRows>(args.rows, grid, word); };
   const auto logits_of = [&](const PlanePlace& place) {
     return WordPlace<const scalar_t>::of(place, args.input, args.input_class_stride,
-                                         grid.reads_words);
+                                         grid.lies_in_words);
   };
-  uint32_t first = blockIdx.x << grid.lane_bits;
+  uint32_t first_word = blockIdx.x << grid.lane_bits;
   const uint32_t words_at_once = gridDim.x << grid.lane_bits;
   Partial partial;
   Turn turn;
@@ -151,18 +150,18 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     turn.load(logits, share.first + (before << share.step_bits), share.step_bits,
               min(share.count - before, Turn::kClasses));
   };
-  const auto load_first = [&] {
+  const auto load_first_turn = [&] {
     if constexpr (Turn::kLoadsAhead) {
-      load_turn(logits_of(place_of(first + lane)),
+      load_turn(logits_of(place_of(first_word + lane)),
                 {grid, num_classes, member * grid.shares_of_part}, 0);
     }
   };
-  load_first();
+  load_first_turn();
 #pragma unroll 1
   while (true) {
     bool is_loaded = Turn::kLoadsAhead;
     int indices[kRows];
-    const auto place = place_of(first + lane);
+    const auto place = place_of(first_word + lane);
     const auto logits = logits_of(place);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -177,15 +176,15 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
     }
 #pragma unroll 1
     for (int part = member; part < grid.parts; part += team) {
-      typename Sum::OfLanes of_lanes[kRows];
+      typename Sum::OfShares of_shares[kRows];
 #pragma unroll 1
       for (int n = 0; n < grid.shares_of_part; ++n) {
-        const int lane_of_part = Sum::OfLanes::lane(n, grid.shares_of_part);
-        const ShareClasses share(grid, num_classes, part * grid.shares_of_part + lane_of_part);
-        int places[kRows];
+        const int share_of_part = Sum::OfShares::share(n, grid.shares_of_part);
+        const ShareClasses share(grid, num_classes, part * grid.shares_of_part + share_of_part);
+        int at[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          places[i] = share.place_of(indices[i]);
+          at[i] = share.number_of(indices[i]);
         }
         Sum sums[kRows];
 #pragma unroll 1
@@ -194,36 +193,38 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
             load_turn(logits, share, before);
           }
           is_loaded = false;
-          turn.add_to(sums, before, places);
+          turn.add_to(sums, before, at);
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          if (places[i] >= 0) {
+          if (at[i] >= 0) {
             const auto* const at_index = logits.of_class(indices[i]);  // fault: plane-words-index
             numbers.logit(lane * kRows + i) = to_acc<float>(at_index[i > 0 ? logits.next_row : 0]);
           }
-          of_lanes[i].take(n, sums[i]);
+          of_shares[i].take(n, sums[i]);
         }
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        numbers.put_part(part, lane * kRows + i, of_lanes[i].sum(grid.shares_of_part));
+        numbers.put_part(part, lane * kRows + i, of_shares[i].sum(grid.shares_of_part));
       }
     }
-    const uint32_t of_first = first;
-    first += words_at_once;
-    const bool is_last = first >= grid.groups;
+    const uint32_t done_word = first_word;
+    first_word += words_at_once;
+    const bool is_last = first_word >= grid.groups;
     if (!is_last) {
-      load_first();
+      load_first_turn();
     }
+    // One barrier a round: the next round writes the other set of numbers. A thread that sums and
+    // merges a row alone reads only its own.
     if (!merges_own_rows) {
       __syncthreads();
     }
-    finish_rows<kExact, kRows>(args, grid, numbers, of_first, partial);
+    finish_rows<kExact, kRows>(args, grid, numbers, done_word, partial);
     if (is_last) {
       break;
     }
-    numbers.numbers = numbers.numbers == dynamic ? dynamic + set_numbers : dynamic;
+    numbers.numbers = numbers.numbers == dynamic ? dynamic + floats_of_set : dynamic;
   }
   if (args.reduction != Reduction::kNone) {
     reduce_to_grid<true>(partial, partials, finalize);
@@ -245,7 +246,7 @@ void launch_plane_words(const CrossEntropyForwardArgs& args, const RowPlan& plan
   grid.parts = cut.parts();
   grid.shares_of_part = cut.shares / cut.parts();
   grid.merging_bits = cut.merging_bits();
-  grid.reads_words = side_by_side::lies_in_words(args, args.input, args.input_class_stride);
+  grid.lies_in_words = side_by_side::lies_in_words(args, args.input, args.input_class_stride);
   visit_float_or_half(args.input.dtype, [&](auto like) {
     launch_kernel("plane_words_kernel", plane_words_kernel<typename decltype(like)::type>,
                   {plan.blocks, plan.threads, plan.shared_bytes}, stream, args, grid, partials,

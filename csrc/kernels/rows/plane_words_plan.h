@@ -4,9 +4,9 @@
 //   word   what a thread reads of a class: a row of fp32, two neighbouring rows of half types
 //   lane   the number of a word in a block
 //   team   the threads of a word: each sums some of the parts of its rows
-//   turn   classes of a share that a thread sums at a time: of fp32 as many as it has in registers,
-//   of
-//          half types all
+//   turn   the classes of a share that a thread sums at a time: up to 48 of fp32, which it has in
+//          registers, and all of half types
+//   round  the words of all blocks at a time
 // plane_grid.cuh defines share and part.
 #pragma once
 
@@ -21,24 +21,25 @@ namespace lossops::cuda::plane_words {
 using side_by_side::rows_of_word;
 using side_by_side::words_of;
 
-// As many as plane_rows.cu gives a share, so that most shares of fp32 are one turn.
+// Of fp32. A share that plane_rows.cu could take has no more, so it is one turn.
 constexpr int kTurnClasses = plane_rows::kShareClasses;
 // A block has more threads only if there are few words: plan().
 constexpr int kUsualThreads = 128;
 constexpr int kMostThreads = 512;
-// Resident threads of a multiprocessor. fp32 has a turn in 48 of a thread's 128 registers. Half
-// types have 96, of which 32 are words: those that are summed, and the next ones. With 768 threads
-// and half the words 4x116x601x601 took .40 of the floor instead of .36, but 8x1203x160x160 .53
-// instead of .63 and 8x8192x4096 .64 instead of .79. (H200, 2026-11)
+// Resident threads of a multiprocessor. Those of fp32 have 128 registers, of which a turn is 48.
+// Those of half types have 96, of which 32 are words: the ones that are summed, and the next. With
+// 768 threads and half of the words 4x116x601x601 reached .40 of the floor instead of .36, but
+// 8x1203x160x160 .53 instead of .63, and 8x8192x4096 .64 instead of .79. (H200, 2026-11)
 constexpr int resident_threads(int64_t element_bytes) { return element_bytes == 4 ? 512 : 640; }
 constexpr int kMostLanes = 128;
 constexpr int kLeastLanes = 8;
 // Numbers of a row in shared memory, beside two a part: the logit at its class index, and the
 // index.
 constexpr int kRowNumbers = 2;
-// A block has two sets of these numbers: some threads may already sum the next rows while others
-// merge the parts of the last ones.
+// A block has two sets of these numbers: some threads may already sum the rows of the next round
+// while others still merge the parts of this one.
 constexpr int kBuffers = 2;
+// Of the numbers in a block's shared memory: without a setting, a block has 48 KB at most.
 constexpr int64_t kMostBytes = 46 << 10;
 // plane_rows.cu sums half types of at most so many classes as fast or faster, where both can: bf16
 // 8x384x256x256 .55 of the floor here, .64 there; 8x768x256x256 .61, .56. (H200, 2026-11)
@@ -48,7 +49,8 @@ inline plane_rows::Cut cut_of(const CrossEntropyArgs& args, const DeviceLimits& 
   return {args.num_classes, element_size(args.input.dtype), device.shared_bytes};
 }
 
-// From a class of a share to its next one there are 32 bits of bytes at most: WordPlace::after().
+// Whether plane_words.cu can sum these rows. The last condition is that of WordPlace::after(): the
+// bytes from a class of a share to the next are a 32-bit number.
 inline bool takes(const RowProblem& problem) {
   return problem.plain && problem.indices && problem.args.input_class_stride != 1 &&
          problem.classes > side_by_side::kMaxColumnClasses &&
@@ -58,10 +60,13 @@ inline bool takes(const RowProblem& problem) {
              int64_t{0xffffffff};
 }
 
-// Whether plane_rows.cu takes these rows instead. It must be worth it: plane_rows.cu writes the
-// gradient too, not in place; or there is none, and the rows are of half types, to
-// kMostHalfClasses. Their logits must lie in whole groups, and a block must have room for them. And
-// a share must be one turn here, because plane_rows.cu sums it at once: the bits are the same then.
+// Whether plane_rows.cu takes these rows instead. It does if all of this holds:
+//   - It is faster. That is so with a gradient that it can write, not in place. Without a gradient
+//   it
+//     is so for half types of at most kMostHalfClasses.
+//   - The logits lie in whole groups, and fit a block.
+//   - A share has at most kTurnClasses, so that a turn of fp32 has them all, and the bits are the
+//   same.
 inline bool leaves_to_plane_rows(const RowProblem& problem) {
   const auto& args = problem.args;
   const auto cut = cut_of(args, problem.device);
@@ -88,12 +93,13 @@ inline RowPlan plan(const RowProblem& problem) {
   const auto lanes_of = [](int team) {
     return std::clamp(kUsualThreads / team, kLeastLanes, kMostLanes);
   };
-  // The share of the threads with work, on average over all rounds.
+  // The fraction of the resident threads that have work, on average over all rounds.
   const auto use_of = [&](int team) {
     const int64_t threads = words * team;
     return static_cast<double>(threads) / static_cast<double>(ceil_div(threads, at_once) * at_once);
   };
-  // The smallest team that leaves few threads idle or, if there is none, the fewest.
+  // Of the teams whose numbers have room, the smallest that keeps enough threads at work; if there
+  // is none, the one that keeps most at work. More than kUsualThreads only if that is one round.
   constexpr double kEnough = 0.85;
   bool has_room = false;
   for (int team = 1; team <= parts; team *= 2) {
@@ -107,7 +113,8 @@ inline RowPlan plan(const RowProblem& problem) {
     }
   }
   int lanes = lanes_of(plan.team);
-  // Fewer words a block, where that gives work to more multiprocessors. Whole warps merge parts.
+  // Fewer words a block, where that gives work to more multiprocessors. Blocks keep two warps, and
+  // whole warps merge parts: merge_parts() shuffles.
   const auto has_whole_warps = [&](int of_lanes) {
     return of_lanes * plan.team >= 2 * kWarpSize &&
            (cut.merging_bits() == 0 || of_lanes * rows << cut.merging_bits() >= kWarpSize);
