@@ -350,6 +350,34 @@ CrossEntropyCase float_case(Random& random, int64_t rows, int64_t num_classes, C
   return c;
 }
 
+// A row of a plane has the same bits in aligned memory, where plane_rows sums half types, and one
+// element further, where plane_words does; also where the last class of a share is not plain.
+void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes) {
+  constexpr int64_t kRows = 32;
+  CrossEntropyCase c;
+  c.rows = {kRows};
+  c.num_classes = num_classes;
+  c.reduction = Reduction::kNone;
+  c.input = test::class_tensor(dtype, c.rows, num_classes, ClassLayout::kOuter);
+  c.input.fill([&] { return random.uniform(-4, 4); });
+  for (int64_t row = 0; row < kRows; ++row) {
+    c.input.set(row + (num_classes - 1 - random.below(4)) * kRows, -40);
+  }
+  c.target = TestTensor(DType::kInt64, c.rows, Layout::kDense);
+  c.target.fill([&] { return static_cast<double>(random.below(num_classes)); });
+  test::subject() = c.describe() + ", bits";
+  const auto statistics = [&](int64_t shift) {
+    c.output = TestTensor(dtype, c.rows, Layout::kDense);
+    c.row_stats = TestTensor(DType::kFloat32, {kRows, 2}, Layout::kDense);
+    Device device(shift);
+    const CrossEntropyForwardArgs args = c.forward_args(device.place());
+    const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
+    cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
+    return device.download(c.row_stats).bytes;
+  };
+  CHECK(statistics(0) == statistics(1));
+}
+
 // The gradients of float logits are within so many units in the last place.
 void check_last_places(CrossEntropyCase& c, double units) {
   c.grad_input = c.input;
@@ -527,6 +555,11 @@ int main() {
       test_last_places(random, num_classes, ClassLayout::kInner);
       test_last_places(random, num_classes, ClassLayout::kOuter);
       test_infinities(random, num_classes, random.pick({ClassLayout::kInner, ClassLayout::kOuter}));
+    }
+  }
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    for (const int64_t num_classes : {96, 97, 150, 389, 512}) {
+      test_bits_of_planes(random, dtype, num_classes);
     }
   }
   for (const int64_t num_classes : {150, 1716, 8192}) {

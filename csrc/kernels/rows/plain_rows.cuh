@@ -48,7 +48,7 @@ __device__ __forceinline__ uint32_t reach_of_words(uint32_t word, uint32_t a) {
 }
 
 // Element by element of half types the larger magnitude, with a sign that means nothing; of a NaN
-// and a number, the number.
+// and a number, the number. b: without signs, or what this function returned.
 template <typename scalar_t>
 __device__ __forceinline__ uint32_t reach_of_pairs(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 860

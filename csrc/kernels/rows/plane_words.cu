@@ -6,7 +6,7 @@
 //   1. Each thread sums its parts of a word's rows, share by share and turn by turn.
 //   2. A few threads a row merge its parts, and one of them computes the loss. Meanwhile the first
 //      turn of the next rows is on its way, if they are of fp32.
-// Shares and parts are those of plane_rows.cu.
+// Shares and parts are those of plane_rows.cu where a block of it has room for the logits.
 #include <cstdint>
 #include <type_traits>
 

@@ -86,30 +86,42 @@ inline RowPlan plan(const RowProblem& problem) {
   const int rows = rows_of_word(problem.element_bytes);
   const int64_t words = words_of(problem.args);
   const int64_t multiprocessors = std::max(problem.device.multiprocessors, 1);
-  const int64_t at_once = multiprocessors * resident_threads(problem.element_bytes);
   const auto bytes = [&](int lanes) {
     return int64_t{sizeof(float)} * kBuffers * lanes * rows * (2 * parts + kRowNumbers);
   };
   const auto lanes_of = [](int team) {
     return std::clamp(kUsualThreads / team, kLeastLanes, kMostLanes);
   };
+  // Whole blocks of so many threads.
+  const int resident = resident_threads(problem.element_bytes);
+  const auto blocks_at_once = [&](int threads) { return multiprocessors * (resident / threads); };
+  const auto threads_at_once = [&](int team) {
+    const int threads = lanes_of(team) * team;
+    return blocks_at_once(threads) * threads;
+  };
   // The fraction of the resident threads that have work, on average over all rounds.
   const auto use_of = [&](int team) {
+    const int64_t at_once = threads_at_once(team);
     const int64_t threads = words * team;
     return static_cast<double>(threads) / static_cast<double>(ceil_div(threads, at_once) * at_once);
   };
+  // The numbers of all resident blocks must fit.
+  const int64_t most_bytes =
+      std::min(kMostBytes, plane_rows::most_shared_bytes(problem.device.shared_bytes) /
+                                   (resident / kUsualThreads) -
+                               plane_rows::kBlockOverhead);
   // Of the teams whose numbers have room, the smallest that keeps enough threads at work; if there
   // is none, the one that keeps most at work. More than kUsualThreads only if that is one round.
   constexpr double kEnough = 0.85;
   bool has_room = false;
   for (int team = 1; team <= parts; team *= 2) {
-    const int most_threads = words * team <= at_once ? kMostThreads : kUsualThreads;
+    const int most_threads = words * team <= threads_at_once(team) ? kMostThreads : kUsualThreads;
     if (lanes_of(team) * team > most_threads || (has_room && use_of(plan.team) >= kEnough)) {
       break;
     }
     if (!has_room || use_of(team) > use_of(plan.team)) {
       plan.team = team;
-      has_room = bytes(lanes_of(team)) <= kMostBytes;
+      has_room = bytes(lanes_of(team)) <= most_bytes;
     }
   }
   int lanes = lanes_of(plan.team);
@@ -125,7 +137,8 @@ inline RowPlan plan(const RowProblem& problem) {
   }
   plan.threads = lanes * plan.team;
   plan.shared_bytes = bytes(lanes);
-  plan.blocks = std::clamp<int64_t>(ceil_div(words, int64_t{lanes}), 1, at_once / plan.threads);
+  plan.blocks =
+      std::clamp<int64_t>(ceil_div(words, int64_t{lanes}), 1, blocks_at_once(plan.threads));
   return plan;
 }
 
