@@ -9,9 +9,8 @@
 //   segment   the groups of 32 neighbouring lanes, or of all lanes if they are fewer
 //   share     share number s: the classes c with c % shares == s. A thread of plane_rows.cu has one
 //             lane and one share
-//   part      the sum of 1, 2 or 4 shares of a row: of those that a warp of plane_rows.cu has. If
-//   the
-//             logits do not fit a block of plane_rows.cu, it is one share
+//   part      the sum of the shares, 1, 2 or 4, of a row that a warp of plane_rows.cu has; of one
+//             share, where the logits do not fit a block of plane_rows.cu
 #pragma once
 
 #include <cstdint>

@@ -61,12 +61,11 @@ inline bool takes(const RowProblem& problem) {
 }
 
 // Whether plane_rows.cu takes these rows instead. It does if all of this holds:
-//   - It is faster. That is so with a gradient that it can write, not in place. Without a gradient
-//   it
-//     is so for half types of at most kMostHalfClasses.
+//   - It is faster: with a gradient that it can write, and not in place; without one, for half
+//   types
+//     of at most kMostHalfClasses.
 //   - The logits lie in whole groups, and fit a block.
-//   - A share has at most kTurnClasses, so that a turn of fp32 has them all, and the bits are the
-//   same.
+//   - A share has at most kTurnClasses: then a turn of fp32 has them all, and bits are the same.
 inline bool leaves_to_plane_rows(const RowProblem& problem) {
   const auto& args = problem.args;
   const auto cut = cut_of(args, problem.device);
