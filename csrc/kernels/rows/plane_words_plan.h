@@ -62,8 +62,7 @@ inline bool takes(const RowProblem& problem) {
 
 // Whether plane_rows.cu takes these rows instead. It does if all of this holds:
 //   - It is faster: with a gradient that it can write, and not in place; without one, for half
-//   types
-//     of at most kMostHalfClasses.
+//     types of at most kMostHalfClasses.
 //   - The logits lie in whole groups, and fit a block.
 //   - A share has at most kTurnClasses: then a turn of fp32 has them all, and bits are the same.
 inline bool leaves_to_plane_rows(const RowProblem& problem) {
