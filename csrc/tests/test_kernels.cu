@@ -557,7 +557,7 @@ int main() {
       test_infinities(random, num_classes, random.pick({ClassLayout::kInner, ClassLayout::kOuter}));
     }
   }
-  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
     for (const int64_t num_classes : {96, 97, 150, 389, 512}) {
       test_bits_of_planes(random, dtype, num_classes);
     }

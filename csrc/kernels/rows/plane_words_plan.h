@@ -90,26 +90,27 @@ inline RowPlan plan(const RowProblem& problem) {
   const auto lanes_of = [](int team) {
     return std::clamp(kUsualThreads / team, kLeastLanes, kMostLanes);
   };
-  // Whole blocks of so many threads.
+  // How many blocks of so many threads the registers have room for.
   const int resident = resident_threads(problem.element_bytes);
   const auto blocks_at_once = [&](int threads) { return multiprocessors * (resident / threads); };
   const auto threads_at_once = [&](int team) {
     const int threads = lanes_of(team) * team;
     return blocks_at_once(threads) * threads;
   };
-  // The fraction of the resident threads that have work, on average over all rounds.
+  // The fraction of the threads of all resident blocks that have work, on average over all rounds.
   const auto use_of = [&](int team) {
     const int64_t at_once = threads_at_once(team);
     const int64_t threads = words * team;
     return static_cast<double>(threads) / static_cast<double>(ceil_div(threads, at_once) * at_once);
   };
   // The numbers of all resident blocks must fit.
-  const int64_t most_bytes =
-      std::min(kMostBytes, plane_rows::most_shared_bytes(problem.device.shared_bytes) /
-                                   (resident / kUsualThreads) -
-                               plane_rows::kBlockOverhead);
-  // Of the teams whose numbers have room, the smallest that keeps enough threads at work; if there
-  // is none, the one that keeps most at work. More than kUsualThreads only if that is one round.
+  const int64_t most_bytes = std::min(
+      kMostBytes,
+      (plane_rows::most_shared_bytes(problem.device.shared_bytes) + plane_rows::kBlockOverhead) /
+              (resident / kUsualThreads) -
+          plane_rows::kBlockOverhead);
+  // The smallest team whose numbers have room and that keeps enough threads at work; else the one
+  // with room that keeps most at work; else the last. More than kUsualThreads only in one round.
   constexpr double kEnough = 0.85;
   bool has_room = false;
   for (int team = 1; team <= parts; team *= 2) {
@@ -135,8 +136,13 @@ inline RowPlan plan(const RowProblem& problem) {
   }
   plan.threads = lanes * plan.team;
   plan.shared_bytes = bytes(lanes);
+  const int64_t with_room =
+      multiprocessors *
+      problem.device.resident_blocks(
+          plan.threads, static_cast<int>(plan.shared_bytes) + plane_rows::kStaticBytes);
   plan.blocks =
-      std::clamp<int64_t>(ceil_div(words, int64_t{lanes}), 1, blocks_at_once(plan.threads));
+      std::clamp<int64_t>(ceil_div(words, int64_t{lanes}), 1,
+                          std::max<int64_t>(std::min(blocks_at_once(plan.threads), with_room), 1));
   return plan;
 }
 
