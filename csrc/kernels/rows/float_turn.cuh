@@ -1,18 +1,17 @@
-// A turn of plane_words.cu for fp32: up to 48 classes of a share in registers, of a row, and the
+// A turn of plane_words.cu for fp32: up to 48 classes of a share, of one row, in registers, and the
 // sum of their exponentials, in the order in which GroupShare (plane_share.cuh) sums a share.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/primitives/thread_reduce.cuh"
+#include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/others_sum.cuh"
 #include "kernels/rows/plain_rows.cuh"
 #include "kernels/rows/plane_place.cuh"
 #include "kernels/rows/plane_words_plan.h"
-#include "kernels/rows/row_groups.cuh"
 #include "kernels/rows/row_terms.cuh"
-#include "kernels/rows/row_words.cuh"
+#include "kernels/rows/side_by_side_rows.cuh"
 
 namespace lossops::cuda::plane_words {
 
@@ -70,7 +69,7 @@ class FloatTurn {
   static constexpr int kPair = 2 * kFour;
   static constexpr int kPairs = (kTurnClasses - kPair) / kPair;
 
-  // Calls body() with the number of the first word of each pair of fours that the turn has, as an
+  // Calls body() with the number of the first logit of each pair of fours that the turn has, as an
   // integral_constant.
   template <int kFirst = 0, typename Body>
   __device__ __forceinline__ void for_each_pair(const Body& body) const {
@@ -105,7 +104,7 @@ class FloatTurn {
     }
     last_ = load(k + singles_);
   }
-  // Calls see() with all words but the last one.
+  // Calls see() with all logits but the last one.
   template <typename See>
   __device__ __forceinline__ void for_each(const See& see) const {
     for_each_pair([&](auto first) {
@@ -128,8 +127,8 @@ class FloatTurn {
     }
   }
 
-  // Overwrites the logit at the class index by that of the last class. It may also write words that
-  // the turn has not loaded, which nobody reads.
+  // Overwrites the logit at the class index by that of the last class. It may also write
+  // logits that the turn has not loaded, which nobody reads.
   __device__ __forceinline__ void take_index_out(int place) {
     if (place >= 0) {
       keep_apart();
@@ -156,20 +155,15 @@ class FloatTurn {
   // Adds term(x) over all classes but that at the class index.
   template <typename Term>
   __device__ __forceinline__ void add_terms(ExactSum& sum, bool has_index, const Term& term) const {
-    const auto sum_of_four = [&](const float* x) {
-      float values[kFour];
-#pragma unroll
-      for (int u = 0; u < kFour; ++u) {
-        values[u] = term(x[u]);
-      }
-      return pairwise_sum(values);
+    const auto sum_of = [&](const float* x) {
+      return sum_of_four([&](int u) { return term(x[u]); });
     };
     for_each_pair([&](auto first) {
       constexpr int kFirst = decltype(first)::value;
-      const float a = sum_of_four(of_pairs_ + kFirst);
-      sum.add(a + sum_of_four(of_pairs_ + kFirst + kFour));
+      const float a = sum_of(of_pairs_ + kFirst);
+      sum.add(a + sum_of(of_pairs_ + kFirst + kFour));
     });
-    float rest = has_four_ ? sum_of_four(four_) : 0.0f;
+    float rest = has_four_ ? sum_of(four_) : 0.0f;
 #pragma unroll
     for (int u = 0; u < kFour - 1; ++u) {
       if (u < singles_) {

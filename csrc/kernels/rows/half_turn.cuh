@@ -6,7 +6,6 @@
 #include <climits>
 #include <cstdint>
 
-#include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/others_sum.cuh"
 #include "kernels/rows/plain_rows.cuh"
@@ -88,8 +87,8 @@ class HalfTurn {
       take(k, words);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const float first = sum_of_four(words, i, plain_term);
-        sums[i].add(first + sum_of_four(words + kFour, i, plain_term));
+        const float first = sum_of(words, i, plain_term);
+        sums[i].add(first + sum_of(words + kFour, i, plain_term));
       }
     }
     // Adds the words of `count` < kPair classes from k on, and then the last one.
@@ -100,7 +99,7 @@ class HalfTurn {
       if (has_four) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          rest[i] = sum_of_four(words, i, plain_term);
+          rest[i] = sum_of(words, i, plain_term);
         }
       }
 #pragma unroll
@@ -176,14 +175,8 @@ class HalfTurn {
   }
 
   template <typename Term>
-  static __device__ __forceinline__ float sum_of_four(const uint32_t* words, int i,
-                                                      const Term& term) {
-    float values[kFour];
-#pragma unroll
-    for (int u = 0; u < kFour; ++u) {
-      values[u] = term(word_element<scalar_t>(words[u], i));
-    }
-    return pairwise_sum(values);
+  static __device__ __forceinline__ float sum_of(const uint32_t* words, int i, const Term& term) {
+    return sum_of_four([&](int u) { return term(word_element<scalar_t>(words[u], i)); });
   }
   // A word with the element at i of another one.
   static __device__ __forceinline__ uint32_t with_element(uint32_t word, uint32_t from, int i) {
@@ -269,7 +262,7 @@ class HalfTurn {
       for (int i = 0; i < kRows; ++i) {
 #pragma unroll
         for (int u = 0; u < kCount; u += kFour) {
-          rest[i] += sum_of_four(words + u, i, terms[i]);
+          rest[i] += sum_of(words + u, i, terms[i]);
         }
       }
     };

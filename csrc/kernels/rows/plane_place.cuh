@@ -77,7 +77,8 @@ struct PlanePlace : PlaneRowPlace {
   }
 };
 
-// 4 and 2 bytes of global memory: of addresses of which the compiler does not know it.
+// These load 4 and 2 bytes of global memory. The compiler does not know that the addresses are
+// global, so it would load from any memory.
 __device__ __forceinline__ uint32_t load_word(const void* from) {
 #if __CUDA_ARCH__ >= 800
   uint32_t word;

@@ -71,7 +71,7 @@ struct Cut {
       : classes_(classes), rows_of_group_(static_cast<int>(group_rows(element_bytes))) {
     // Up to kMaxColumnClasses have one share, as in side_by_side_rows.cu: the bits are the same.
     const bool may_share = classes > side_by_side::kMaxColumnClasses;
-    most_bytes_ = most_shared_bytes(device_shared_bytes);
+    const int64_t most_bytes = most_shared_bytes(device_shared_bytes);
     // What a lane has at most: its logits, and its rows' numbers and parts, of which there are at
     // most two for each kShareClasses classes.
     const int64_t most_parts = may_share ? 2 * ceil_div(classes, kShareClasses) : 0;
@@ -79,7 +79,7 @@ struct Cut {
         kGroupBytes * (classes + (may_share ? kMostThreads / kLeastLanes : 0)) +
         number_bytes() * (kRowNumbers + 2 * most_parts);
     while (lanes > kLeastLanes &&
-           (lanes * kGroupBytes * classes > kBlockBytes || lanes * lane_bytes > most_bytes_)) {
+           (lanes * kGroupBytes * classes > kBlockBytes || lanes * lane_bytes > most_bytes)) {
       lanes /= 2;
     }
     while (may_share && classes > int64_t{shares} * kShareClasses &&
@@ -89,12 +89,12 @@ struct Cut {
     if (lanes * shares < kWarpSize) {
       shares = kWarpSize / lanes;
     }
-    const int64_t most_of_two = (most_bytes_ + kBlockOverhead) / 2 - kBlockOverhead;
+    const int64_t most_of_two = (most_bytes + kBlockOverhead) / 2 - kBlockOverhead;
     if (may_share && 2 * threads() <= kMostThreads && bytes(PlaneReads::kPairs) > most_of_two) {
       // A block that is alone on its multiprocessor has twice the threads.
       shares *= 2;
     }
-    fits_ = bytes(PlaneReads::kPairs) <= most_bytes_;
+    fits_ = bytes(PlaneReads::kPairs) <= most_bytes;
     if (may_share && !fits_) {
       shares = kLeastWordShares;
       while (shares < kMostWordShares && classes > 2 * kWordShareClasses * shares) {
@@ -134,8 +134,7 @@ struct Cut {
  private:
   int64_t classes_;
   int rows_of_group_;
-  int64_t most_bytes_ = 0;  // of a block's shared memory
-  bool fits_ = true;
+  bool fits_ = true;  // until bytes() has said so
 
   // The bytes of one number for each row of a group.
   int64_t number_bytes() const { return rows_of_group_ * int64_t{sizeof(float)}; }

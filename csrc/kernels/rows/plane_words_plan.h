@@ -21,7 +21,8 @@ namespace lossops::cuda::plane_words {
 using side_by_side::rows_of_word;
 using side_by_side::words_of;
 
-// Of fp32. A share that plane_rows.cu could take has no more, so it is one turn.
+// A turn of fp32 has at most so many. A share that plane_rows.cu could take has no more, so it is
+// one turn.
 constexpr int kTurnClasses = plane_rows::kShareClasses;
 // A block has more threads only if there are few words: plan().
 constexpr int kUsualThreads = 128;
@@ -39,7 +40,8 @@ constexpr int kRowNumbers = 2;
 // A block has two sets of these numbers: some threads may already sum the rows of the next round
 // while others still merge the parts of this one.
 constexpr int kBuffers = 2;
-// Of the numbers in a block's shared memory: without a setting, a block has 48 KB at most.
+// The numbers of a block take at most so many. A block has 48 KB of shared memory unless a setting
+// gives it more.
 constexpr int64_t kMostBytes = 46 << 10;
 // plane_rows.cu sums half types of at most so many classes as fast or faster, where both can: bf16
 // 8x384x256x256 .55 of the floor here, .64 there; 8x768x256x256 .61, .56. (H200, 2026-11)

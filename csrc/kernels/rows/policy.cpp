@@ -76,8 +76,8 @@ const PolicyRow kPolicy[kFamilies] = {
      "loss, and `plane_gradients` writes the gradient after it",
      "1 to 64 threads share a row of fp32, or two of half types: a word of 4 bytes of each class. "
      "A thread has up to 48 classes of fp32 in registers at a time, and sums half types as it "
-     "reads "
-     "them. Shares and parts are those of `plane_rows`, or larger where a block has no room for it",
+     "reads them. Shares and parts are those of `plane_rows`, or larger where a block has no room "
+     "for it",
      "on an H200, before it by clusters of blocks: fp32 4x1716x188x188 .39 / .49, this .65 / .52; "
      "33x3145x34x29 without a reduction .31 / .32, this .65 / .45; bf16 9x1280x184x158 .33 / .44, "
      "this .62 / .51",

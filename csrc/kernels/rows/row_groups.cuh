@@ -120,12 +120,7 @@ __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pit
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      float values[kColumnUnroll];
-#pragma unroll
-      for (int u = 0; u < kColumnUnroll; ++u) {
-        values[u] = term(i, x[u].get(i));
-      }
-      of_rows[i] += pairwise_sum(values);
+      of_rows[i] += sum_of_four([&](int u) { return term(i, x[u].get(i)); });
     }
   };
   int c = 0;

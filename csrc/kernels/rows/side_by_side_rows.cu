@@ -51,12 +51,9 @@ __device__ __forceinline__ void weigh_distances(const SmoothedIndex& smooth,
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      float values[kColumnUnroll];
-#pragma unroll
-      for (int u = 0; u < kColumnUnroll; ++u) {
-        values[u] = c + u < count ? smooth.of_other(reduced[i].max - x[u].get(i)) : 0.0f;
-      }
-      distances[i] += pairwise_sum(values);
+      distances[i] += sum_of_four([&](int u) {
+        return c + u < count ? smooth.of_other(reduced[i].max - x[u].get(i)) : 0.0f;
+      });
     }
   }
 #pragma unroll

@@ -2,10 +2,23 @@
 // in common with the kernel of strided rows: the order of sums.
 #pragma once
 
+#include "kernels/primitives/thread_reduce.cuh"
+
 namespace lossops::cuda {
 
 // Classes that a thread sums up at a time.
 constexpr int kColumnUnroll = 4;
+
+// The sum of term(0) to term(kColumnUnroll - 1).
+template <typename Term>
+__device__ __forceinline__ float sum_of_four(const Term& term) {
+  float values[kColumnUnroll];
+#pragma unroll
+  for (int i = 0; i < kColumnUnroll; ++i) {
+    values[i] = term(i);
+  }
+  return pairwise_sum(values);
+}
 
 // As ExactSum, for half types: sums of eight at a time, of few classes, lose less than what their
 // logits were rounded by.

@@ -77,12 +77,7 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
     std::conditional_t<kExact, ExactSum, PlainSum> others;
     float last = 0;
     const auto sum_of_classes = [&](int64_t c) {
-      float values[kColumnUnroll];
-#pragma unroll
-      for (int i = 0; i < kColumnUnroll; ++i) {
-        values[i] = term(other(c + i));
-      }
-      return pairwise_sum(values);
+      return sum_of_four([&](int i) { return term(other(c + i)); });
     };
     int64_t c = 0;
     for (; c + 2 * kColumnUnroll <= count; c += 2 * kColumnUnroll) {
@@ -128,13 +123,10 @@ __device__ __forceinline__ float smoothed_distance(const SmoothedIndex& smooth, 
   float distance = 0;
 #pragma unroll 1
   for (int64_t c = 0; c < count; c += kColumnUnroll) {
-    float values[kColumnUnroll];
-#pragma unroll
-    for (int i = 0; i < kColumnUnroll; ++i) {
+    distance += sum_of_four([&](int i) {
       const float x = logit(c + i == index ? count : min(c + i, count));
-      values[i] = c + i < count ? smooth.of_other(max - x) : 0.0f;
-    }
-    distance += pairwise_sum(values);
+      return c + i < count ? smooth.of_other(max - x) : 0.0f;
+    });
   }
   return smooth.with_any_index(distance, max, x_at_index);
 }
