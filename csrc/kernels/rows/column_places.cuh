@@ -14,26 +14,42 @@ struct ColumnShape {
   int64_t groups;
   bool aligned;          // groups of logits and gradients, and rows are whole groups
   bool targets_in_line;  // int64, one after the other
-  // Rows of one dimension or two, whose groups have numbers of 31 bits. The divisor is the number
-  // of groups along the first dimension.
+  // Rows of one dimension or two, whose numbers have 31 bits. The divisor is the number of groups
+  // along the first dimension.
   bool by_divisor;
   Divisor first_dimension;
+  // How many groups of a plane, the first ones, can be that of a warp's first lane where the groups
+  // of all lanes are neighbours: in one plane, none of them moved back.
+  uint32_t before_warps;
 };
 
-// Of groups of rows that are counted along two dimensions. Computed where it is needed: kept, it
-// would take registers.
+// Where a group of rows is that are counted along two dimensions.
+template <int kRows>
 struct GroupPlace {
   uint32_t plane;
-  int64_t begin;     // the group's number in its plane, times its rows
-  int64_t position;  // of its first row in the plane: begin, but so that all of its rows exist
+  uint32_t number;  // of the group in its plane
 
-  template <int kRows>
-  static __device__ __forceinline__ GroupPlace of(const IterationSpace& rows,
-                                                  const ColumnShape& shape, int64_t group) {
+  static __device__ __forceinline__ GroupPlace of(const ColumnShape& shape, int64_t group) {
+    if (!shape.by_divisor) {
+      return {};
+    }
     const auto index = static_cast<uint32_t>(group);
     const uint32_t plane = shape.first_dimension.quotient(index);
-    const int64_t begin = int64_t{index - plane * shape.first_dimension.value} * kRows;
-    return {plane, begin, min(begin, rows.sizes[0] - kRows)};
+    return {plane, index - plane * shape.first_dimension.value};
+  }
+
+  // Of its first row in the plane, so that all of its rows exist.
+  __device__ __forceinline__ uint32_t position(const IterationSpace& rows) const {
+    return min(number * kRows, static_cast<uint32_t>(rows.sizes[0]) - kRows);
+  }
+  // How many of its rows, the first ones, count in the group before it.
+  __device__ __forceinline__ int shared_rows(const IterationSpace& rows) const {
+    return static_cast<int>(number * kRows - position(rows));
+  }
+  // Whether a warp's groups are neighbours, of which this is that of `lane`. The same for all
+  // lanes.
+  __device__ __forceinline__ bool has_neighbours(const ColumnShape& shape, uint32_t lane) const {
+    return number - lane < shape.before_warps;  // fault: columns-neighbours
   }
 };
 
@@ -41,38 +57,24 @@ struct GroupPlace {
 template <int kRows, int N>
 __device__ __forceinline__ void group_offsets(const IterationSpace& rows, const ColumnShape& shape,
                                               const Operand* const (&operands)[N], int64_t group,
+                                              const GroupPlace<kRows>& place,
                                               int64_t (&offsets)[N]) {
   if (!shape.by_divisor) {
     row_offsets(rows, operands, group * kRows, offsets);
     return;
   }
-  const auto place = GroupPlace::of<kRows>(rows, shape, group);
+  const uint32_t position = place.position(rows);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    offsets[n] = place.position * operands[n]->strides[0] + place.plane * operands[n]->strides[1];
+    offsets[n] = position * operands[n]->strides[0] + place.plane * operands[n]->strides[1];
   }
 }
 
 // The number of a group's first row.
 template <int kRows>
 __device__ __forceinline__ int64_t first_row(const IterationSpace& rows, const ColumnShape& shape,
-                                             int64_t group) {
-  if (shape.aligned) {
-    return group * kRows;
-  }
-  const auto place = GroupPlace::of<kRows>(rows, shape, group);
-  return place.plane * rows.sizes[0] + place.position;
-}
-
-// How many of a group's rows, the first ones, count in the group before it.
-template <int kRows>
-__device__ __forceinline__ int shared_rows(const IterationSpace& rows, const ColumnShape& shape,
-                                           int64_t group) {
-  if (shape.aligned) {
-    return 0;
-  }
-  const auto place = GroupPlace::of<kRows>(rows, shape, group);
-  return static_cast<int>(place.begin - place.position);
+                                             int64_t group, const GroupPlace<kRows>& place) {
+  return shape.aligned ? group * kRows : place.plane * rows.sizes[0] + place.position(rows);
 }
 
 }  // namespace lossops::cuda::side_by_side

@@ -1,5 +1,4 @@
 // RowGroup: the logits of one class for neighbouring rows, 8 bytes that a thread loads at once.
-// OddGroup: such a group at any address.
 // sum_group: sums the classes of a group in a fixed order, so that a row's bits do not depend on
 // its address. Used by side_by_side_rows.cu and plane_rows.cu.
 #pragma once
@@ -53,41 +52,6 @@ struct alignas(kGroupRows<scalar_t> * sizeof(scalar_t)) RowGroup {
       result.words[i] = pack_word<scalar_t>(values + i * kWordElements<scalar_t>);
     }
     return result;
-  }
-};
-
-// A group of one class at any address, by the words that its elements lie in.
-template <typename scalar_t>
-struct OddGroup {
-  using Group = RowGroup<scalar_t>;
-  UnalignedWords<scalar_t, Group::kWords> words;
-
-  __device__ __forceinline__ void load(const scalar_t* from) { words.load(from); }
-  __device__ __forceinline__ Group get() const {
-    Group group;
-#pragma unroll
-    for (int i = 0; i < Group::kWords; ++i) {
-      group.words[i] = words.word(i);
-    }
-    return group;
-  }
-  static __device__ __forceinline__ void store(const Group& group, scalar_t* to) {
-    const auto address = reinterpret_cast<uintptr_t>(to);
-    if (sizeof(scalar_t) == 4 || (address & 2) == 0) {
-#pragma unroll
-      for (int i = 0; i < Group::kWords; ++i) {
-        reinterpret_cast<uint32_t*>(to)[i] = group.words[i];
-      }
-      return;
-    }
-    auto* const halves = reinterpret_cast<uint16_t*>(to);
-    halves[0] = static_cast<uint16_t>(group.words[0]);
-#pragma unroll
-    for (int i = 0; i + 1 < Group::kWords; ++i) {
-      reinterpret_cast<uint32_t*>(halves + 1)[i] =
-          __funnelshift_r(group.words[i], group.words[i + 1], 16);
-    }
-    halves[Group::kRows - 1] = static_cast<uint16_t>(group.words[Group::kWords - 1] >> 16);
   }
 };
 

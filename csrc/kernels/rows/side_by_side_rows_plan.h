@@ -60,9 +60,10 @@ inline int64_t words_of(const CrossEntropyArgs& args) {
   return args.rows.numel / positions_of(args) * words_of_plane(args);
 }
 
-// Whether rows have one dimension or two, and groups numbers of 31 bits.
+// Whether rows have one dimension or two, and numbers of 31 bits, also in whole groups.
 inline bool has_counted_planes(const CrossEntropyArgs& args) {
-  return args.rows.ndim <= 2 && groups_of(args) <= kMaxDividend;
+  const int64_t rows_of_group = group_rows(element_size(args.input.dtype));
+  return args.rows.ndim <= 2 && groups_of(args) <= kMaxDividend / rows_of_group;
 }
 
 // Whether rows of logits, or of their gradient, lie side by side, in whole groups of a thread: of
@@ -100,9 +101,12 @@ inline RowPlan plan(const RowProblem& problem) {
   while (plan.threads * problem.classes * kGroupBytes > kMaxSharedBytes) {
     plan.threads /= 2;
   }
-  plan.shared_bytes = plan.threads * problem.classes * kGroupBytes;
+  const int64_t group_bytes = plan.threads * problem.classes * kGroupBytes;
+  // The last word of each class of a warp, which half types at any address have: see WarpWords.
+  const int64_t last_bytes = plan.threads / kWarpSize * problem.classes * kWordBytes;
+  plan.shared_bytes = group_bytes + (problem.element_bytes == 2 ? last_bytes : 0);
   const int64_t steps = ceil_div(groups_of(problem.args), plan.threads);
-  plan.blocks = std::clamp(ceil_div(steps, ceil_div(kBlockBytes, plan.shared_bytes)),
+  plan.blocks = std::clamp(ceil_div(steps, ceil_div(kBlockBytes, group_bytes)),
                            std::clamp<int64_t>(steps, 1, kFewBlocks), kMaxBlocks);
   return plan;
 }
