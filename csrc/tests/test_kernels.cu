@@ -542,10 +542,10 @@ int main() {
     }
   }
   // Planes at any address, of more positions than the lanes of a block.
-  const std::vector<int64_t> planes[] = {{1031}, {1100, 2}, {390, 3}};
+  const std::vector<int64_t> planes[] = {{1031}, {1100, 2}, {390, 3}, {128, 3}, {129, 2}};
   for (int trial = 0; trial < 3; ++trial) {
     for (const auto& shape : planes) {
-      for (const int64_t num_classes : {90, 1500}) {
+      for (const int64_t num_classes : {7, 62, 90, 1500}) {
         test_cross_entropy(random, shape, num_classes, ClassLayout::kOuter, trial);
       }
     }
