@@ -18,12 +18,13 @@ struct ColumnShape {
   // along the first dimension.
   bool by_divisor;
   Divisor first_dimension;
-  // How many groups of a plane, the first ones, can be that of a warp's first lane where the groups
-  // of all lanes are neighbours: in one plane, none of them moved back.
+  // The groups of a warp are neighbours where that of its first lane has a number below this: all
+  // are in one plane, none is moved back, and an element lies behind them, for WarpWords.
   uint32_t before_warps;
 };
 
-// Where a group of rows is that are counted along two dimensions.
+// Where a group of rows is: in which plane, and there. Nothing where `by_divisor` is not set. Rows
+// are aligned then, and nobody asks.
 template <int kRows>
 struct GroupPlace {
   uint32_t plane;

@@ -33,6 +33,8 @@ template <typename scalar_t, bool kGradient>
 constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7
                            : kGradient           ? 5
                                                  : 6;
+// Classes of half types that a thread loads at a time where it copies them by itself.
+constexpr int kAtOnce = 2;
 
 // The sums of q (max - x) of a group's rows with smoothing, in the order of smoothed_distance().
 // own, count: the classes but the index.
@@ -83,8 +85,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
   const Operand* const operands[3] = {&args.input, &args.target, &args.grad_input};
   const int num_classes = static_cast<int>(args.num_classes);
   const int threads = static_cast<int>(blockDim.x);
-  // Class c of this thread's rows. No other thread reads it. Each warp has a part of its own: the
-  // compiler knows how far a class is from the next.
+  // Class c of this thread's rows is own[c * kWarpSize]. Other lanes of the warp access it only in
+  // WarpWords. Each warp has a part of its own: the compiler knows how far a class is from the
+  // next.
   const int warp = static_cast<int>(threadIdx.x / kWarpSize);
   Group* const own =
       reinterpret_cast<Group*>(stage) + warp * kWarpSize * num_classes + threadIdx.x % kWarpSize;
@@ -157,14 +160,29 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
       }
       return;
     }
-    if (!shape.aligned) {  // a plane's last warp, or one of two planes: so little machine code
+    if (!shape.aligned) {  // warps at the end of a plane, and of planes of less than 129 positions
 #pragma unroll 1
-      for (; c < num_classes; ++c) {
+      for (; c < num_classes; c += kAtOnce) {
+        scalar_t x[kAtOnce][kRows] = {};
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          scalars[c * kPitch + i] = from[i];
+        for (int u = 0; u < kAtOnce; ++u) {
+          if (c + u < num_classes) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              x[u][i] = from[i];
+            }
+          }
+          from += args.input_class_stride;
         }
-        from += args.input_class_stride;
+#pragma unroll
+        for (int u = 0; u < kAtOnce; ++u) {
+          if (c + u < num_classes) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              scalars[(c + u) * kPitch + i] = x[u][i];
+            }
+          }
+        }
       }
       return;
     }
@@ -531,17 +549,14 @@ void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan
   using namespace side_by_side;
   const bool targets_in_line = args.target.dtype == DType::kInt64 && args.target.strides[0] == 1;
   ColumnShape shape = {groups_of(args), false, targets_in_line, has_counted_planes(args), {}, 0};
-  shape.aligned = lies_in_columns(args, args.input, args.input_class_stride) &&
-                  (args.grad_input.data == nullptr ||
-                   lies_in_columns(args, args.grad_input, args.grad_input_class_stride));
+  shape.aligned = are_aligned(args);
   if (shape.by_divisor) {
     shape.first_dimension = Divisor(static_cast<uint32_t>(groups_of_plane(args)));
-    // An element follows the groups of such a warp: see WarpWords::start_copies().
     const int64_t followed = (positions_of(args) - 1) / group_rows(element_size(args.input.dtype));
     shape.before_warps = static_cast<uint32_t>(std::max<int64_t>(followed - kWarpSize + 1, 0));
   }
   const LaunchShape launch = {grad_output.limit_blocks(plan.blocks, kMaxThreads), plan.threads,
-                              plan.shared_bytes, 1,
+                              bytes_of_block(args, plan.threads), 1,
                               waits_for_previous_kernel(denominator, grad_output)};
   const auto launch_as = [&](auto kernel) {
     launch_kernel("cross_entropy_forward_column_kernel", kernel, launch, stream, args, shape,

@@ -95,16 +95,31 @@ inline bool lies_side_by_side(const CrossEntropyArgs& args, const Operand& opera
           args.rows.sizes[0] >= group_rows(element_size(operand.dtype)));
 }
 
+// Whether groups of the logits, and of their gradient if there is one, are aligned.
+inline bool are_aligned(const CrossEntropyForwardArgs& args) {
+  return lies_in_columns(args, args.input, args.input_class_stride) &&
+         (args.grad_input.data == nullptr ||
+          lies_in_columns(args, args.grad_input, args.grad_input_class_stride));
+}
+
+// Shared memory of a block. Half types that are not aligned have another word for each class of a
+// warp: see WarpWords.
+inline int64_t bytes_of_block(const CrossEntropyForwardArgs& args, int threads) {
+  const bool by_words = element_size(args.input.dtype) == 2 && !are_aligned(args);
+  return threads * args.num_classes * kGroupBytes +
+         (by_words ? threads / kWarpSize * args.num_classes * kWordBytes : 0);
+}
+
+// The launch asks for the shared memory that its own arguments need: it may have no gradient where
+// the plan has one.
 inline RowPlan plan(const RowProblem& problem) {
   RowPlan plan;
   plan.threads = kMaxThreads;
   while (plan.threads * problem.classes * kGroupBytes > kMaxSharedBytes) {
     plan.threads /= 2;
   }
+  plan.shared_bytes = bytes_of_block(problem.args, plan.threads);
   const int64_t group_bytes = plan.threads * problem.classes * kGroupBytes;
-  // The last word of each class of a warp, which half types at any address have: see WarpWords.
-  const int64_t last_bytes = plan.threads / kWarpSize * problem.classes * kWordBytes;
-  plan.shared_bytes = group_bytes + (problem.element_bytes == 2 ? last_bytes : 0);
   const int64_t steps = ceil_div(groups_of(problem.args), plan.threads);
   plan.blocks = std::clamp(ceil_div(steps, ceil_div(kBlockBytes, group_bytes)),
                            std::clamp<int64_t>(steps, 1, kFewBlocks), kMaxBlocks);

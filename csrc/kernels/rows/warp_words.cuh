@@ -7,6 +7,7 @@
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/sizes.h"
 #include "kernels/rows/row_groups.cuh"
+#include "kernels/rows/side_by_side_rows.cuh"
 
 namespace lossops::cuda::side_by_side {
 
@@ -56,6 +57,9 @@ class WarpWords {
     const uint32_t change = class_stride % 2 == 0 ? 0 : 16;
     uint32_t shift = is_odd(from) ? 16 : 0;
     __syncwarp();
+    if ((shift | change) == 0) {
+      return;  // all are where they belong
+    }
 #pragma unroll 1
     for (int c = 0; c < classes_; c += kColumnUnroll) {
       Group x[kColumnUnroll];
