@@ -56,7 +56,7 @@ def main() -> None:
             for smoothing in (0.0, 0.1):
                 step(lossops.cross_entropy, normal(7, classes), target, label_smoothing=smoothing)
         # (3, 21, 5, 3): an odd number of logits, the last of which is half of a word.
-        # (3, 21, 13, 13) and (2, 21, 1031): warps whose rows are neighbours at odd addresses, and not.
+        # (3, 21, 13, 13), (2, 21, 1031): warps whose rows are neighbours at odd addresses, or not.
         planes = ((2, 21, 8, 16), (2, 7, 5, 3), (3, 21, 5, 3), (1028, 21, 4))
         for shape in (*planes, (3, 21, 13, 13), (2, 21, 1031)):
             target = indices(shape[1], shape[0], *shape[2:])
