@@ -50,8 +50,7 @@ struct UnitCells {
   // By the words they lie in: also where half of a word is another's.
   template <int kBytes>
   __device__ __forceinline__ void load_words(const char* data) {
-    const auto* const words =
-        reinterpret_cast<const uint32_t*>(reinterpret_cast<uintptr_t>(data) & ~uintptr_t{3});
+    const uint32_t* const words = word_around(data);
     __builtin_assume(__isGlobal(words));
 #pragma unroll
     for (int i = 0; i < kWords<kBytes>; ++i) {

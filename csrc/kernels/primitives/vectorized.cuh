@@ -115,6 +115,11 @@ __device__ __forceinline__ double unfolded(double value) { return value; }
 // one access of two, for which it would compute 64-bit addresses instead of constant distances.
 __device__ __forceinline__ void keep_apart() { asm volatile(""); }
 
+// The aligned 4 bytes that an element lies in.
+__device__ __forceinline__ const uint32_t* word_around(const void* element) {
+  return reinterpret_cast<const uint32_t*>(reinterpret_cast<uintptr_t>(element) & ~uintptr_t{3});
+}
+
 // Neighbouring elements from any element's address, by the words that they lie in. load() starts to
 // read, and word() may wait.
 template <typename scalar_t, int kWords>
@@ -123,9 +128,8 @@ struct UnalignedWords {
   bool is_odd;  // the first element is the second of its word
 
   __device__ __forceinline__ void load(const scalar_t* from) {
-    const auto address = reinterpret_cast<uintptr_t>(from);
-    const auto* const aligned = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
-    is_odd = sizeof(scalar_t) == 2 && (address & 2) != 0;
+    const uint32_t* const aligned = word_around(from);
+    is_odd = sizeof(scalar_t) == 2 && (reinterpret_cast<uintptr_t>(from) & 2) != 0;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       words[i] = aligned[i];

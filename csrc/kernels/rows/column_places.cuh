@@ -23,8 +23,8 @@ struct ColumnShape {
   uint32_t before_warps;
 };
 
-// Where a group of rows is: in which plane, and there. Nothing where `by_divisor` is not set. Rows
-// are aligned then, and nobody asks.
+// The plane of a group of rows, and its number there. Both are 0 where `by_divisor` is not set:
+// rows are aligned then, and their places do not come from here.
 template <int kRows>
 struct GroupPlace {
   uint32_t plane;
@@ -39,7 +39,8 @@ struct GroupPlace {
     return {plane, index - plane * shape.first_dimension.value};
   }
 
-  // Of its first row in the plane, so that all of its rows exist.
+  // The position of the group's first row in the plane. The last group is moved back where that
+  // makes all of its rows exist.
   __device__ __forceinline__ uint32_t position(const IterationSpace& rows) const {
     return min(number * kRows, static_cast<uint32_t>(rows.sizes[0]) - kRows);
   }
@@ -47,8 +48,7 @@ struct GroupPlace {
   __device__ __forceinline__ int shared_rows(const IterationSpace& rows) const {
     return static_cast<int>(number * kRows - position(rows));
   }
-  // Whether a warp's groups are neighbours, of which this is that of `lane`. The same for all
-  // lanes.
+  // Whether a warp's groups are neighbours. This one is that of `lane`; all lanes get the same.
   __device__ __forceinline__ bool has_neighbours(const ColumnShape& shape, uint32_t lane) const {
     return number - lane < shape.before_warps;  // fault: columns-neighbours
   }

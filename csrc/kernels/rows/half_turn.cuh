@@ -24,9 +24,9 @@ template <typename scalar_t>
 class HalfTurn {
  public:
   static constexpr int kRows = 2;
-  // All of a share, in one plain sum. That of 2004 equal terms, a share of 128256 classes, is off
-  // by 3e-6 of it, which is nothing beside a result of half types. Of millions of classes it is
-  // more.
+  // A turn has all classes of its share, in one plain sum. Such a sum of 2004 equal terms, a share
+  // of 128256 classes, is off by 3e-6 of it, which is nothing beside a result of half types. With
+  // millions of classes the error is larger.
   static constexpr int kClasses = INT_MAX;
   static constexpr bool kLoadsAhead = false;
   using Sum = plane_rows::OthersSum<false>;

@@ -6,6 +6,7 @@
 
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/sizes.h"
+#include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/row_groups.cuh"
 #include "kernels/rows/side_by_side_rows.cuh"
 
@@ -33,8 +34,7 @@ class WarpWords {
     __syncwarp();  // all lanes have read what is overwritten
 #pragma unroll 2
     for (int c = 0; c < classes_; ++c) {
-      const auto address = reinterpret_cast<uintptr_t>(from);
-      const auto* const own = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3}) + lane();
+      const uint32_t* const own = word_around(from) + lane();
       words.start_copy(own);
       words += kWarpSize;
       words.start_copy(own + kWarpSize);
