@@ -220,13 +220,14 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
   CHECK(plan.block_threads() % kWarpSize == 0);
   CHECK(plan.block_threads() - plan.used_threads() < kWarpSize);
   for_each_strip(plan, [&](const Strip& strip, int64_t /*tile*/) {
-    CHECK(Walk<kWidth>::goes_on(plan, strip, 0));
+    const int end = Walk<kWidth>::end(plan, strip);
+    CHECK(end > 0);
     for (int thread = 0; thread < plan.block_threads(); ++thread) {
       const Walk<kWidth> walk(plan, strip, thread);
       for (int n = 0; n < plan.tile_turns * at_once; ++n) {
         const int turn = n / at_once * plan.walk_turn;
         const int step = n % at_once;
-        const bool goes_on = Walk<kWidth>::goes_on(plan, strip, turn);
+        const bool goes_on = turn < end;
         CHECK(goes_on || !walk.has(plan, turn, step, kWidth - 1));
         CHECK(walk.has_all(plan, turn, step) == walk.has(plan, turn, step, 0));
         if (!goes_on) {
@@ -241,7 +242,12 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
           const StripOperand& operand = plan.operands[which];
           check_kind(operand, kWidth, operand.strides[0],
                      reinterpret_cast<int64_t>(kData) + offset(operand), is_aligned);
-          seen.parts += operand.kind == UnitKind::kVector && !is_aligned ? 1 : 0;
+          const bool is_part = operand.kind == UnitKind::kVector && !is_aligned;
+          seen.parts += is_part ? 1 : 0;
+          const UnitTraits& traits = is_aligned ? plan.traits : plan.part_traits;
+          CHECK(traits.kind(which) == (is_part ? UnitKind::kStrided : operand.kind));
+          CHECK(traits.is_half(which) == is_half_type(operand.dtype));
+          CHECK(traits.moves(which) == (operand.walk_stride != 0));
         }
         for (int i = 0; i < kWidth; ++i) {
           take(problem, plan, walk.has(plan, turn, step, i), taken,
@@ -414,7 +420,7 @@ void check_sums(const Problem& problem, int at_once, Seen& seen) {
         const int turn = n / at_once * plan.walk_turn;
         const int step = n % at_once;
         for (int i = 0; i < kWidth; ++i) {
-          if (!Walk<kWidth>::goes_on(plan, strip, turn) || !walk.has(plan, turn, step, i)) {
+          if (turn >= Walk<kWidth>::end(plan, strip) || !walk.has(plan, turn, step, i)) {
             continue;
           }
           const auto offset = [&](const StripOperand& operand) {

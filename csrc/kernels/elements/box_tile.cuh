@@ -61,8 +61,9 @@ class BoxTile {
   }
 
   // All threads of the block.
-  __device__ __forceinline__ BoxTile(const BoxPlan& plan, int64_t number, Shared& shared)
-      : plan_(plan), shared_(shared) {
+  __device__ __forceinline__ BoxTile(const BoxPlan& plan, const ThreadBegins& begins,
+                                     int64_t number, Shared& shared)
+      : plan_(plan), begins_(begins), shared_(shared) {
     __syncthreads();
     const auto thread = static_cast<int>(threadIdx.x);
     static_assert(kBoxesOfTile * kNumOperands <= kTileThreads);
@@ -107,7 +108,7 @@ class BoxTile {
     const BoxPlaces places = places_along(own.is_transposed ? 1 : 0);
     const int slot = plan_.slot_of(which);
     // Each kept in registers, so that adding a distance takes one instruction.
-    char* const begin = unfolded(ThreadBegins::get(slot) + shared_.offsets[box_][slot]);
+    char* const begin = unfolded(begins_.get(slot) + shared_.offsets[box_][slot]);
     const int stride = unfolded(own.far_stride);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -147,6 +148,7 @@ class BoxTile {
   }
 
   const BoxPlan& plan_;
+  const ThreadBegins& begins_;
   Shared& shared_;
   int box_;
 };

@@ -82,12 +82,13 @@ struct InStrips {
   template <typename Body>
   static __device__ __forceinline__ void for_each_tile(const StripPlan& plan, const Body& body) {
     Operands<Tile> operands;
+    const ThreadBegins begins;
     if constexpr (kSums) {
       __shared__ typename Sums::Shared shared;
       for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
         Sums sums(plan, shared);
-        for_each_turn(plan, tile, [&](const Strip& strip, const Walk<kWidth>& walk, int turn) {
-          Tile units(plan, walk, turn);
+        for_each_turn(plan, begins, tile, [&](const Strip& strip, const Walk<kWidth>& walk, int turn) {
+          Tile units(plan, walk, begins, turn);
           body(units, operands, sums);
           sums.end_turn(strip, walk, turn);
         });
@@ -95,8 +96,8 @@ struct InStrips {
     } else {
       NoSums no_sums;
       for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
-        for_each_turn(plan, tile, [&](const Strip& /*strip*/, const Walk<kWidth>& walk, int turn) {
-          Tile units(plan, walk, turn);
+        for_each_turn(plan, begins, tile, [&](const Strip& /*strip*/, const Walk<kWidth>& walk, int turn) {
+          Tile units(plan, walk, begins, turn);
           body(units, operands, no_sums);
         });
       }
@@ -105,27 +106,30 @@ struct InStrips {
 
  private:
   template <typename Body>
-  static __device__ __forceinline__ void for_each_turn(const StripPlan& plan, int64_t tile,
+  static __device__ __forceinline__ void for_each_turn(const StripPlan& plan,
+                                                       const ThreadBegins& begins, int64_t tile,
                                                        const Body& body) {
     if constexpr (kSums) {
       bool is_last = false;
 #pragma unroll 1
       for (int number = 0; !is_last; ++number) {
         const Strip strip = Strip::of_sums(plan, tile, number);
-        for_each_turn(plan, strip, body);
+        for_each_turn(plan, begins, strip, body);
         is_last = strip.is_last;
       }
     } else {
-      for_each_turn(plan, Strip::of(plan, tile), body);
+      for_each_turn(plan, begins, Strip::of(plan, tile), body);
     }
   }
   template <typename Body>
-  static __device__ __forceinline__ void for_each_turn(const StripPlan& plan, const Strip& strip,
-                                                       const Body& body) {
+  static __device__ __forceinline__ void for_each_turn(const StripPlan& plan,
+                                                       const ThreadBegins& begins,
+                                                       const Strip& strip, const Body& body) {
     const Walk<kWidth> walk(plan, strip, static_cast<int>(threadIdx.x));
     set_begins(plan, strip, walk);
+    const int end = Walk<kWidth>::end(plan, strip);
 #pragma unroll 1
-    for (int turn = 0; Walk<kWidth>::goes_on(plan, strip, turn); turn += plan.walk_turn) {
+    for (int turn = 0; turn < end; turn += plan.walk_turn) {
       body(strip, walk, turn);
     }
   }
@@ -175,11 +179,12 @@ struct InBoxes {
   template <typename Body>
   static __device__ __forceinline__ void for_each_tile(const BoxPlan& plan, const Body& body) {
     __shared__ BoxTile::Shared shared;
+    const ThreadBegins begins;
     BoxTile::set_begins(plan);
     NoSums no_sums;
     Operands<BoxTile> operands;
     for (int64_t number = blockIdx.x; number < plan.tiles; number += gridDim.x) {
-      BoxTile tile(plan, number, shared);
+      BoxTile tile(plan, begins, number, shared);
 #pragma unroll 1
       for (int box = 0; box < tile.boxes(); ++box) {
         tile.move_to(box);

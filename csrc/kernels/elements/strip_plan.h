@@ -39,6 +39,40 @@ struct StripOperand : PlanOperand {
   int32_t walk_stride = 0;  // bytes that one more of Walk::index() makes
 };
 
+// What turns ask of operands, for all of them in one word, which is found once a turn: how each lies,
+// whether it is of a half type, and whether it is another in each turn.
+class UnitTraits {
+ public:
+  UnitTraits() = default;
+  LOSSOPS_HOST_DEVICE explicit UnitTraits(uint32_t bits) : bits_(bits) {}
+
+  void set(int which, UnitKind kind, bool is_half, bool moves) {
+    const uint32_t own = static_cast<uint32_t>(kind) | (is_half ? kHalf : 0) | (moves ? kMoves : 0);
+    bits_ = (bits_ & ~(kAll << kBits * which)) | own << kBits * which;
+  }
+
+  LOSSOPS_HOST_DEVICE uint32_t bits() const { return bits_; }
+  LOSSOPS_HOST_DEVICE UnitKind kind(int which) const {
+    return static_cast<UnitKind>(bits_ >> kBits * which & kKind);
+  }
+  LOSSOPS_HOST_DEVICE bool is_half(int which) const { return has(which, kHalf); }
+  LOSSOPS_HOST_DEVICE bool moves(int which) const { return has(which, kMoves); }
+
+ private:
+  static constexpr int kBits = 4;
+  static constexpr uint32_t kKind = 3;
+  static constexpr uint32_t kHalf = 4;
+  static constexpr uint32_t kMoves = 8;
+  static constexpr uint32_t kAll = 15;
+  static_assert(kBits * kNumOperands <= 32);
+
+  LOSSOPS_HOST_DEVICE bool has(int which, uint32_t bit) const {
+    return (bits_ >> kBits * which & bit) != 0;
+  }
+
+  uint32_t bits_ = 0;
+};
+
 // What the sums of a gradient are of.
 enum class SumOf : int8_t {
   kNothing,  // the plan is not made for sums
@@ -65,6 +99,10 @@ struct StripPlan : PlanOperands<StripOperand> {
   // A row is one strip, and the next one of dimension 1 lies beside it in all operands that are
   // written.
   bool rows_join = false;
+
+  // Of turns whose units are all aligned, and of turns that have a row's last one, which is not.
+  UnitTraits traits;
+  UnitTraits part_traits;
 
   // The threads of a tile take some steps at once, in turns.
   int32_t walk_step = 1;  // how much a step adds to Walk::index()
@@ -215,6 +253,14 @@ class StripPlanner {
       const bool is_written = own.data != nullptr && which != gradient;
       plan_.rows_join =
           plan_.rows_join && (!is_written || own.strides[1] == plan_.columns * own.strides[0]);
+    }
+    for (int which = 0; which < kNumOperands; ++which) {
+      const StripOperand& own = plan_.operands[which];
+      const bool is_vector = own.kind == UnitKind::kVector;
+      const bool is_half = is_half_type(own.dtype);
+      const bool moves = own.walk_stride != 0;
+      plan_.traits.set(which, own.kind, is_half, moves);
+      plan_.part_traits.set(which, is_vector ? UnitKind::kStrided : own.kind, is_half, moves);
     }
     number_tiles(steps, blocks);
     if (gradient != kNumOperands) {

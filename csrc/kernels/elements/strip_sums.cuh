@@ -81,7 +81,7 @@ class StripSums {
     if (plan_.summed_gradient == kNumOperands) {
       return;
     }
-    const bool is_last = !Walk<kWidth>::goes_on(plan_, strip, turn + plan_.walk_turn);
+    const bool is_last = turn + plan_.walk_turn >= Walk<kWidth>::end(plan_, strip);
     if (plan_.sum_of == SumOf::kRow) {
       rows_ += kSteps;
       if (rows_ == kRows || is_last) {

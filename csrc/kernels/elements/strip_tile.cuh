@@ -40,15 +40,24 @@ class StripTile {
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
 
-  // turn: see Walk::goes_on().
-  __device__ __forceinline__ StripTile(const StripPlan& plan, const Walk<kWidth>& walk, int turn)
-      : plan_(plan), walk_(walk), turn_(turn) {}
+  // turn: see Walk::end().
+  __device__ __forceinline__ StripTile(const StripPlan& plan, const Walk<kWidth>& walk,
+                                       const ThreadBegins& begins, int turn)
+      : plan_(plan), walk_(walk), begins_(begins), turn_(turn) {
+    const bool is_aligned = walk.is_aligned(plan, turn, kSteps - 1);
+    const UnitTraits traits = is_aligned ? plan.traits : plan.part_traits;
+    traits_ = UnitTraits(unfolded(traits.bits()));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      indices_[step] = walk.index(plan, turn, step);
+    }
+  }
 
   __device__ __forceinline__ const StripOperand& operand(Which which) const {
     return plan_.operands[which];
   }
   __device__ __forceinline__ bool is_half(Which which) const {
-    return kIsHalf || is_half_type(operand(which).dtype);
+    return kIsHalf || traits_.is_half(which);
   }
   __device__ __forceinline__ bool has(int n) const {
     return walk_.has(plan_, turn_, n / kWidth, n % kWidth);
@@ -59,17 +68,16 @@ class StripTile {
 
   // Whether an operand must be read again in this turn.
   __device__ __forceinline__ bool is_new(Which which) const {
-    return turn_ == 0 || operand(which).walk_stride != 0;
+    return turn_ == 0 || traits_.moves(which);
   }
 
   // The addresses of a thread's units.
   __device__ __forceinline__ void locate(Which which, char* (&addresses)[kSteps]) const {
     // Kept in one pair of registers, so that adding a distance takes one instruction.
-    char* const begin = unfolded(ThreadBegins::get(plan_.slot_of(which)));
+    char* const begin = unfolded(begins_.get(plan_.slot_of(which)));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      addresses[step] = begin + static_cast<int64_t>(walk_.index(plan_, turn_, step)) *
-                                    operand(which).walk_stride;
+      addresses[step] = begin + int64_t{indices_[step]} * operand(which).walk_stride;
       __builtin_assume(__isGlobal(addresses[step]));
     }
   }
@@ -77,7 +85,10 @@ class StripTile {
  protected:
   const StripPlan& plan_;
   const Walk<kWidth>& walk_;
+  const ThreadBegins& begins_;
   const int turn_;
+  UnitTraits traits_;
+  int indices_[kSteps];  // see Walk::index()
 };
 
 // Units of 16 bytes of scalar_t. Half types beside float32 have four columns, too: 8 bytes.
@@ -88,21 +99,17 @@ class UnitStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, sca
   using Values = UnitValues<UnitStripTile>;
 
   __device__ __forceinline__ UnitKind kind(Which which) const {
-    const UnitKind kind = this->operand(which).kind;
-    const bool is_aligned = this->walk_.is_aligned(this->plan_, this->turn_, kSteps - 1);
-    return kind == UnitKind::kVector && !is_aligned ? UnitKind::kStrided : kind;
+    return this->traits_.kind(which);
   }
   __device__ __forceinline__ int stride(Which which) const {
     return static_cast<int>(this->operand(which).strides[0]);
   }
   // Whether the next lane of the warp, or the one before, has what lies beside the unit of a step.
   __device__ __forceinline__ bool joins_next(int step) const {
-    return threadIdx.x % kWarpSize != kWarpSize - 1 &&
-           this->walk_.joins_next(this->plan_, this->turn_, step);
+    return this->walk_.joins_next(this->plan_, this->turn_, step);
   }
   __device__ __forceinline__ bool joins_previous(int step) const {
-    return threadIdx.x % kWarpSize != 0 &&
-           this->walk_.joins_previous(this->plan_, this->turn_, step);
+    return this->walk_.joins_previous(this->plan_, this->turn_, step);
   }
   __device__ __forceinline__ void store(Which which, const float (&values)[Values::kCount]) const {
     Values::store(*this, which, values);

@@ -93,26 +93,32 @@ class Walk {
     last_ = last_of(plan, strip, side_walked_);
     const bool begins_strip = lane == 0;
     const bool ends_strip = lane + 1 == static_cast<int>(plan.strip_units.value);
+    const bool begins_warp = thread % kWarpSize == 0;
+    const bool ends_warp = thread % kWarpSize == kWarpSize - 1;
     if (plan.walks_columns) {
       first_ = column;
       last_ = strip.last_column;
       column_ = lacking_ = 0;
-      next_until_ = ends_strip ? -1 : last_ - kWidth;
-      previous_until_ = begins_strip ? -1 : last_;
+      aligned_until_ = last_;
+      next_until_ = ends_strip || ends_warp ? -1 : last_ - kWidth;
+      previous_until_ = begins_strip || begins_warp ? -1 : last_;
     } else {
+      aligned_until_ = lacking_ == 0 ? kBehind : -1;
       const bool has_next = !ends_strip && column + kWidth <= strip.last_column;
       const bool has_next_row = plan.rows_join && ends_strip && side_walked_ + 1 < sides;
       const bool has_previous = !begins_strip && lacking_ == 0;
       const bool has_previous_row = plan.rows_join && begins_strip && side_walked_ > 0;
-      if (is_there && has_next_row) {
+      if (is_there && has_next_row && !ends_warp) {
         next_until_ = last_of(plan, strip, side_walked_ + 1);
-      } else if (is_there && has_next) {
+      } else if (is_there && has_next && !ends_warp) {
         next_until_ = last_;
       }
-      if (is_there && (has_previous || has_previous_row)) {
+      if (is_there && (has_previous || has_previous_row) && !begins_warp) {
         previous_until_ = last_;
       }
     }
+    all_until_ = lacking_ == 0 ? last_ : -1;
+    aligned_until_ = plan.has_parts ? aligned_until_ : kBehind;
   }
 
   // Where the walk begins, along dimension 0, along 1 and along the rest.
@@ -122,13 +128,12 @@ class Walk {
   }
   LOSSOPS_HOST_DEVICE int64_t rest(const Strip& strip) const { return strip.rest + side_kept_; }
 
-  // Whether a thread has something in a turn that begins at `turn`: a multiple of plan.walk_turn.
-  // The first thread has, if any has.
-  LOSSOPS_HOST_DEVICE static bool goes_on(const StripPlan& plan, const Strip& strip, int turn) {
-    const bool is_there = plan.walks_columns
-                              ? turn < strip.last_column + kWidth
-                              : turn * static_cast<int>(plan.side_walked.value) < strip.walked_left;
-    return is_there && turn < plan.tile_turns * plan.walk_turn;
+  // Turns begin at multiples of plan.walk_turn. The last one in which a thread has something begins
+  // below this; if one has, the first thread has.
+  LOSSOPS_HOST_DEVICE static int end(const StripPlan& plan, const Strip& strip) {
+    const int end = plan.walks_columns ? strip.last_column + kWidth : last_of(plan, strip, 0) + 1;
+    const int tile_end = plan.tile_turns * plan.walk_turn;
+    return end < tile_end ? end : tile_end;
   }
 
   // How far a step's unit is from where the walk begins: see StripOperand::walk_stride.
@@ -144,16 +149,15 @@ class Walk {
   }
   // Whether all steps of the turn up to `last` have a whole unit.
   LOSSOPS_HOST_DEVICE bool has_all(const StripPlan& plan, int turn, int last) const {
-    return unbounded(plan, turn, last) <= last_ && lacking_ == 0;
+    return unbounded(plan, turn, last) <= all_until_;
   }
 
   // Whether no step of the turn up to `last` has the last unit of a row that is not whole units.
   LOSSOPS_HOST_DEVICE bool is_aligned(const StripPlan& plan, int turn, int last) const {
-    return !plan.has_parts ||
-           (plan.walks_columns ? unbounded(plan, turn, last) <= last_ : lacking_ == 0);
+    return unbounded(plan, turn, last) <= aligned_until_;
   }
-  // Whether the unit of the next thread, or of the one before, lies beside this one, in operands
-  // that are written.
+  // Whether the unit of the next thread of the warp, or of the one before, lies beside this one, in
+  // operands that are written.
   LOSSOPS_HOST_DEVICE bool joins_next(const StripPlan& plan, int turn, int step) const {
     return unbounded(plan, turn, step) <= next_until_;
   }
@@ -178,7 +182,10 @@ class Walk {
   int lacking_;  // their columns that do not count
   int first_;    // indices
   int last_;
-  // The last indices where the next thread, or the one before, has what lies beside this unit.
+  // The last indices up to which: units are whole, units are aligned, the next thread, or the one
+  // before, has what lies beside this unit.
+  int all_until_;
+  int aligned_until_;
   int next_until_ = -1;
   int previous_until_ = -1;
 };

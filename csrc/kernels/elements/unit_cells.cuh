@@ -50,7 +50,8 @@ struct UnitCells {
   // By the words they lie in: also where half of a word is another's.
   template <int kBytes>
   __device__ __forceinline__ void load_words(const char* data) {
-    const uint32_t* const words = word_around(data);
+    const auto* const words =
+        kBytes == 4 ? reinterpret_cast<const uint32_t*>(data) : word_around(data);
     __builtin_assume(__isGlobal(words));
 #pragma unroll
     for (int i = 0; i < kWords<kBytes>; ++i) {

@@ -82,7 +82,7 @@ class UnitValues {
   using Unit = UnitCells<kWidth, kIsHalf ? kWidth / 2 + 1 : kWidth>;
 
   static __device__ __forceinline__ bool is_half(const Tile& tile, Which which) {
-    return kIsHalf || is_half_type(tile.operand(which).dtype);
+    return tile.is_half(which);
   }
 
   template <int kBytes>
@@ -101,11 +101,13 @@ class UnitValues {
     } else if (kind == UnitKind::kOne) {
       for_each([](Unit& unit, const char* data) { unit.template load_one<kBytes>(data); });
     } else {  // words: no other kind is read
-      shifts_ = 0;
+      for_each([](Unit& unit, const char* data) { unit.template load_words<kBytes>(data); });
+      if constexpr (kBytes == 2) {
+        shifts_ = 0;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        shifts_ |= (low_bits(addresses[step]) & 2) << (3 + kShiftBits * step);
-        units_[step].template load_words<kBytes>(addresses[step]);
+        for (int step = 0; step < kSteps; ++step) {
+          shifts_ |= (low_bits(addresses[step]) & 2) << (3 + kShiftBits * step);
+        }
       }
     }
   }
