@@ -94,8 +94,8 @@ class BoxTile {
     Values(results).store(*this, which);
   }
 
-  __device__ __forceinline__ bool has(int n) const {
-    return places_along(0).has(repeated(0), repeated(1), n);
+  __device__ __forceinline__ unsigned counted(int step) const {
+    return places_along(0).has(repeated(0), repeated(1), step) ? 1 : 0;
   }
   __device__ __forceinline__ bool has_all() const {
     return repeated(0) == 0 && repeated(1) == 0 && plan_.sizes[0] == 1 << plan_.shifts[0] &&

@@ -141,12 +141,13 @@ constexpr int blocks_of_units(bool is_half, unsigned work) {
   return needs_few ? 4 : 3;
 }
 // scalar_t: a half type, of all operands, AnyHalf, or float, where operands may be of any type.
-template <typename scalar_t>
-using UnitsOf = UnitStripTile<scalar_t, 2>;
+template <typename scalar_t, int kSteps = 2>
+using UnitsOf = std::conditional_t<sizeof(scalar_t) == 2, JoinedStripTile<scalar_t, kSteps>,
+                                   SpreadStripTile<float, kSteps, kVectorSize<float>>>;
 // Forward passes. Their tiles are the same with gradients and without them, for the same bits.
 template <typename scalar_t, unsigned kWork>
 using InUnits = InStrips<UnitsOf<scalar_t>, blocks_of_units(sizeof(scalar_t) == 2, kWork)>;
-using InSingles = InStrips<SingleStripTile<float, 8>, 4>;
+using InSingles = InStrips<SpreadStripTile<float, 8, 1>, 4>;
 // Of reductions, and their backward passes, where a gradient is summed as losses are.
 template <typename scalar_t>
 using SumsInUnits = InStrips<UnitsOf<scalar_t>, 3, true>;
@@ -156,14 +157,14 @@ template <typename scalar_t>
 using BackwardInUnits = InStrips<UnitsOf<scalar_t>, sizeof(scalar_t) == 2 ? 2 : 3>;
 // Launches of half types that sum one gradient and may write the other. Eight elements a thread:
 // grad_output takes registers too.
-using GradientsInUnits = InStrips<UnitStripTile<AnyHalf, 1>, 3, true>;
+using GradientsInUnits = InStrips<UnitsOf<AnyHalf, 1>, 3, true>;
 // Backward passes of rows that no units take, and launches that sum a gradient of such rows or of
 // float32.
-using BackwardInSingles = InStrips<SingleStripTile<float, 8>, 3>;
-using GradientsInSingles = InStrips<SingleStripTile<float, 4>, 3, true>;
+using BackwardInSingles = InStrips<SpreadStripTile<float, 8, 1>, 3>;
+using GradientsInSingles = InStrips<SpreadStripTile<float, 4, 1>, 3, true>;
 // For little machine code.
-using InWeightedSingles = InStrips<SingleStripTile<float, 2>, 3>;
-using InDoubles = InStrips<SingleStripTile<double, 1>, 2, true>;
+using InWeightedSingles = InStrips<SpreadStripTile<float, 2, 1>, 3>;
+using InDoubles = InStrips<SpreadStripTile<double, 1, 1>, 2, true>;
 
 // On an H200, transposed operands are a tenth faster with 4 blocks than with 3. Backward spills 12
 // bytes.

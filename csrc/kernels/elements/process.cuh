@@ -156,8 +156,13 @@ template <typename Tile, int kCount, typename acc_t>
 __device__ __forceinline__ void drop_uncounted(const Tile& tile, acc_t (&values)[kCount]) {
   if (!tile.has_all()) {
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      values[n] = tile.has(n) ? values[n] : acc_t(0);
+    for (int step = 0; step < Tile::kSteps; ++step) {
+      const unsigned counted = tile.counted(step);
+#pragma unroll
+      for (int i = 0; i < Tile::kWidth; ++i) {
+        acc_t& value = values[step * Tile::kWidth + i];
+        value = (counted >> i & 1) != 0 ? value : acc_t(0);
+      }
     }
   }
 }

@@ -1,16 +1,18 @@
 // How the elements of rows are dealt out. Host code without CUDA; kernels read the plan by tiles.h.
 //
 // One dimension is that of the columns, as Layout chooses it; the others number the rows.
-// A unit is a few neighbouring columns of a row. Rows are cut into strips, which have as many units
-// as threads side by side. A thread keeps its columns and walks along one dimension, from row to
-// row, so that all the rest is found once a tile: where its first unit lies, whether that is the
-// last of its row. If strips are short, several rows lie side by side in a block: neighbours,
+// A unit is a few columns of a row that a thread takes at once. Rows are cut into strips, which
+// have as many units as threads side by side. Eight columns of half types are neighbours: a few
+// accesses, wherever they begin. Fewer columns, of any type, are spread over the strip, one in each
+// share of it: the threads of a warp have neighbours, so that each access is one piece of memory. A
+// thread keeps its columns and walks along one dimension, from row to row, so that all the rest is
+// found once a tile: where its first unit lies, whether that is the last of its row. If strips are short, several rows lie side by side in a block: neighbours,
 // unless threads keep sums or read across the rows. If rows are few and long, a thread walks along
 // its row instead, from strip to strip.
 //
-// If fewer columns are left for the last unit of a row than it has, it begins earlier and shares
-// columns with the one before: whatever a unit reads is there, and what it writes twice is the
-// same.
+// If fewer columns are left for the last unit of a row, or for the last share of a strip, than it
+// has, it begins earlier and has columns of the one before, too: whatever is read is there, and what
+// is written twice is the same.
 //
 // The gradient of an operand that is broadcast is a sum along the dimensions where it is. So a
 // thread walks along one of these, if it can, and adds up as it walks (strip_sums.cuh).
@@ -26,7 +28,10 @@
 
 namespace lossops::cuda {
 
-// How a unit, the neighbours that a thread takes at once, lies in an operand.
+// Whether units of so many columns are spread over a strip.
+LOSSOPS_HOST_DEVICE constexpr bool spreads_units(int width) { return width < kVectorSize<half_t>; }
+
+// How a unit of neighbours lies in an operand.
 enum class UnitKind : int8_t {
   kVector,   // an aligned vector, but for a last one that begins earlier: that is as kStrided
   kOne,      // one number for all columns
@@ -36,7 +41,8 @@ enum class UnitKind : int8_t {
 
 struct StripOperand : PlanOperand {
   UnitKind kind = UnitKind::kStrided;
-  int32_t walk_stride = 0;  // bytes that one more of Walk::index() makes
+  int32_t walk_stride = 0;    // bytes that one more of Walk::index() makes
+  int32_t column_stride = 0;  // from a column to the next, if units have several
 };
 
 // What turns ask of operands, for all of them in one word, which is found once a turn: how each lies,
@@ -221,18 +227,12 @@ class StripPlanner {
     return has_units(width) && (!is_short || shared_columns(width) == 0);
   }
 
-  // Columns of a unit in backward passes that sum nothing; 1: single columns. Units of eight take
-  // fewer instructions than units of four, unless only those of four are aligned and the last units
-  // of a row share many columns.
+  // Columns of a unit in backward passes that sum nothing; 1: single columns.
   int backward_width() const {
-    constexpr int kFour = kVectorSize<float>;
-    constexpr int64_t kMuch = 32;  // a 32nd of the columns; measured on an H100
     const int width = common_width();
-    const bool shares_much = kMuch * shared_columns(width) > plan_.columns;
-    if (writes_units(width) && !(shares_much && has_vectors(kFour))) {
-      return width;
-    }
-    return writes_units(kFour) ? kFour : 1;
+    return writes_units(width)                ? width
+           : writes_units(kVectorSize<float>) ? kVectorSize<float>
+                                              : 1;
   }
 
   // To be called once. width: of a unit. steps: units that a thread takes at once. blocks: what
@@ -289,13 +289,6 @@ class StripPlanner {
   };
 
   int64_t shared_columns(int width) const { return round_up(plan_.columns, width) - plan_.columns; }
-  // Whether units of so many columns are aligned in all operands, and end where rows end.
-  bool has_vectors(int width) const {
-    return shared_columns(width) == 0 &&
-           std::none_of(operands_, operands_ + kNumOperands, [&](const Operand& operand) {
-             return operand.data != nullptr && kind_of(operand, width) == UnitKind::kWords;
-           });
-  }
   bool is_along(const Operand& operand, int dim) const {
     return operand.strides[dim] == 0 && layout_->space().sizes[dim] > 1;
   }
@@ -476,6 +469,7 @@ class StripPlanner {
     plan_.for_each(operands_, [&](const Operand& /*operand*/, StripOperand& own) {
       own.walk_stride = static_cast<int32_t>(
           plan_.walks_columns ? own.strides[0] : walked.side_walked * own.strides[1]);
+      own.column_stride = static_cast<int32_t>(own.strides[0]);
     });
   }
 

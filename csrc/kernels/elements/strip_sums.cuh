@@ -110,10 +110,11 @@ class StripSums {
     if (sides > 1) {
       has_sums = fold(kWidth, side() % sides, sides, static_cast<int>(plan_.strip_units.value));
     }
+    const unsigned counted = walk.counted(plan_, 0, 0);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      if (has_sums && walk.has(plan_, 0, 0, i)) {
-        store(strip, thread(), i * gradient().strides[0], total(i, thread()));
+      if (has_sums && (counted >> i & 1) != 0) {
+        store(strip, thread(), walk.offset(i) * gradient().strides[0], total(i, thread()));
       }
     }
     if (sides > 1) {
@@ -124,7 +125,7 @@ class StripSums {
   __device__ __forceinline__ void finish_walk(const Strip& strip, const Walk<kWidth>& walk) {
     total(0, thread()) = total_;
     const auto sharers = static_cast<int>(plan_.strip_units.value * plan_.side_walked.value);
-    if (fold(1, thread() % sharers, sharers, 1) && walk.has(plan_, 0, 0, kWidth - 1)) {
+    if (fold(1, thread() % sharers, sharers, 1) && walk.has_any(plan_)) {
       store(strip, thread(), 0, total(0, thread()));
     }
     __syncthreads();  // before the next tile's totals

@@ -43,10 +43,11 @@ class StripTile {
   // turn: see Walk::end().
   __device__ __forceinline__ StripTile(const StripPlan& plan, const Walk<kWidth>& walk,
                                        const ThreadBegins& begins, int turn)
-      : plan_(plan), walk_(walk), begins_(begins), turn_(turn) {
-    const bool is_aligned = walk.is_aligned(plan, turn, kSteps - 1);
-    const UnitTraits traits = is_aligned ? plan.traits : plan.part_traits;
-    traits_ = UnitTraits(unfolded(traits.bits()));
+      : plan_(plan), walk_(walk), begins_(begins), turn_(turn), traits_(plan.traits) {
+    if (!Walk<kWidth>::kSpreads && !walk.is_aligned(plan, turn, kSteps - 1)) {
+      traits_ = plan.part_traits;
+    }
+    traits_ = UnitTraits(unfolded(traits_.bits()));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       indices_[step] = walk.index(plan, turn, step);
@@ -59,8 +60,8 @@ class StripTile {
   __device__ __forceinline__ bool is_half(Which which) const {
     return kIsHalf || traits_.is_half(which);
   }
-  __device__ __forceinline__ bool has(int n) const {
-    return walk_.has(plan_, turn_, n / kWidth, n % kWidth);
+  __device__ __forceinline__ unsigned counted(int step) const {
+    return unfolded(walk_.counted(plan_, turn_, step));
   }
   __device__ __forceinline__ bool has_all() const {
     return walk_.has_all(plan_, turn_, kSteps - 1);
@@ -91,18 +92,16 @@ class StripTile {
   int indices_[kSteps];  // see Walk::index()
 };
 
-// Units of 16 bytes of scalar_t. Half types beside float32 have four columns, too: 8 bytes.
+// Units of neighbours: 16 bytes of a half type.
 template <typename scalar_t, int kSteps>
-class UnitStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, scalar_t> {
+class JoinedStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, scalar_t> {
  public:
   using StripTile<float, kSteps, kVectorSize<scalar_t>, scalar_t>::StripTile;
-  using Values = UnitValues<UnitStripTile>;
+  using Values = UnitValues<JoinedStripTile>;
 
-  __device__ __forceinline__ UnitKind kind(Which which) const {
-    return this->traits_.kind(which);
-  }
+  __device__ __forceinline__ UnitKind kind(Which which) const { return this->traits_.kind(which); }
   __device__ __forceinline__ int stride(Which which) const {
-    return static_cast<int>(this->operand(which).strides[0]);
+    return this->operand(which).column_stride;
   }
   // Whether the next lane of the warp, or the one before, has what lies beside the unit of a step.
   __device__ __forceinline__ bool joins_next(int step) const {
@@ -116,25 +115,42 @@ class UnitStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, sca
   }
 };
 
-// Units of one column.
-template <typename acc_t, int kSteps>
-class SingleStripTile : public StripTile<acc_t, kSteps, 1, acc_t> {
+// Units that are spread over a strip, of operands of any type, or of double.
+template <typename acc_t, int kSteps, int kWidth>
+class SpreadStripTile : public StripTile<acc_t, kSteps, kWidth, acc_t> {
  public:
-  using StripTile<acc_t, kSteps, 1, acc_t>::StripTile;
-  using Values = SingleValues<SingleStripTile>;
+  using Values = SingleValues<SpreadStripTile>;
 
-  __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps]) const {
+  __device__ __forceinline__ SpreadStripTile(const StripPlan& plan, const Walk<kWidth>& walk,
+                                             const ThreadBegins& begins, int turn)
+      : StripTile<acc_t, kSteps, kWidth, acc_t>(plan, walk, begins, turn) {
+    // Else the compiler would keep their products with the strides of all operands, of 64 bits.
+#pragma unroll
+    for (int i = 1; i < kWidth; ++i) {
+      offsets_[i] = unfolded(walk.offset(i));
+    }
+  }
+
+  __device__ __forceinline__ void store(Which which, const acc_t (&results)[Values::kCount]) const {
     Values(results).store(*this, which);
   }
   template <typename Body>
   __device__ __forceinline__ void for_each_element(Which which, const Body& body) const {
     char* addresses[kSteps];
     this->locate(which, addresses);
+    const int stride = this->operand(which).column_stride;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      body(step, addresses[step]);
+      body(step * kWidth, addresses[step]);
+#pragma unroll
+      for (int i = 1; i < kWidth; ++i) {
+        body(step * kWidth + i, addresses[step] + int64_t{offsets_[i]} * stride);
+      }
     }
   }
+
+ private:
+  int offsets_[kWidth];  // see Walk::offset()
 };
 
 }  // namespace lossops::cuda

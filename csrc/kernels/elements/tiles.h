@@ -15,8 +15,8 @@ struct Strip {
   int64_t column;
   int64_t walked;
   int64_t rest;
-  int32_t last_column;  // where the last unit of a row begins, from the first column on
-  int32_t walked_left;  // of dimension 1, and of the rest, from the first on
+  int32_t columns_left;  // of the row, from the first column on
+  int32_t walked_left;   // of dimension 1, and of the rest, from the first on
   int32_t rest_left;
   // Of kernels that sum a gradient.
   bool is_last;   // in this tile, of what is summed
@@ -59,7 +59,7 @@ struct Strip {
     own.column = column * plan.tile_columns;
     own.walked = walked * plan.tile_walked;
     own.rest = rest;
-    own.last_column = bounded(plan.columns - plan.width - own.column);
+    own.columns_left = bounded(plan.columns - own.column);
     own.walked_left = bounded(plan.extents.sizes[1] - own.walked);
     own.rest_left = bounded(plan.rest - rest);
     return own;
@@ -74,37 +74,146 @@ struct Strip {
 template <int kWidth>
 class Walk {
  public:
+  static constexpr bool kSpreads = spreads_units(kWidth);
+
   LOSSOPS_HOST_DEVICE Walk(const StripPlan& plan, const Strip& strip, int thread) {
+    const auto units = static_cast<int>(plan.strip_units.value);
     const auto side = static_cast<int>(plan.strip_units.quotient(static_cast<uint32_t>(thread)));
-    const int lane = thread - side * static_cast<int>(plan.strip_units.value);
+    const int lane = thread - side * units;
     side_kept_ = static_cast<int>(plan.side_walked.quotient(static_cast<uint32_t>(side)));
     side_walked_ = side - side_kept_ * static_cast<int>(plan.side_walked.value);
     const bool is_there = side_kept_ < plan.side_kept && side_kept_ < strip.rest_left &&
                           side_walked_ < strip.walked_left;
     side_kept_ = is_there ? side_kept_ : 0;
     side_walked_ = is_there ? side_walked_ : 0;
+    if constexpr (kSpreads) {
+      spread(plan, strip, is_there, lane);
+    } else {
+      join(plan, strip, is_there, lane, thread % kWarpSize);
+    }
+  }
+
+  // Where the walk begins, along dimension 0, along 1 and along the rest.
+  LOSSOPS_HOST_DEVICE int64_t column(const Strip& strip) const { return strip.column + column_; }
+  LOSSOPS_HOST_DEVICE int64_t walked(const Strip& strip) const {
+    return strip.walked + side_walked_;
+  }
+  LOSSOPS_HOST_DEVICE int64_t rest(const Strip& strip) const { return strip.rest + side_kept_; }
+
+  // Turns begin at multiples of plan.walk_turn. The last one in which a thread has something begins
+  // below this; if one has, the first thread has.
+  LOSSOPS_HOST_DEVICE static int end(const StripPlan& plan, const Strip& strip) {
+    const int end = plan.walks_columns ? strip.columns_left : last_of(plan, strip, 0) + 1;
+    return least(end, plan.tile_turns * plan.walk_turn);
+  }
+
+  // How far a step's unit is from where the walk begins: see StripOperand::walk_stride.
+  LOSSOPS_HOST_DEVICE int index(const StripPlan& plan, int turn, int step) const {
+    return least(unbounded(plan, turn, step), last_);
+  }
+  // How far column i of a unit is from its first one.
+  LOSSOPS_HOST_DEVICE int offset(int i) const {
+    if constexpr (kSpreads) {
+      return offsets_[i];
+    } else {
+      return i;
+    }
+  }
+
+  // The columns of the unit that count, as bits.
+  LOSSOPS_HOST_DEVICE unsigned counted(const StripPlan& plan, int turn, int step) const {
+    const int over = unbounded(plan, turn, step) - index(plan, turn, step);
+    if constexpr (kSpreads) {
+      unsigned repeated = 0;  // by a walk along columns that begins earlier
+      for (int i = 0; i < kWidth; ++i) {
+        repeated |= (column_ + offsets_[i] < over ? 1U : 0U) << i;
+      }
+      return !plan.walks_columns && over > 0 ? 0 : counted_ & ~repeated;
+    } else {
+      const int repeated = plan.walks_columns ? over : over * kWidth + lacking_;
+      return repeated < kWidth ? ~0U << repeated : 0;
+    }
+  }
+  // Whether all steps of the turn up to `last` have a whole unit.
+  LOSSOPS_HOST_DEVICE bool has_all(const StripPlan& plan, int turn, int last) const {
+    return unbounded(plan, turn, last) <= all_until_;
+  }
+  // Whether the thread has anything in a tile.
+  LOSSOPS_HOST_DEVICE bool has_any(const StripPlan& plan) const {
+    return counted(plan, 0, 0) != 0;
+  }
+
+  // Of neighbours: whether no step of the turn up to `last` has the last unit of a row that is not
+  // whole units.
+  LOSSOPS_HOST_DEVICE bool is_aligned(const StripPlan& plan, int turn, int last) const {
+    return unbounded(plan, turn, last) <= aligned_until_;
+  }
+  // Of neighbours: whether the unit of the next thread of the warp, or of the one before, lies
+  // beside this one, in operands that are written.
+  LOSSOPS_HOST_DEVICE bool joins_next(const StripPlan& plan, int turn, int step) const {
+    return unbounded(plan, turn, step) <= next_until_;
+  }
+  LOSSOPS_HOST_DEVICE bool joins_previous(const StripPlan& plan, int turn, int step) const {
+    return unbounded(plan, turn, step) <= previous_until_;
+  }
+
+ private:
+  static LOSSOPS_HOST_DEVICE int least(int a, int b) { return a < b ? a : b; }
+
+  // As many units as a warp has share a group of columns. Column i of a unit is the thread's in the
+  // i-th share of its group. If less is left for the last share, it begins earlier.
+  LOSSOPS_HOST_DEVICE void spread(const StripPlan& plan, const Strip& strip, bool is_there,
+                                  int lane) {
+    const auto units = static_cast<int>(plan.strip_units.value);
+    const int columns = least(strip.columns_left, plan.strip_columns);
+    const int lane_of_group = lane % kWarpSize;
+    const int group = lane - lane_of_group;  // its first unit
+    const int share = least(kWarpSize, units - group);
+    const int left = columns - group * kWidth;  // 0 or less: nothing
+    const int own = lane_of_group < left ? lane_of_group : left - 1;
+    column_ = left > 0 ? group * kWidth + own : 0;
+    first_ = 0;
+    last_ = last_of(plan, strip, side_walked_);
+    if (plan.walks_columns) {
+      last_ = strip.columns_left - columns;
+    }
+    counted_ = 0;
+    const int last_share = left > share ? left - share : 0;
+    for (int i = 0; i < kWidth; ++i) {
+      const int begin = i * share;
+      offsets_[i] = least(begin, last_share);
+      const bool counts = is_there && lane_of_group < left && own + offsets_[i] >= begin;
+      counted_ |= (counts && begin < left ? 1U : 0U) << i;
+    }
+    all_until_ = counted_ == (1U << kWidth) - 1 ? last_ : -1;
+  }
+
+  // Columns of a unit are neighbours. lane: in the strip.
+  LOSSOPS_HOST_DEVICE void join(const StripPlan& plan, const Strip& strip, bool is_there, int lane,
+                                int lane_of_warp) {
+    const int last_column = strip.columns_left - kWidth;
     // Behind every column.
     constexpr int kBehind = 2 * Strip::kFar;
     const int column = is_there ? lane * kWidth : kBehind;
-    column_ = column < strip.last_column ? column : strip.last_column;
+    column_ = least(column, last_column);
     lacking_ = column - column_;
     first_ = 0;
     const auto sides = static_cast<int>(plan.side_walked.value);
     last_ = last_of(plan, strip, side_walked_);
     const bool begins_strip = lane == 0;
     const bool ends_strip = lane + 1 == static_cast<int>(plan.strip_units.value);
-    const bool begins_warp = thread % kWarpSize == 0;
-    const bool ends_warp = thread % kWarpSize == kWarpSize - 1;
+    const bool begins_warp = lane_of_warp == 0;
+    const bool ends_warp = lane_of_warp == kWarpSize - 1;
     if (plan.walks_columns) {
       first_ = column;
-      last_ = strip.last_column;
+      last_ = last_column;
       column_ = lacking_ = 0;
       aligned_until_ = last_;
       next_until_ = ends_strip || ends_warp ? -1 : last_ - kWidth;
       previous_until_ = begins_strip || begins_warp ? -1 : last_;
     } else {
       aligned_until_ = lacking_ == 0 ? kBehind : -1;
-      const bool has_next = !ends_strip && column + kWidth <= strip.last_column;
+      const bool has_next = !ends_strip && column + kWidth <= last_column;
       const bool has_next_row = plan.rows_join && ends_strip && side_walked_ + 1 < sides;
       const bool has_previous = !begins_strip && lacking_ == 0;
       const bool has_previous_row = plan.rows_join && begins_strip && side_walked_ > 0;
@@ -121,51 +230,6 @@ class Walk {
     aligned_until_ = plan.has_parts ? aligned_until_ : kBehind;
   }
 
-  // Where the walk begins, along dimension 0, along 1 and along the rest.
-  LOSSOPS_HOST_DEVICE int64_t column(const Strip& strip) const { return strip.column + column_; }
-  LOSSOPS_HOST_DEVICE int64_t walked(const Strip& strip) const {
-    return strip.walked + side_walked_;
-  }
-  LOSSOPS_HOST_DEVICE int64_t rest(const Strip& strip) const { return strip.rest + side_kept_; }
-
-  // Turns begin at multiples of plan.walk_turn. The last one in which a thread has something begins
-  // below this; if one has, the first thread has.
-  LOSSOPS_HOST_DEVICE static int end(const StripPlan& plan, const Strip& strip) {
-    const int end = plan.walks_columns ? strip.last_column + kWidth : last_of(plan, strip, 0) + 1;
-    const int tile_end = plan.tile_turns * plan.walk_turn;
-    return end < tile_end ? end : tile_end;
-  }
-
-  // How far a step's unit is from where the walk begins: see StripOperand::walk_stride.
-  LOSSOPS_HOST_DEVICE int index(const StripPlan& plan, int turn, int step) const {
-    const int own = unbounded(plan, turn, step);
-    return own < last_ ? own : last_;
-  }
-
-  // Whether column i of the unit counts.
-  LOSSOPS_HOST_DEVICE bool has(const StripPlan& plan, int turn, int step, int i) const {
-    const int over = unbounded(plan, turn, step) - index(plan, turn, step);
-    return i >= (plan.walks_columns ? over : over * kWidth + lacking_);
-  }
-  // Whether all steps of the turn up to `last` have a whole unit.
-  LOSSOPS_HOST_DEVICE bool has_all(const StripPlan& plan, int turn, int last) const {
-    return unbounded(plan, turn, last) <= all_until_;
-  }
-
-  // Whether no step of the turn up to `last` has the last unit of a row that is not whole units.
-  LOSSOPS_HOST_DEVICE bool is_aligned(const StripPlan& plan, int turn, int last) const {
-    return unbounded(plan, turn, last) <= aligned_until_;
-  }
-  // Whether the unit of the next thread of the warp, or of the one before, lies beside this one, in
-  // operands that are written.
-  LOSSOPS_HOST_DEVICE bool joins_next(const StripPlan& plan, int turn, int step) const {
-    return unbounded(plan, turn, step) <= next_until_;
-  }
-  LOSSOPS_HOST_DEVICE bool joins_previous(const StripPlan& plan, int turn, int step) const {
-    return unbounded(plan, turn, step) <= previous_until_;
-  }
-
- private:
   // The last index of a row side by side with others; -1: there is no such row.
   LOSSOPS_HOST_DEVICE static int last_of(const StripPlan& plan, const Strip& strip,
                                          int side_walked) {
@@ -178,14 +242,20 @@ class Walk {
 
   int side_kept_;
   int side_walked_;
-  int column_;   // where all units begin; of walks along columns, 0
-  int lacking_;  // their columns that do not count
-  int first_;    // indices
+  int column_;     // where all units begin; of neighbours that walk along columns, 0
+  int first_;      // indices
   int last_;
-  // The last indices up to which: units are whole, units are aligned, the next thread, or the one
-  // before, has what lies beside this unit.
-  int all_until_;
-  int aligned_until_;
+  int all_until_;  // the last index up to which units are whole
+
+  // Of units that are spread.
+  int offsets_[kWidth];
+  unsigned counted_ = 0;  // columns that count, as bits
+
+  // Of neighbours.
+  int lacking_ = 0;  // columns of a unit that do not count
+  // The last indices up to which: units are aligned, the next thread, or the one before, has what
+  // lies beside this unit.
+  int aligned_until_ = -1;
   int next_until_ = -1;
   int previous_until_ = -1;
 };
