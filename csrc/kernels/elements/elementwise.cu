@@ -329,7 +329,7 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   } else if ((what.work & kStoresLosses) != 0) {
     const FixedWork<kStoresLosses> work;
     if (strips.writes_units(unit_width)) {
-      visit_float_or_any_half(unit_dtype, [&](auto type) {
+      visit_float_or_half(unit_dtype, [&](auto type) {
         visit(InUnits<typename decltype(type)::type, kStoresLosses>{}, work, any);
       });
     } else {

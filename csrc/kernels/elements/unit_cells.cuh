@@ -79,56 +79,38 @@ struct UnitCells {
   }
 
   __device__ __forceinline__ void store_vector(char* data) const {
-    *reinterpret_cast<uint4*>(data) = make_uint4(cells[0], cells[1], cells[2], cells[3]);
+    Vector<half_t> vector;  // of a uint4 the compiler makes four accesses
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      vector.set_word(i, cells[i]);
+    }
+    lossops::cuda::store_vector(reinterpret_cast<half_t*>(data), 0, vector);
   }
-  // At any address, in aligned groups of 8 bytes: L2 takes one at a time, whatever its size. All
-  // lanes of the warp must call it. Of a group that two lanes fill, the second writes all.
-  // joins_previous, joins_next: the lane before has, or the next one, what lies beside this unit.
+  // At any address, by whole words. All lanes of the warp must call it. Of a word that two lanes
+  // fill, the second writes all. joins_previous, joins_next: the lane before has, or the next one,
+  // what lies beside this unit.
   __device__ __forceinline__ void store_words(char* data, bool joins_previous,
                                               bool joins_next) const {
-    // From the beginning of a group to the first element, in elements.
-    const uint32_t before = low_bits(data) / 2 % 4;
-    const bool odd = before % 2 != 0;
-    const bool skips_word = before >= 2;
-    // What to write, from the word before the first group on, not yet shifted by half a word.
-    uint32_t words[kWords + 2];
-    const uint32_t previous = __shfl_up_sync(kAllLanes, cells[kWords - 1], 1);
-    const uint32_t one_more = __shfl_up_sync(kAllLanes, cells[kWords - 2], 1);
-    words[0] = skips_word ? one_more : previous;
-    words[1] = skips_word ? previous : cells[0];
+    const bool odd = (low_bits(data) & 2) != 0;
+    uint32_t before = __shfl_up_sync(kAllLanes, cells[kWords - 1], 1);
+    auto* const words = reinterpret_cast<uint32_t*>(data - (odd ? 2 : 0));
+    uint32_t shifted[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      shifted[i] = __funnelshift_l(before, cells[i], odd ? 16 : 0);
+      before = cells[i];
+    }
+    if (!odd || joins_previous) {
+      words[0] = shifted[0];
+    } else {
+      *reinterpret_cast<uint16_t*>(data) = static_cast<uint16_t>(cells[0]);
+    }
 #pragma unroll
     for (int i = 1; i < kWords; ++i) {
-      words[i + 1] = skips_word ? cells[i - 1] : cells[i];
+      words[i] = shifted[i];
     }
-    words[kWords + 1] = cells[kWords - 1];
-    uint32_t aligned[kWords + 1];
-#pragma unroll
-    for (int i = 0; i <= kWords; ++i) {
-      aligned[i] = __funnelshift_l(words[i], words[i + 1], before * 16);  // modulo 32
-    }
-    char* const to = data - before * 2;
-    if (before == 0 || joins_previous) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(aligned[0], aligned[1]);
-    } else {
-      if (odd) {
-        *reinterpret_cast<uint16_t*>(data) = static_cast<uint16_t>(cells[0]);
-      }
-      if (before != 3) {
-        *reinterpret_cast<uint32_t*>(to + 4) = aligned[1];
-      }
-    }
-#pragma unroll
-    for (int i = 2; i < kWords; i += 2) {
-      *reinterpret_cast<uint2*>(to + 4 * i) = make_uint2(aligned[i], aligned[i + 1]);
-    }
-    if (!joins_next && before != 0) {
-      if (skips_word) {
-        *reinterpret_cast<uint32_t*>(to + 4 * kWords) = aligned[kWords];
-      }
-      if (odd) {
-        *reinterpret_cast<uint16_t*>(data + 2 * (kWidth - 1)) =
-            static_cast<uint16_t>(cells[kWords - 1] >> 16);
-      }
+    if (odd && !joins_next) {
+      *reinterpret_cast<uint16_t*>(data + 2 * (kWidth - 1)) = static_cast<uint16_t>(before >> 16);
     }
   }
   __device__ __forceinline__ void store_strided(char* data, int distance) const {
