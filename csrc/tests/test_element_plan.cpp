@@ -420,7 +420,9 @@ void check_sums(const Problem& problem, int at_once, Seen& seen) {
   if (draw(0, 1) == 0 || !planner.sums(gradient)) {
     planner = StripPlanner(layout, with_sums.operands, kGradTarget);
   }
-  if (kWidth > 1 && !planner.has_units(kWidth)) {
+  // Units that are spread take rows of any length.
+  if (kWidth > 1 && !(spreads_units(kWidth) ? planner.has_near_columns()
+                                            : planner.has_units(kWidth))) {
     return;
   }
   StripPlan& plan = planner.plan(kWidth, at_once, kResident, kGradTarget);

@@ -87,6 +87,7 @@ class BoxTile {
     return plan_.operands[which];
   }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
+  __device__ __forceinline__ static constexpr bool is_one(Which /*which*/) { return false; }
   __device__ __forceinline__ bool is_half(Which which) const {
     return is_half_type(operand(which).dtype);
   }

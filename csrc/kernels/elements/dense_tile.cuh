@@ -34,6 +34,7 @@ struct DenseTraits {
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   __device__ __forceinline__ static bool is_half(Which /*which*/) { return kIsHalf; }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
+  __device__ __forceinline__ static constexpr bool is_one(Which /*which*/) { return false; }
   __device__ __forceinline__ static constexpr unsigned counted(int /*step*/) { return ~0U; }
   __device__ __forceinline__ static bool has_all() { return true; }
 };

@@ -315,10 +315,11 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   } else if (what.is_backward() || sums) {
     const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
     if (sums && is_half_type(unit_dtype) && strips.writes_units(unit_width)) {
-      // On an H100, units of float32 were faster in some calls, and slower in as many.
       visit(GradientsInUnits{}, work, any);
-    } else if (sums) {
-      visit(GradientsInSingles{}, work, any);
+    } else if (sums && strips.has_near_columns()) {
+      visit(GradientsInSpreads{}, work, any);
+    } else if (sums) {  // rare
+      visit(InDoubles{}, WorkOf<kAll, decltype(any)>{what.work}, any);
     } else if (const int width = strips.backward_width(); width > 1) {
       visit_float_or_any_half(width == unit_width ? unit_dtype : DType::kFloat32, [&](auto type) {
         visit(BackwardInUnits<typename decltype(type)::type>{}, work, any);

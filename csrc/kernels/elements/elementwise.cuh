@@ -158,10 +158,10 @@ using BackwardInUnits = InStrips<UnitsOf<scalar_t>, sizeof(scalar_t) == 2 ? 2 : 
 // Launches of half types that sum one gradient and may write the other. Eight elements a thread:
 // grad_output takes registers too.
 using GradientsInUnits = InStrips<UnitsOf<AnyHalf, 1>, 3, true>;
-// Backward passes of rows that no units take, and launches that sum a gradient of such rows or of
-// float32.
+// The same of other types, and of rows that those do not take.
+using GradientsInSpreads = InStrips<SpreadStripTile<float, 1, kVectorSize<float>>, 3, true>;
+// Backward passes of rows that no units take.
 using BackwardInSingles = InStrips<SpreadStripTile<float, 8, 1>, 3>;
-using GradientsInSingles = InStrips<SpreadStripTile<float, 4, 1>, 3, true>;
 // For little machine code.
 using InWeightedSingles = InStrips<SpreadStripTile<float, 2, 1>, 3>;
 using InDoubles = InStrips<SpreadStripTile<double, 1, 1>, 2, true>;

@@ -27,6 +27,19 @@ template <typename Term>
 struct HasForwardHalf<Term, std::void_t<decltype(Term::kHasForwardHalf)>>
     : std::bool_constant<Term::kHasForwardHalf> {};
 
+// Whether what a term's loss, or its gradient of input, takes of target may be computed once for
+// many inputs.
+template <typename Term, typename = void>
+struct SharesTarget : std::false_type {};
+template <typename Term>
+struct SharesTarget<Term, std::void_t<decltype(Term::kSharesTarget)>>
+    : std::bool_constant<Term::kSharesTarget> {};
+template <typename Term, typename = void>
+struct SharesTargetBackward : std::false_type {};
+template <typename Term>
+struct SharesTargetBackward<Term, std::void_t<decltype(Term::kSharesTargetBackward)>>
+    : std::bool_constant<Term::kSharesTargetBackward> {};
+
 template <typename Term, typename = void>
 struct HasBackwardHalfInput : std::false_type {};
 template <typename Term>
@@ -74,14 +87,14 @@ __device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, con
   });
 }
 
-// Calls body with a function of input and target: the loss of an element, by the term's faster way
-// if it has one and the loss is only added up, or is rounded to a half type.
+// Calls body with a function of input, target and the number of an element in its unit: its loss, by
+// the term's faster way if it has one and the loss is only added up, or is rounded to a half type.
 template <typename Tile, typename Work, typename Term, typename Body>
 __device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const Term& term,
                                               const Body& body) {
   if constexpr (HasForwardInSum<Term>::value && std::is_same_v<typename Tile::acc_t, float>) {
     if (!work.has(kStoresLosses)) {
-      body([&](float x, float t) {
+      body([&](float x, float t, int /*i*/) {
         return term.template forward_in_sum<Tile::kIsHalf, Tile::kHasSubnormals>(x, t);
       });
       return;
@@ -90,11 +103,21 @@ __device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const
   if constexpr (HasForwardHalf<Term>::value && Work::all().has(kStoresLosses) &&
                 std::is_same_v<typename Tile::acc_t, float>) {
     if (tile.is_half(kOutput)) {
-      body([&](float x, float t) { return term.forward_half(x, t); });
+      body([&](float x, float t, int /*i*/) { return term.forward_half(x, t); });
       return;
     }
   }
-  body([&](auto x, auto t) { return term.forward(x, t); });
+  if constexpr (SharesTarget<Term>::value && Work::all().has(kStoresLosses)) {
+    if (tile.is_one(kTarget)) {
+      typename Tile::acc_t prepared{};
+      body([&](auto x, auto t, int i) {
+        prepared = i == 0 ? term.prepare(t) : prepared;
+        return term.forward(x, t, prepared);
+      });
+      return;
+    }
+  }
+  body([&](auto x, auto t, int /*i*/) { return term.forward(x, t); });
 }
 
 // In the place of what sums a gradient (strip_sums.cuh), where all gradients are written.
@@ -187,7 +210,7 @@ struct Gradients {
   const Operands<Tile>& operands;
   acc_t factors[kCount];  // of the derivatives
 
-  // derivative: of the loss of an element, from input and target.
+  // derivative: of the loss of an element, from input, target and its number in its unit.
   template <typename Derivative>
   __device__ __forceinline__ void derive(acc_t (&results)[kCount],
                                          const Derivative& derivative) const {
@@ -195,31 +218,43 @@ struct Gradients {
     for (int n = 0; n < kCount; ++n) {
       const acc_t x = operands.x.at(n / Tile::kWidth, n % Tile::kWidth);
       const acc_t t = operands.t.at(n / Tile::kWidth, n % Tile::kWidth);
-      results[n] = factors[n] * derivative(x, t);
+      results[n] = factors[n] * derivative(x, t, n % Tile::kWidth);
     }
   }
-  // is_half: the operand is of a half type, where a term may have a faster way.
+  // Where the operand is of a half type, a term may have a faster way.
   template <typename Term>
-  __device__ __forceinline__ void of_input(const Term& term, bool is_half,
+  __device__ __forceinline__ void of_input(const Tile& tile, const Term& term,
                                            acc_t (&results)[kCount]) const {
-    if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float>) {
-      if (is_half) {
-        derive(results, [&](acc_t x, acc_t t) { return term.backward_half_input(x, t); });
+    if constexpr (SharesTargetBackward<Term>::value) {
+      if (tile.is_one(kTarget)) {
+        acc_t prepared{};
+        derive(results, [&](acc_t x, acc_t t, int i) {
+          prepared = i == 0 ? term.prepare(t) : prepared;
+          return term.backward_input(x, t, prepared);
+        });
         return;
       }
     }
-    derive(results, [&](acc_t x, acc_t t) { return term.backward_input(x, t); });
+    if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float>) {
+      if (tile.is_half(kInput)) {
+        derive(results,
+               [&](acc_t x, acc_t t, int /*i*/) { return term.backward_half_input(x, t); });
+        return;
+      }
+    }
+    derive(results, [&](acc_t x, acc_t t, int /*i*/) { return term.backward_input(x, t); });
   }
   template <typename Term>
-  __device__ __forceinline__ void of_target(const Term& term, bool is_half,
+  __device__ __forceinline__ void of_target(const Tile& tile, const Term& term,
                                             acc_t (&results)[kCount]) const {
     if constexpr (HasBackwardHalfTarget<Term>::value && std::is_same_v<acc_t, float>) {
-      if (is_half) {
-        derive(results, [&](acc_t x, acc_t t) { return term.backward_half_target(x, t); });
+      if (tile.is_half(kTarget)) {
+        derive(results,
+               [&](acc_t x, acc_t t, int /*i*/) { return term.backward_half_target(x, t); });
         return;
       }
     }
-    derive(results, [&](acc_t x, acc_t t) { return term.backward_target(x, t); });
+    derive(results, [&](acc_t x, acc_t t, int /*i*/) { return term.backward_target(x, t); });
   }
 };
 
@@ -250,7 +285,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
           weights[n] = weighted ? at(operands.w, n) : acc_t(1);
-          losses[n] = forward(at(operands.x, n), at(operands.t, n)) * weights[n];
+          losses[n] = forward(at(operands.x, n), at(operands.t, n), n % kWidth) * weights[n];
         }
       });
     });
@@ -296,7 +331,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
           is_mean ? static_cast<acc_t>(scales.mean_terms[1] / scales.weight_copies) : acc_t(0);
       acc_t results[kCount];
       visit_term(terms, [&](const auto& term) {
-        gradients.derive(results, [&](acc_t x, acc_t t) {
+        gradients.derive(results, [&](acc_t x, acc_t t, int /*i*/) {
           const acc_t loss = term.forward(x, t);
           return is_mean ? loss - mean_share : loss;
         });
@@ -317,9 +352,9 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     acc_t results[kCount];
     visit_term(terms, [&](const auto& term) {
       if (which == kGradInput) {
-        gradients.of_input(term, tile.is_half(kInput), results);
+        gradients.of_input(tile, term, results);
       } else {
-        gradients.of_target(term, tile.is_half(kTarget), results);
+        gradients.of_target(tile, term, results);
       }
     });
     take_gradient(which, results);

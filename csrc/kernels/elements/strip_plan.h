@@ -207,6 +207,8 @@ class StripPlanner {
     return is_half_type(common_dtype_) ? kVectorSize<half_t> : kVectorSize<float>;
   }
 
+  // Whether units may have several columns.
+  bool has_near_columns() const { return has_near_columns_; }
   // Whether units of so many columns are faster than single ones. The columns that a row's last two
   // units share are computed twice; they are at most half of a row.
   bool has_units(int width) const {
@@ -308,7 +310,9 @@ class StripPlanner {
       along_[dim] = is_along(operand, dim);
       terms *= along_[dim] ? space.sizes[dim] : 1;
       const bool is_longer = walk_dim_ < 0 || space.sizes[dim] > space.sizes[walk_dim_];
-      if (along_[dim] && dim != lead && is_longer && (must_sum_ || space.sizes[dim] >= kFewRows) &&
+      // A launch for these sums walks along few rows only if it has no sums of rows instead.
+      const bool may_be_few = must_sum_ && !is_along(operand, lead);
+      if (along_[dim] && dim != lead && is_longer && (may_be_few || space.sizes[dim] >= kFewRows) &&
           are_near(operands_, dim, most_sides)) {
         walk_dim_ = dim;
       }

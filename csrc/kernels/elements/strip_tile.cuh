@@ -60,6 +60,10 @@ class StripTile {
   __device__ __forceinline__ bool is_half(Which which) const {
     return kIsHalf || traits_.is_half(which);
   }
+  // Whether the columns of a unit have one number.
+  __device__ __forceinline__ bool is_one(Which which) const {
+    return kWidth > 1 && traits_.kind(which) == UnitKind::kOne;
+  }
   __device__ __forceinline__ unsigned counted(int step) const {
     return unfolded(walk_.counted(plan_, turn_, step));
   }

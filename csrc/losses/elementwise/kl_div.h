@@ -28,6 +28,11 @@ struct KlDivTerm {
   // Whether backward_input() takes what is prepared.
   static constexpr bool kInputTakesPrepared = kLogTarget;
 
+  // Whether the loss, and the gradient of input, are little more than what is prepared of target,
+  // and have the same bits with it, also as half types.
+  static constexpr bool kSharesTarget = kLogInput;
+  static constexpr bool kSharesTargetBackward = kLogTarget && kLogInput;
+
   // exp or log of target, which the other functions take where it is there already.
   template <typename acc_t>
   LOSSOPS_HOST_DEVICE acc_t prepare(acc_t target) const {
