@@ -370,11 +370,18 @@ Problem with_gradients(const Problem& problem) {
   return other;
 }
 
+// Whether there are units of so many columns. Those that are spread take rows of any length.
+template <int kWidth>
+bool has_plan(const StripPlanner& planner) {
+  return kWidth == 1 ||
+         (spreads_units(kWidth) ? planner.has_near_columns() : planner.joins_columns());
+}
+
 template <int kWidth>
 void check_strips(const Problem& problem, int at_once, Seen& seen) {
   const Layout layout(problem.space, problem.operands);
   StripPlanner planner(layout, problem.operands);
-  if (kWidth > 1 && !planner.has_units(kWidth)) {
+  if (!has_plan<kWidth>(planner)) {
     return;
   }
   const StripPlan& plan = planner.plan(kWidth, at_once, kResident);
@@ -386,7 +393,8 @@ void check_strips(const Problem& problem, int at_once, Seen& seen) {
   const Problem other = with_gradients(problem);
   StripPlanner other_planner(layout, other.operands);
   const StripPlan& other_plan = other_planner.plan(kWidth, at_once, kResident);
-  CHECK(other_planner.has_units(kWidth) == planner.has_units(kWidth));
+  CHECK(other_planner.read_type() == planner.read_type());
+  CHECK(other_planner.written_type() == planner.written_type());
   CHECK(other_plan.tiles == plan.tiles && other_plan.walk_turn == plan.walk_turn &&
         other_plan.used_threads() == plan.used_threads() &&
         other_plan.walks_columns == plan.walks_columns);
@@ -420,9 +428,7 @@ void check_sums(const Problem& problem, int at_once, Seen& seen) {
   if (draw(0, 1) == 0 || !planner.sums(gradient)) {
     planner = StripPlanner(layout, with_sums.operands, kGradTarget);
   }
-  // Units that are spread take rows of any length.
-  if (kWidth > 1 && !(spreads_units(kWidth) ? planner.has_near_columns()
-                                            : planner.has_units(kWidth))) {
+  if (!has_plan<kWidth>(planner)) {
     return;
   }
   StripPlan& plan = planner.plan(kWidth, at_once, kResident, kGradTarget);
@@ -575,15 +581,18 @@ void check_far_sides() {
   CHECK(plan.operands[kInput].walk_stride == plan.side_walked.value * strides[1] * 4);
 }
 
-// Units of backward passes of bfloat16, of rows in a stride of elements.
-void check_backward_width(int64_t columns, int64_t stride, int expected) {
+// Units of bfloat16, of rows in a stride of elements: whether they are neighbours where much is
+// written, and where not.
+void check_types(int64_t columns, int64_t stride, bool writes_joined, bool reads_joined) {
   Problem problem{columns, 1000};
   const int64_t strides[] = {1, stride};
   for (const Which which : {kInput, kTarget, kGradOutput, kGradInput}) {
     problem.add(which, DType::kBFloat16, strides);
   }
   const Layout layout(problem.space, problem.operands);
-  CHECK(StripPlanner(layout, problem.operands).backward_width() == expected);
+  const StripPlanner planner(layout, problem.operands);
+  CHECK((planner.written_type() == DType::kBFloat16) == writes_joined);
+  CHECK((planner.read_type() == DType::kBFloat16) == reads_joined);
 }
 
 // Boxes that could have runs of 32 neighbours to read and to write have no shorter ones.
@@ -645,13 +654,13 @@ int main() {
   cuda::check_sides({37, 52, 710});
   cuda::check_sides({43, 44, 629});
   cuda::check_far_sides();
-  test::subject() = "units of backward passes";
-  cuda::check_backward_width(96, 96, 8);
-  cuda::check_backward_width(93, 97, 8);    // shared, at any address
-  cuda::check_backward_width(92, 96, 8);    // only four are aligned
-  cuda::check_backward_width(300, 304, 8);  // little is shared
-  cuda::check_backward_width(28, 32, 4);
-  cuda::check_backward_width(14, 15, 1);  // short
+  test::subject() = "types of units";
+  cuda::check_types(96, 96, true, true);
+  cuda::check_types(93, 97, true, true);  // shared, at any address
+  cuda::check_types(24, 25, true, true);  // short, but whole
+  cuda::check_types(14, 15, false, true);
+  cuda::check_types(9, 16, false, false);  // most of a unit is shared
+  cuda::check_types(7, 8, false, false);
   test::subject() = "runs of boxes";
   cuda::check_runs(1542, 87855);
   cuda::check_runs(99, 445566);

@@ -289,8 +289,6 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     using Taken = decltype(taken);
     body(taken, strips.plan(Taken::kWidth, Taken::kSteps, blocks, what.summed), work, terms);
   };
-  const DType unit_dtype = strips.common_dtype();
-  const int unit_width = strips.common_width();
   constexpr unsigned kAll = kForwardWork | kBackwardWork;
   const AnyTerm<false> any{args.loss, args.params};
   if (is_double || (sums && what.has_weights())) {
@@ -304,52 +302,38 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     const AnyWork<kBackwardWork & ~kWeightWork> backward{what.work};
     what.is_backward() ? body(InBoxes{}, boxes.plan(), backward, any)
                        : body(InBoxes{}, boxes.plan(), forward, any);
+  } else if (!strips.has_near_columns()) {  // rare
+    visit(InDoubles{}, WorkOf<kAll, decltype(any)>{what.work}, any);
   } else if (sums && !must_sum) {
     constexpr unsigned kWork = kSumsLosses | kWantsGradInput | kWantsGradTarget | kIsBackward;
     visit_loss_type(args.loss, [&](auto loss) {
       const TermOf<decltype(loss)> terms{args.params};
-      visit_float_or_half(unit_dtype, [&](auto type) {
+      visit_float_or_half(strips.read_type(), [&](auto type) {
         visit(SumsInUnits<typename decltype(type)::type>{}, AnyWork<kWork>{what.work}, terms);
       });
     });
   } else if (what.is_backward() || sums) {
     const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
-    if (sums && is_half_type(unit_dtype) && strips.writes_units(unit_width)) {
-      visit(GradientsInUnits{}, work, any);
-    } else if (sums && strips.has_near_columns()) {
-      visit(GradientsInSpreads{}, work, any);
-    } else if (sums) {  // rare
-      visit(InDoubles{}, WorkOf<kAll, decltype(any)>{what.work}, any);
-    } else if (const int width = strips.backward_width(); width > 1) {
-      visit_float_or_any_half(width == unit_width ? unit_dtype : DType::kFloat32, [&](auto type) {
-        visit(BackwardInUnits<typename decltype(type)::type>{}, work, any);
-      });
-    } else {
-      visit(BackwardInSingles{}, work, any);
-    }
+    visit_float_or_any_half(strips.written_type(), [&](auto type) {
+      using scalar_t = typename decltype(type)::type;
+      sums ? visit(GradientsInUnits<scalar_t>{}, work, any)
+           : visit(BackwardInUnits<scalar_t>{}, work, any);
+    });
   } else if ((what.work & kStoresLosses) != 0) {
-    const FixedWork<kStoresLosses> work;
-    if (strips.writes_units(unit_width)) {
-      visit_float_or_half(unit_dtype, [&](auto type) {
-        visit(InUnits<typename decltype(type)::type, kStoresLosses>{}, work, any);
-      });
-    } else {
-      visit(InSingles{}, work, any);
-    }
+    visit_float_or_half(strips.written_type(), [&](auto type) {
+      visit(InUnits<typename decltype(type)::type, kStoresLosses>{}, FixedWork<kStoresLosses>{},
+            any);
+    });
   } else {  // asked for most: kernels of one loss need fewer registers
-    const bool has_units = strips.has_units(unit_width);
     visit_loss_type(args.loss, [&](auto loss) {
       const TermOf<decltype(loss)> terms{args.params};
-      const AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget> work{what.work};
       const auto visit_units = [&](auto work) {
-        visit_float_or_half(unit_dtype, [&](auto type) {
+        visit_float_or_half(strips.read_type(), [&](auto type) {
           visit(InUnits<typename decltype(type)::type, decltype(work)::kBits>{}, work, terms);
         });
       };
-      if (!has_units) {  // with gradients or without, for little machine code
-        visit(InSingles{}, work, terms);
-      } else if (what.has(kGradInput) || what.has(kGradTarget)) {
-        visit_units(work);
+      if (what.has(kGradInput) || what.has(kGradTarget)) {
+        visit_units(AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget>{what.work});
       } else {
         visit_units(FixedWork<kSumsLosses>{});
       }

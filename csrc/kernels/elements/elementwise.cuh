@@ -147,7 +147,6 @@ using UnitsOf = std::conditional_t<sizeof(scalar_t) == 2, JoinedStripTile<scalar
 // Forward passes. Their tiles are the same with gradients and without them, for the same bits.
 template <typename scalar_t, unsigned kWork>
 using InUnits = InStrips<UnitsOf<scalar_t>, blocks_of_units(sizeof(scalar_t) == 2, kWork)>;
-using InSingles = InStrips<SpreadStripTile<float, 8, 1>, 4>;
 // Of reductions, and their backward passes, where a gradient is summed as losses are.
 template <typename scalar_t>
 using SumsInUnits = InStrips<UnitsOf<scalar_t>, 3, true>;
@@ -155,15 +154,13 @@ using SumsInUnits = InStrips<UnitsOf<scalar_t>, 3, true>;
 // steps of MSE "none" of bfloat16 were at .77 of the floor, with 2 they are at .86.
 template <typename scalar_t>
 using BackwardInUnits = InStrips<UnitsOf<scalar_t>, sizeof(scalar_t) == 2 ? 2 : 3>;
-// Launches of half types that sum one gradient and may write the other. Eight elements a thread:
-// grad_output takes registers too.
-using GradientsInUnits = InStrips<UnitsOf<AnyHalf, 1>, 3, true>;
-// The same of other types, and of rows that those do not take.
-using GradientsInSpreads = InStrips<SpreadStripTile<float, 1, kVectorSize<float>>, 3, true>;
-// Backward passes of rows that no units take.
-using BackwardInSingles = InStrips<SpreadStripTile<float, 8, 1>, 3>;
+// Launches that sum one gradient and may write the other. Few elements a thread: grad_output takes
+// registers too.
+template <typename scalar_t>
+using GradientsInUnits = InStrips<UnitsOf<scalar_t, 1>, 3, true>;
 // For little machine code.
 using InWeightedSingles = InStrips<SpreadStripTile<float, 2, 1>, 3>;
+// Of double, and of columns that are far apart.
 using InDoubles = InStrips<SpreadStripTile<double, 1, 1>, 2, true>;
 
 // On an H200, transposed operands are a tenth faster with 4 blocks than with 3. Backward spills 12

@@ -190,51 +190,39 @@ class StripPlanner {
     }
   }
 
-  // Whether a kernel of the plan can sum a gradient. Those of single columns leave it to a launch
-  // of its own.
+  // Whether a kernel of the plan can sum a gradient.
   bool sums(const Operand& gradient) const {
-    bool sums = sums_ && has_units(common_width());
+    bool sums = sums_ && has_near_columns_;
     for (int dim = 0; dim < layout_->space().ndim; ++dim) {
       sums = sums && is_along(gradient, dim) == along_[dim];
     }
     return sums;
   }
 
-  // The half type that all operands have. float32: their types differ, or are not half types.
-  DType common_dtype() const { return common_dtype_; }
-  // Columns of a unit: eight of one half type, else four.
-  int common_width() const {
-    return is_half_type(common_dtype_) ? kVectorSize<half_t> : kVectorSize<float>;
-  }
-
   // Whether units may have several columns.
   bool has_near_columns() const { return has_near_columns_; }
-  // Whether units of so many columns are faster than single ones. The columns that a row's last two
-  // units share are computed twice; they are at most half of a row.
-  bool has_units(int width) const {
-    bool has_units =
-        has_near_columns_ && plan_.columns >= width && 2 * shared_columns(width) <= plan_.columns;
+  // Whether eight columns may be neighbours. Those that a row's last two units share are computed
+  // twice; they are at most half of a row.
+  bool joins_columns() const {
+    bool joins = has_near_columns_ && plan_.columns >= kJoined &&
+                 2 * shared_columns(kJoined) <= plan_.columns;
     for (int which = kInput; which <= kOutput; ++which) {
       const Operand& operand = operands_[which];
-      has_units =
-          has_units && (operand.data == nullptr || kind_of(operand, width) != UnitKind::kStrided);
+      joins = joins && (operand.data == nullptr || kind_of(operand, kJoined) != UnitKind::kStrided);
     }
-    return has_units;
-  }
-  // Whether units are faster in kernels that write as much as they read. Single columns of short
-  // rows write fewer parts of sectors.
-  bool writes_units(int width) const {
-    constexpr int64_t kShortBytes = 64;
-    const bool is_short = plan_.columns * element_size(common_dtype_) < kShortBytes;
-    return has_units(width) && (!is_short || shared_columns(width) == 0);
+    return joins;
   }
 
-  // Columns of a unit in backward passes that sum nothing; 1: single columns.
-  int backward_width() const {
-    const int width = common_width();
-    return writes_units(width)                ? width
-           : writes_units(kVectorSize<float>) ? kVectorSize<float>
-                                              : 1;
+  // The type of units: the half type that all operands have, if these may be neighbours; else
+  // float32, of four columns that are spread. Where losses are only added up:
+  DType read_type() const { return joins_columns() ? common_dtype_ : DType::kFloat32; }
+  // Where as much is written as read. Columns of short rows that are spread write fewer parts of
+  // sectors.
+  DType written_type() const {
+    constexpr int64_t kShortBytes = 64;
+    const bool is_short = plan_.columns * element_size(common_dtype_) < kShortBytes;
+    const bool is_whole = shared_columns(kJoined) == 0;
+    return is_short && !is_whole ? DType::kFloat32 : read_type();
   }
 
   // To be called once. width: of a unit. steps: units that a thread takes at once. blocks: what
@@ -272,6 +260,7 @@ class StripPlanner {
   }
 
  private:
+  static constexpr int kJoined = kVectorSize<half_t>;
   // Steps of a tile. A choice, not measured.
   static constexpr int64_t kMostSteps = 64;
   // Steps of a tile of units of four columns where nothing is reduced: more tiles leave fewer
@@ -534,7 +523,7 @@ class StripPlanner {
   const Layout* layout_;
   const Operand* operands_;
   bool has_near_columns_;
-  DType common_dtype_ = DType::kFloat32;
+  DType common_dtype_ = DType::kFloat32;  // a half type, if all operands have it
   bool sums_ = false;
   bool must_sum_ = false;
   bool along_[kMaxDims] = {};  // dimensions along which a gradient is summed
