@@ -393,8 +393,7 @@ void check_strips(const Problem& problem, int at_once, Seen& seen) {
   const Problem other = with_gradients(problem);
   StripPlanner other_planner(layout, other.operands);
   const StripPlan& other_plan = other_planner.plan(kWidth, at_once, kResident);
-  CHECK(other_planner.read_type() == planner.read_type());
-  CHECK(other_planner.written_type() == planner.written_type());
+  CHECK(other_planner.unit_type() == planner.unit_type());
   CHECK(other_plan.tiles == plan.tiles && other_plan.walk_turn == plan.walk_turn &&
         other_plan.used_threads() == plan.used_threads() &&
         other_plan.walks_columns == plan.walks_columns);
@@ -581,9 +580,8 @@ void check_far_sides() {
   CHECK(plan.operands[kInput].walk_stride == plan.side_walked.value * strides[1] * 4);
 }
 
-// Units of bfloat16, of rows in a stride of elements: whether they are neighbours where much is
-// written, and where not.
-void check_types(int64_t columns, int64_t stride, bool writes_joined, bool reads_joined) {
+// Units of bfloat16, of rows in a stride of elements: whether they are neighbours.
+void check_type(int64_t columns, int64_t stride, bool joins) {
   Problem problem{columns, 1000};
   const int64_t strides[] = {1, stride};
   for (const Which which : {kInput, kTarget, kGradOutput, kGradInput}) {
@@ -591,8 +589,7 @@ void check_types(int64_t columns, int64_t stride, bool writes_joined, bool reads
   }
   const Layout layout(problem.space, problem.operands);
   const StripPlanner planner(layout, problem.operands);
-  CHECK((planner.written_type() == DType::kBFloat16) == writes_joined);
-  CHECK((planner.read_type() == DType::kBFloat16) == reads_joined);
+  CHECK(planner.unit_type() == (joins ? DType::kBFloat16 : DType::kFloat32));
 }
 
 // Boxes that could have runs of 32 neighbours to read and to write have no shorter ones.
@@ -655,12 +652,10 @@ int main() {
   cuda::check_sides({43, 44, 629});
   cuda::check_far_sides();
   test::subject() = "types of units";
-  cuda::check_types(96, 96, true, true);
-  cuda::check_types(93, 97, true, true);  // shared, at any address
-  cuda::check_types(24, 25, true, true);  // short, but whole
-  cuda::check_types(14, 15, false, true);
-  cuda::check_types(9, 16, false, false);  // most of a unit is shared
-  cuda::check_types(7, 8, false, false);
+  cuda::check_type(96, 96, true);
+  cuda::check_type(93, 97, true);
+  cuda::check_type(9, 16, true);
+  cuda::check_type(7, 8, false);
   test::subject() = "runs of boxes";
   cuda::check_runs(1542, 87855);
   cuda::check_runs(99, 445566);

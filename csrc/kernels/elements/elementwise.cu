@@ -308,19 +308,19 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     constexpr unsigned kWork = kSumsLosses | kWantsGradInput | kWantsGradTarget | kIsBackward;
     visit_loss_type(args.loss, [&](auto loss) {
       const TermOf<decltype(loss)> terms{args.params};
-      visit_float_or_half(strips.read_type(), [&](auto type) {
+      visit_float_or_half(strips.unit_type(), [&](auto type) {
         visit(SumsInUnits<typename decltype(type)::type>{}, AnyWork<kWork>{what.work}, terms);
       });
     });
   } else if (what.is_backward() || sums) {
     const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
-    visit_float_or_any_half(strips.written_type(), [&](auto type) {
+    visit_float_or_any_half(strips.unit_type(), [&](auto type) {
       using scalar_t = typename decltype(type)::type;
       sums ? visit(GradientsInUnits<scalar_t>{}, work, any)
            : visit(BackwardInUnits<scalar_t>{}, work, any);
     });
   } else if ((what.work & kStoresLosses) != 0) {
-    visit_float_or_half(strips.written_type(), [&](auto type) {
+    visit_float_or_half(strips.unit_type(), [&](auto type) {
       visit(InUnits<typename decltype(type)::type, kStoresLosses>{}, FixedWork<kStoresLosses>{},
             any);
     });
@@ -328,7 +328,7 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     visit_loss_type(args.loss, [&](auto loss) {
       const TermOf<decltype(loss)> terms{args.params};
       const auto visit_units = [&](auto work) {
-        visit_float_or_half(strips.read_type(), [&](auto type) {
+        visit_float_or_half(strips.unit_type(), [&](auto type) {
           visit(InUnits<typename decltype(type)::type, decltype(work)::kBits>{}, work, terms);
         });
       };

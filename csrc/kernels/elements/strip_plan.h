@@ -201,29 +201,20 @@ class StripPlanner {
 
   // Whether units may have several columns.
   bool has_near_columns() const { return has_near_columns_; }
-  // Whether eight columns may be neighbours. Those that a row's last two units share are computed
-  // twice; they are at most half of a row.
+  // Whether eight columns of a row may be neighbours. Those that its last two units share are
+  // computed twice: on an H200 rows of 9 to 31 columns are as fast or faster so, but for losses of
+  // much arithmetic.
   bool joins_columns() const {
-    bool joins = has_near_columns_ && plan_.columns >= kJoined &&
-                 2 * shared_columns(kJoined) <= plan_.columns;
+    bool joins = has_near_columns_ && plan_.columns >= kJoined;
     for (int which = kInput; which <= kOutput; ++which) {
       const Operand& operand = operands_[which];
       joins = joins && (operand.data == nullptr || kind_of(operand, kJoined) != UnitKind::kStrided);
     }
     return joins;
   }
-
-  // The type of units: the half type that all operands have, if these may be neighbours; else
-  // float32, of four columns that are spread. Where losses are only added up:
-  DType read_type() const { return joins_columns() ? common_dtype_ : DType::kFloat32; }
-  // Where as much is written as read. Columns of short rows that are spread write fewer parts of
-  // sectors.
-  DType written_type() const {
-    constexpr int64_t kShortBytes = 64;
-    const bool is_short = plan_.columns * element_size(common_dtype_) < kShortBytes;
-    const bool is_whole = shared_columns(kJoined) == 0;
-    return is_short && !is_whole ? DType::kFloat32 : read_type();
-  }
+  // The type of units: the half type that all operands have, if eight of it may be neighbours; else
+  // float32, of four columns that are spread.
+  DType unit_type() const { return joins_columns() ? common_dtype_ : DType::kFloat32; }
 
   // To be called once. width: of a unit. steps: units that a thread takes at once. blocks: what
   // tiles are cut for, whatever the kernel, so that they are the same in all. gradient: one that
@@ -279,7 +270,6 @@ class StripPlanner {
     double use = 0;     // of the threads' time, between 0 and 1
   };
 
-  int64_t shared_columns(int width) const { return round_up(plan_.columns, width) - plan_.columns; }
   bool is_along(const Operand& operand, int dim) const {
     return operand.strides[dim] == 0 && layout_->space().sizes[dim] > 1;
   }
