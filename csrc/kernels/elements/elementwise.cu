@@ -314,7 +314,7 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
     });
   } else if (what.is_backward() || sums) {
     const AnyWork<kBackwardWork & ~kWeightWork> work{what.work};
-    visit_float_or_any_half(strips.unit_type(), [&](auto type) {
+    visit_float_or_half(strips.unit_type(), [&](auto type) {
       using scalar_t = typename decltype(type)::type;
       sums ? visit(GradientsInUnits<scalar_t>{}, work, any)
            : visit(BackwardInUnits<scalar_t>{}, work, any);
