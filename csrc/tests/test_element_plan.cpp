@@ -265,10 +265,9 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
                        reinterpret_cast<int64_t>(kData) + offset(plan.operands[which]), seen);
         }
         for (int i = 0; i < kWidth; ++i) {
-          take(problem, plan, has(i), taken,
-               [&](const StripOperand& operand) {
-                 return offset(operand) + walk.offset(i) * operand.strides[0];
-               });
+          take(problem, plan, has(i), taken, [&](const StripOperand& operand) {
+            return offset(operand) + walk.offset(i) * operand.strides[0];
+          });
         }
         if (Walk<kWidth>::kSpreads) {
           continue;

@@ -87,19 +87,21 @@ struct InStrips {
       __shared__ typename Sums::Shared shared;
       for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
         Sums sums(plan, shared);
-        for_each_turn(plan, begins, tile, [&](const Strip& strip, const Walk<kWidth>& walk, int turn) {
-          Tile units(plan, walk, begins, turn);
-          body(units, operands, sums);
-          sums.end_turn(strip, walk, turn);
-        });
+        for_each_turn(plan, begins, tile,
+                      [&](const Strip& strip, const Walk<kWidth>& walk, int turn) {
+                        Tile units(plan, walk, begins, turn);
+                        body(units, operands, sums);
+                        sums.end_turn(strip, walk, turn);
+                      });
       }
     } else {
       NoSums no_sums;
       for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
-        for_each_turn(plan, begins, tile, [&](const Strip& /*strip*/, const Walk<kWidth>& walk, int turn) {
-          Tile units(plan, walk, begins, turn);
-          body(units, operands, no_sums);
-        });
+        for_each_turn(plan, begins, tile,
+                      [&](const Strip& /*strip*/, const Walk<kWidth>& walk, int turn) {
+                        Tile units(plan, walk, begins, turn);
+                        body(units, operands, no_sums);
+                      });
       }
     }
   }
@@ -140,7 +142,7 @@ constexpr int blocks_of_units(bool is_half, unsigned work) {
   const bool needs_few = work == kSumsLosses || (work == kStoresLosses && !is_half);
   return needs_few ? 4 : 3;
 }
-// scalar_t: a half type, of all operands, AnyHalf, or float, where operands may be of any type.
+// scalar_t: a half type, of all operands, or float, where operands may be of any type.
 template <typename scalar_t, int kSteps = 2>
 using UnitsOf = std::conditional_t<sizeof(scalar_t) == 2, JoinedStripTile<scalar_t, kSteps>,
                                    SpreadStripTile<float, kSteps, kVectorSize<float>>>;

@@ -87,8 +87,9 @@ __device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, con
   });
 }
 
-// Calls body with a function of input, target and the number of an element in its unit: its loss, by
-// the term's faster way if it has one and the loss is only added up, or is rounded to a half type.
+// Calls body with a function of input, target and the number of an element in its unit: its loss,
+// by the term's faster way if it has one and the loss is only added up, or is rounded to a half
+// type.
 template <typename Tile, typename Work, typename Term, typename Body>
 __device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const Term& term,
                                               const Body& body) {

@@ -1,8 +1,8 @@
 // A thread's elements of an operand of any layout and dtype, one an access: read, converted,
 // written.
 //
-// A Tile says what is computed in (acc_t), how many elements a thread has (kSteps times kWidth), and
-// where they are:
+// A Tile says what is computed in (acc_t), how many elements a thread has (kSteps times kWidth),
+// and where they are:
 //
 // - operand(which): what the plan says of it, its dtype among that; is_half(which): whether that is
 //   a half type;
@@ -47,9 +47,8 @@ class SingleValues {
   __device__ __forceinline__ void load(const Tile& tile, Which which) {
     const DType dtype = tile.operand(which).dtype;
     if constexpr (kIsDouble) {
-      tile.for_each_element(which, [&](int n, const char* from) {
-        values_[n] = load_as<acc_t>(from, dtype, 0);
-      });
+      tile.for_each_element(
+          which, [&](int n, const char* from) { values_[n] = load_as<acc_t>(from, dtype, 0); });
     } else if (tile.is_half(which)) {
       tile.for_each_element(which, [&](int n, const char* from) {
         values_[n] = __uint_as_float(*reinterpret_cast<const uint16_t*>(from));
@@ -73,11 +72,11 @@ class SingleValues {
   __device__ __forceinline__ void store(const Tile& tile, Which which) {
     const DType dtype = tile.operand(which).dtype;
     if constexpr (kIsDouble) {
-      tile.for_each_element(
-          which, [&](int n, char* to) { store_as<acc_t>(to, dtype, 0, values_[n]); });
+      tile.for_each_element(which,
+                            [&](int n, char* to) { store_as<acc_t>(to, dtype, 0, values_[n]); });
     } else if (!tile.is_half(which)) {
-      tile.for_each_element(
-          which, [&](int n, char* to) { *reinterpret_cast<float*>(to) = values_[n]; });
+      tile.for_each_element(which,
+                            [&](int n, char* to) { *reinterpret_cast<float*>(to) = values_[n]; });
     } else {
       uint32_t bits[kCount];
       if (dtype == DType::kBFloat16) {

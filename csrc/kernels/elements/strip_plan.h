@@ -6,13 +6,14 @@
 // accesses, wherever they begin. Fewer columns, of any type, are spread over the strip, one in each
 // share of it: the threads of a warp have neighbours, so that each access is one piece of memory. A
 // thread keeps its columns and walks along one dimension, from row to row, so that all the rest is
-// found once a tile: where its first unit lies, whether that is the last of its row. If strips are short, several rows lie side by side in a block: neighbours,
-// unless threads keep sums or read across the rows. If rows are few and long, a thread walks along
-// its row instead, from strip to strip.
+// found once a tile: where its first unit lies, whether that is the last of its row. If strips are
+// short, several rows lie side by side in a block: neighbours, unless threads keep sums or read
+// across the rows. If rows are few and long, a thread walks along its row instead, from strip to
+// strip.
 //
 // If fewer columns are left for the last unit of a row, or for the last share of a strip, than it
-// has, it begins earlier and has columns of the one before, too: whatever is read is there, and what
-// is written twice is the same.
+// has, it begins earlier and has columns of the one before, too: whatever is read is there, and
+// what is written twice is the same.
 //
 // The gradient of an operand that is broadcast is a sum along the dimensions where it is. So a
 // thread walks along one of these, if it can, and adds up as it walks (strip_sums.cuh).
@@ -45,8 +46,8 @@ struct StripOperand : PlanOperand {
   int32_t column_stride = 0;  // from a column to the next, if units have several
 };
 
-// What turns ask of operands, for all of them in one word, which is found once a turn: how each lies,
-// whether it is of a half type, and whether it is another in each turn.
+// What turns ask of operands, for all of them in one word, which is found once a turn: how each
+// lies, whether it is of a half type, and whether it is another in each turn.
 class UnitTraits {
  public:
   UnitTraits() = default;

@@ -139,9 +139,7 @@ class Walk {
     return unbounded(plan, turn, last) <= all_until_;
   }
   // Whether the thread has anything in a tile.
-  LOSSOPS_HOST_DEVICE bool has_any(const StripPlan& plan) const {
-    return counted(plan, 0, 0) != 0;
-  }
+  LOSSOPS_HOST_DEVICE bool has_any(const StripPlan& plan) const { return counted(plan, 0, 0) != 0; }
 
   // Of neighbours: whether no step of the turn up to `last` has the last unit of a row that is not
   // whole units.
@@ -242,8 +240,8 @@ class Walk {
 
   int side_kept_;
   int side_walked_;
-  int column_;     // where all units begin; of neighbours that walk along columns, 0
-  int first_;      // indices
+  int column_;  // where all units begin; of neighbours that walk along columns, 0
+  int first_;   // indices
   int last_;
   int all_until_;  // the last index up to which units are whole
 

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "kernels/primitives/any_half.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
 
@@ -61,19 +60,17 @@ struct UnitCells {
     }
   }
 
-  // dtype: of AnyHalf.
   template <typename scalar_t>
-  __device__ __forceinline__ float get(int i, DType dtype) const {
-    const auto bits = static_cast<uint16_t>(cells[i / 2] >> (i % 2 * 16));
-    return to_acc_of<float>(scalar_t{bits}, dtype);
+  __device__ __forceinline__ float get(int i) const {
+    return to_acc<float>(scalar_t{static_cast<uint16_t>(cells[i / 2] >> (i % 2 * 16))});
   }
   // The other way: rounds.
   template <typename scalar_t>
-  __device__ __forceinline__ static UnitCells pack(const float* values, DType dtype) {
+  __device__ __forceinline__ static UnitCells pack(const float* values) {
     UnitCells unit;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      unit.cells[i] = pack_word_of<scalar_t>(values + 2 * i, dtype);
+      unit.cells[i] = pack_word<scalar_t>(values + 2 * i);
     }
     return unit;
   }
@@ -84,7 +81,7 @@ struct UnitCells {
     for (int i = 0; i < kWords; ++i) {
       vector.set_word(i, cells[i]);
     }
-    lossops::cuda::store_vector(reinterpret_cast<half_t*>(data), 0, vector);
+    cuda::store_vector(reinterpret_cast<half_t*>(data), 0, vector);
   }
   // At any address, by whole words. All lanes of the warp must call it. Of a word that two lanes
   // fill, the second writes all. joins_previous, joins_next: the lane before has, or the next one,

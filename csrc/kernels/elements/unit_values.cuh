@@ -1,11 +1,11 @@
 // A thread's units of an operand of a half type, whose elements follow each other in an aligned
-// vector, or are one number, or lie in words wherever they begin: read, written. What is written may
-// also lie at equal distances.
+// vector, or are one number, or lie in words wherever they begin: read, written. What is written
+// may also lie at equal distances.
 //
 // A Tile says how many there are (kSteps) of how many elements (kWidth), of which type all operands
 // are (scalar_t), and where they are:
 //
-// - operand(which): its StripOperand; kind(which): how the thread takes its units;
+// - kind(which): how the thread takes an operand's units;
 // - locate(which, addresses): the addresses of their first elements;
 // - stride(which): bytes from an element of a unit to the next;
 // - joins_next(step), joins_previous(step): whether the neighbouring lanes have what lies beside a
@@ -27,7 +27,6 @@ class UnitValues {
   static constexpr int kCount = kSteps * kWidth;
 
   __device__ __forceinline__ void load(const Tile& tile, Which which) {
-    dtype_ = tile.operand(which).dtype;
     char* addresses[kSteps];
     tile.locate(which, addresses);
     const auto for_each = [&](auto&& body) {
@@ -66,7 +65,7 @@ class UnitValues {
     }
   }
   __device__ __forceinline__ float at(int step, int i) const {
-    return units_[step].template get<scalar_t>(i, dtype_);
+    return units_[step].template get<scalar_t>(i);
   }
 
   __device__ __forceinline__ void unfold() {
@@ -82,13 +81,12 @@ class UnitValues {
   // Rounds and writes.
   static __device__ __forceinline__ void store(const Tile& tile, Which which,
                                                const float (&results)[kCount]) {
-    const DType dtype = tile.operand(which).dtype;
     char* addresses[kSteps];
     tile.locate(which, addresses);
     const auto for_each = [&](auto&& body) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const Unit unit = Unit::template pack<scalar_t>(results + step * kWidth, dtype);
+        const Unit unit = Unit::template pack<scalar_t>(results + step * kWidth);
         body(step, unit, addresses[step]);
       }
     };
@@ -115,7 +113,6 @@ class UnitValues {
   // each step.
   static constexpr int kShiftBits = 5;
   uint32_t shifts_;
-  DType dtype_;
 };
 
 }  // namespace lossops::cuda
