@@ -72,6 +72,13 @@ def main() -> None:
                 x, target = normal(33, 1001).abs(), normal(33, 1001).abs()
                 step(loss, x, target, reduction=reduction)
                 step(loss, x.t(), target.t(), reduction=reduction)
+                # Rows at any address, of many columns and of few; target a row or a column, and
+                # input.
+                step(loss, normal(34, 1003).abs()[1:, 1:-1], target, reduction=reduction)
+                step(loss, normal(90, 14).abs()[:, 1:], normal(90, 15).abs()[:, :-2])
+                for shape in ((33, 1), (1, 1001)):
+                    step(loss, x, normal(*shape).abs(), reduction=reduction)
+                    step(loss, normal(*shape).abs(), target, reduction=reduction)
     torch.cuda.synchronize()
     print("done")
 
