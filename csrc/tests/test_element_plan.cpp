@@ -44,6 +44,10 @@ struct Problem {
     operands[which].dtype = dtype;
     std::copy(strides, strides + space.ndim, operands[which].strides);
   }
+  // Lets an operand begin so many elements later.
+  void shift(Which which, int64_t elements) {
+    operands[which].data = kData + elements * element_size(operands[which].dtype);
+  }
 };
 
 // Strides of dimensions in a random order, some padded, some broadcast.
@@ -83,6 +87,11 @@ Problem draw_problem(int most_dims) {
   for (const Which which : {kInput, kTarget}) {
     draw_strides(space, draw(0, 3) == 0, strides);
     problem.add(which, dtypes[are_half ? 1 : draw(0, 1)], strides);
+  }
+  if (draw(0, 1) == 0) {
+    for (const Which which : {kInput, kTarget, kOutput}) {
+      problem.shift(which, draw(0, 7));
+    }
   }
   return problem;
 }
@@ -209,6 +218,8 @@ void check_traits(const StripPlan& plan, Which which, bool is_aligned, int64_t a
   const bool is_part = operand.kind == UnitKind::kVector && !is_aligned;
   CHECK(traits.kind(which) == (is_part ? UnitKind::kStrided : operand.kind));
   seen.parts += is_part ? 1 : 0;
+  // Words are stored by all lanes of a warp together.
+  CHECK((traits.kind(which) == UnitKind::kWords) == (operand.kind == UnitKind::kWords));
   switch (operand.kind) {
     case UnitKind::kVector:
       CHECK(stride == operand.bytes);
@@ -261,8 +272,10 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
                  int64_t{walk.index(plan, turn, step)} * operand.walk_stride;
         };
         for (const Which which : {kInput, kTarget, kOutput}) {
-          check_traits(plan, which, walk.is_aligned(plan, turn, at_once - 1),
-                       reinterpret_cast<int64_t>(kData) + offset(plan.operands[which]), seen);
+          check_traits(
+              plan, which, walk.is_aligned(plan, turn, at_once - 1),
+              reinterpret_cast<int64_t>(plan.operands[which].data) + offset(plan.operands[which]),
+              seen);
         }
         for (int i = 0; i < kWidth; ++i) {
           take(problem, plan, has(i), taken, [&](const StripOperand& operand) {
@@ -272,11 +285,13 @@ void check_strips(const Problem& problem, const StripPlan& plan, int at_once,
         if (Walk<kWidth>::kSpreads) {
           continue;
         }
-        // Lanes that exchange words have neighbours, and these know it.
+        // Lanes that exchange words have neighbours in their warp, and these know it.
         if (walk.joins_previous(plan, turn, step)) {
+          CHECK(thread % kWarpSize != 0);
           CHECK(Walk<kWidth>(plan, strip, thread - 1).joins_next(plan, turn, step));
         }
         if (walk.joins_next(plan, turn, step)) {
+          CHECK((thread + 1) % kWarpSize != 0);
           const Walk<kWidth> next(plan, strip, thread + 1);
           CHECK(next.joins_previous(plan, turn, step));
           seen.joined_rows += next.walked(strip) != walk.walked(strip) ? 1 : 0;

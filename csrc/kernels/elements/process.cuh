@@ -28,7 +28,7 @@ struct HasForwardHalf<Term, std::void_t<decltype(Term::kHasForwardHalf)>>
     : std::bool_constant<Term::kHasForwardHalf> {};
 
 // Whether what a term's loss, or its gradient of input, takes of target may be computed once for
-// many inputs.
+// the columns of a unit that have one target.
 template <typename Term, typename = void>
 struct SharesTarget : std::false_type {};
 template <typename Term>

@@ -32,7 +32,7 @@ namespace lossops::cuda {
 // Whether units of so many columns are spread over a strip.
 LOSSOPS_HOST_DEVICE constexpr bool spreads_units(int width) { return width < kVectorSize<half_t>; }
 
-// How a unit of neighbours lies in an operand.
+// How a unit of neighbours lies in an operand. Of units that are spread, kOne is all that counts.
 enum class UnitKind : int8_t {
   kVector,   // an aligned vector, but for a last one that begins earlier: that is as kStrided
   kOne,      // one number for all columns
@@ -139,7 +139,8 @@ struct StripPlan : PlanOperands<StripOperand> {
   bool is_kept(int dim) const {
     return extents.sizes[dim] == 1 || operands[summed_gradient].strides[dim] != 0;
   }
-  // Writes parts of sums, (splits, sums), where the gradient would be.
+  // Writes parts of sums, (splits, sums), where the gradient would be. The traits of the gradient
+  // are not asked any more.
   void sum_into(void* parts, DType dtype) {
     StripOperand& own = operands[summed_gradient];
     own.data = static_cast<char*>(parts);

@@ -83,9 +83,9 @@ struct UnitCells {
     }
     cuda::store_vector(reinterpret_cast<half_t*>(data), 0, vector);
   }
-  // At any address, by whole words. All lanes of the warp must call it. Of a word that two lanes
-  // fill, the second writes all. joins_previous, joins_next: the lane before has, or the next one,
-  // what lies beside this unit.
+  // At any address, by whole words. All lanes of the warp must call it: an operand whose units lie
+  // in words does so for all of them. Of a word that two lanes fill, the second writes all.
+  // joins_previous, joins_next: the lane before has, or the next one, what lies beside this unit.
   __device__ __forceinline__ void store_words(char* data, bool joins_previous,
                                               bool joins_next) const {
     const bool odd = (low_bits(data) & 2) != 0;

@@ -1,6 +1,6 @@
-// A thread's units of an operand of a half type, whose elements follow each other in an aligned
-// vector, or are one number, or lie in words wherever they begin: read, written. What is written
-// may also lie at equal distances.
+// A thread's units of an operand of a half type: read, written. Their elements follow each other in
+// an aligned vector, or in words wherever they begin, or are one number. The last unit of aligned
+// rows may not be aligned: it is read as words are, and its elements are written one by one.
 //
 // A Tile says how many there are (kSteps) of how many elements (kWidth), of which type all operands
 // are (scalar_t), and where they are:
@@ -40,7 +40,7 @@ class UnitValues {
       for_each([](Unit& unit, const char* data) { unit.load_vector(data); });
     } else if (kind == UnitKind::kOne) {
       for_each([](Unit& unit, const char* data) { unit.load_one(data); });
-    } else {  // words: no other kind is read
+    } else {  // neighbours that are not aligned
       for_each([](Unit& unit, const char* data) { unit.load_words(data); });
       shifts_ = 0;
 #pragma unroll
