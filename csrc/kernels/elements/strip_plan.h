@@ -3,15 +3,17 @@
 // One dimension is that of the columns, as Layout chooses it; the others number the rows.
 // A unit is a few columns of a row that a thread takes at once. Rows are cut into strips, which
 // have as many units as threads side by side. Eight columns of half types are neighbours: a few
-// accesses, wherever they begin. Fewer columns, of any type, are spread over the strip, one in each
-// share of it: the threads of a warp have neighbours, so that each access is one piece of memory. A
-// thread keeps its columns and walks along one dimension, from row to row, so that all the rest is
-// found once a tile: where its first unit lies, whether that is the last of its row. If strips are
+// accesses, wherever they begin. Fewer columns, of any type, are spread: as many units as a warp
+// has lanes share a group of columns, and each has one of every share of it. So threads have
+// neighbours, and each access of a warp is one piece of memory.
+//
+// A thread keeps its columns and walks along one dimension, from row to row, so that all the rest
+// is found once a tile: where its first unit lies, and which of its columns count. If strips are
 // short, several rows lie side by side in a block: neighbours, unless threads keep sums or read
 // across the rows. If rows are few and long, a thread walks along its row instead, from strip to
 // strip.
 //
-// If fewer columns are left for the last unit of a row, or for the last share of a strip, than it
+// If fewer columns are left for the last unit of a row, or for the last share of a group, than it
 // has, it begins earlier and has columns of the one before, too: whatever is read is there, and
 // what is written twice is the same.
 //
@@ -29,7 +31,7 @@
 
 namespace lossops::cuda {
 
-// Whether units of so many columns are spread over a strip.
+// Whether units of so many columns are spread.
 LOSSOPS_HOST_DEVICE constexpr bool spreads_units(int width) { return width < kVectorSize<half_t>; }
 
 // How a unit of neighbours lies in an operand. Of units that are spread, kOne is all that counts.

@@ -119,7 +119,7 @@ class JoinedStripTile : public StripTile<float, kSteps, kVectorSize<scalar_t>, s
   }
 };
 
-// Units that are spread over a strip, of operands of any type, or of double.
+// Units that are spread, of operands of any type, or of double.
 template <typename acc_t, int kSteps, int kWidth>
 class SpreadStripTile : public StripTile<acc_t, kSteps, kWidth, acc_t> {
  public:
