@@ -126,7 +126,9 @@ class Walk {
     if constexpr (kSpreads) {
       unsigned repeated = 0;  // by a walk along columns that begins earlier
       for (int i = 0; i < kWidth; ++i) {
-        repeated |= (column_ + offsets_[i] < over ? 1U : 0U) << i;
+        if (column_ + offsets_[i] < over) {
+          repeated |= 1U << i;
+        }
       }
       return !plan.walks_columns && over > 0 ? 0 : counted_ & ~repeated;
     } else {
