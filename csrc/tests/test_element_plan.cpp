@@ -191,6 +191,7 @@ int64_t begin_of(const StripPlan& plan, const Walk<kWidth>& walk, const Strip& s
 struct Seen {
   int boxes = 0;
   int narrow_boxes = 0;
+  int walks[4] = {};  // plans of boxes by the dimension both orders walk along; 3: two
   int column_walks = 0;
   int sides = 0;           // plans with rows side by side along two dimensions
   int kinds[4] = {};       // by UnitKind, of strips
@@ -309,69 +310,73 @@ bool are_taken(const std::vector<int>& taken) {
   return std::all_of(taken.begin(), taken.end(), [](int count) { return count == 1; });
 }
 
-// Along both sides, threads have every place of a box once. At a place, each side has an element of
-// the same column and row, and of those that are not the box's before, each counts once.
-void check_places(const BoxPlan& plan, const BoxesTile& tile, int box) {
-  std::vector<int> elements[2];
-  for (const int side : {0, 1}) {
-    const int repeated_near = tile.repeated(plan, box, side);
-    const int repeated_far = tile.repeated(plan, box, 1 - side);
-    std::vector<int> found(kBoxElements);
-    std::vector<int> counted(kBoxElements);
-    elements[side].resize(kBoxElements);
-    for (int thread = 0; thread < kTileThreads; ++thread) {
-      const BoxPlaces places(plan, side, thread);
-      CHECK(places.cell_near() == thread % (1 << plan.shifts[side]));
-      for (int step = 0; step < kBoxSteps; ++step) {
-        const int cell[2] = {places.cell_near(), places.cell_far() + step};
-        const int own[2] = {places.near(), places.far() + places.distance(step)};
-        CHECK(0 <= own[0] && own[0] < plan.sizes[side]);
-        CHECK(0 <= own[1] && own[1] < plan.sizes[1 - side]);
-        const auto number = [&](const int (&at)[2]) {
-          return (at[1 - side] << plan.shifts[0]) + at[side];
-        };
-        ++found[number(cell)];
-        elements[side][number(cell)] = number(own);
-        for (const Which which : {kInput, kTarget, kOutput}) {
-          const BoxOperand& operand = plan.operands[which];
-          CHECK(operand.is_transposed != (side == 1) ||
-                places.far() * operand.strides[1 - side] +
-                        int64_t{places.distance(step)} * operand.far_stride ==
-                    own[1] * operand.strides[1 - side]);
-        }
-        counted[number(own)] += places.has(repeated_near, repeated_far, step) ? 1 : 0;
+// In both orders, threads and steps have each element of a box, and count each once that the box
+// does not repeat. Elements are where a thread's steps go, and have cells of their own.
+void check_order(const BoxPlan& plan, const Box& box, int near) {
+  const BoxOrder& order = plan.orders[near];
+  CHECK(order.threads <= kTileThreads);
+  std::vector<int> taken(int64_t{plan.sizes[0]} * plan.sizes[1] * plan.sizes[2]);
+  std::vector<int> counted(taken.size());
+  std::vector<int64_t> cells(kBoxCells, -1);
+  for (int thread = 0; thread < kTileThreads; ++thread) {
+    const BoxPlace place(plan, near, thread);
+    const unsigned counts = place.counted() & place.unrepeated(box.repeated);
+    CHECK(counts >> kBoxSteps == 0);
+    for (int step = 0; step < kBoxSteps; ++step) {
+      const int cell = place.cell(plan) + step * order.step_cells;
+      CHECK(0 <= cell && cell < kBoxCells);
+      // From the cell, as its number is made of those of the place.
+      int rest = cell;
+      int at[kBoxDims];
+      for (const int dim : {2, plan.cells[0] == 1 ? 1 : 0, plan.cells[0] == 1 ? 0 : 1}) {
+        at[dim] = rest / plan.cells[dim];
+        rest -= at[dim] * plan.cells[dim];
+        CHECK(at[dim] < plan.sizes[dim]);
+      }
+      const int64_t n = (int64_t{at[2]} * plan.sizes[1] + at[1]) * plan.sizes[0] + at[0];
+      CHECK(cells[cell] == -1 || cells[cell] == n);
+      cells[cell] = n;
+      ++taken[n];
+      counted[n] += static_cast<int>(counts >> step & 1);
+      const bool repeats =
+          at[0] < box.repeated[0] || at[1] < box.repeated[1] || at[2] < box.repeated[2];
+      CHECK(!repeats || (counts >> step & 1) == 0);
+      for (const Which which : {kInput, kTarget, kOutput}) {
+        const BoxOperand& operand = plan.operands[which];
+        CHECK(operand.is_transposed != (near == 1) ||
+              place.offset(operand) + step * operand.step_stride == at[0] * operand.strides[0] +
+                                                                        at[1] * operand.strides[1] +
+                                                                        at[2] * operand.strides[2]);
       }
     }
-    CHECK(are_taken(found));
-    const int repeated[2] = {tile.repeated(plan, box, 0), tile.repeated(plan, box, 1)};
-    for (int n = 0; n < kBoxElements; ++n) {
-      const int column = n & ((1 << plan.shifts[0]) - 1);
-      const int row = n >> plan.shifts[0];
-      const bool counts = repeated[0] <= column && column < plan.sizes[0] && repeated[1] <= row &&
-                          row < plan.sizes[1];
-      CHECK(counted[n] == (counts ? 1 : 0));
-    }
   }
-  CHECK(elements[0] == elements[1]);
+  for (int64_t n = 0; n < static_cast<int64_t>(taken.size()); ++n) {
+    const int64_t column = n % plan.sizes[0];
+    const int64_t row = n / plan.sizes[0] % plan.sizes[1];
+    const int64_t matrix = n / plan.sizes[0] / plan.sizes[1];
+    const bool repeats =
+        column < box.repeated[0] || row < box.repeated[1] || matrix < box.repeated[2];
+    CHECK(taken[n] > 0);
+    CHECK(counted[n] == (repeats ? 0 : 1));
+  }
 }
 
 void check_boxes(const Problem& problem, const BoxPlan& plan, std::vector<int>& taken) {
-  const int sides[2] = {1 << plan.shifts[0], 1 << plan.shifts[1]};
-  CHECK(sides[0] * sides[1] == kBoxElements);
-  CHECK(std::min(sides[0], sides[1]) >= 1 << kLeastBoxShift);
-  for (int64_t number = 0; number < plan.tiles; ++number) {
-    const BoxesTile tile = BoxesTile::of(plan, number);
-    CHECK(0 < tile.count && tile.count <= kBoxesOfTile);
-    for (int box = 0; box < tile.count; ++box) {
-      for (int row = tile.repeated(plan, box, 1); row < plan.sizes[1]; ++row) {
-        for (int column = tile.repeated(plan, box, 0); column < plan.sizes[0]; ++column) {
+  CHECK(plan.tiles == ceil_div(plan.boxes, kBoxesOfTile));
+  for (int64_t number = 0; number < plan.boxes; ++number) {
+    const Box box = Box::of(plan, number);
+    for (int matrix = box.repeated[2]; matrix < plan.sizes[2]; ++matrix) {
+      for (int row = box.repeated[1]; row < plan.sizes[1]; ++row) {
+        for (int column = box.repeated[0]; column < plan.sizes[0]; ++column) {
           take(problem, plan, true, taken, [&](const BoxOperand& operand) {
-            return tile.offset(plan, operand, box) + column * operand.strides[0] +
-                   row * operand.strides[1];
+            return box.offset(plan, operand) + column * operand.strides[0] +
+                   row * operand.strides[1] + matrix * operand.strides[2];
           });
         }
       }
-      check_places(plan, tile, box);
+    }
+    for (const int near : {0, 1}) {
+      check_order(plan, box, near);
     }
   }
 }
@@ -500,10 +505,9 @@ void check_boxes(const Problem& problem, Seen& seen) {
     CHECK(other_planner.has_boxes() == planner.has_boxes());
     if (planner.has_boxes()) {
       const BoxPlan& plan = planner.plan();
-      const int64_t cells = round_up(plan.matrix_sizes[0], 1 << plan.shifts[0]) *
-                            round_up(plan.matrix_sizes[1], 1 << plan.shifts[1]);
-      CHECK(cells <= 2 * int64_t{plan.matrix_sizes[0]} * plan.matrix_sizes[1]);
-      CHECK(std::equal(plan.shifts, plan.shifts + 2, other_planner.plan().shifts));
+      const BoxPlan& other_plan = other_planner.plan();
+      CHECK(std::equal(plan.sizes, plan.sizes + kBoxDims, other_plan.sizes));
+      CHECK(plan.orders[0].walked == other_plan.orders[0].walked);
     }
   }
   const Layout layout(problem.space, problem.operands);
@@ -514,6 +518,7 @@ void check_boxes(const Problem& problem, Seen& seen) {
   ++seen.boxes;
   const BoxPlan& plan = planner.plan();
   seen.narrow_boxes += std::min(plan.sizes[0], plan.sizes[1]) < kBoxSteps ? 1 : 0;
+  ++seen.walks[plan.orders[0].walked == plan.orders[1].walked ? plan.orders[0].walked : 3];
   std::vector<int> taken(problem.space.numel);
   check_boxes(problem, plan, taken);
   CHECK(are_taken(taken));
@@ -606,11 +611,11 @@ void check_type(int64_t columns, int64_t stride, bool joins) {
   CHECK(planner.unit_type() == (joins ? DType::kBFloat16 : DType::kFloat32));
 }
 
-// Boxes that could have runs of 32 neighbours to read and to write have no shorter ones.
-void check_runs(int64_t columns, int64_t rows) {
-  Problem problem{columns, rows};
-  const int64_t straight[] = {1, columns};
-  const int64_t transposed[] = {rows, 1};
+// Boxes have most of the elements that their threads' steps could have.
+void check_filled(int64_t columns, int64_t rows, int64_t matrices = 1) {
+  Problem problem{columns, rows, matrices};
+  const int64_t straight[] = {1, columns, columns * rows};
+  const int64_t transposed[] = {rows, 1, columns * rows};
   problem.add(kInput, DType::kFloat16, straight);
   problem.add(kTarget, DType::kFloat16, transposed);
   problem.add(kOutput, DType::kFloat16, straight);
@@ -618,7 +623,8 @@ void check_runs(int64_t columns, int64_t rows) {
   BoxPlanner planner(layout, problem.operands);
   CHECK(planner.has_boxes());
   const BoxPlan& plan = planner.plan();
-  CHECK(std::min(plan.shifts[0], plan.shifts[1]) >= 5);
+  const int64_t elements = int64_t{plan.sizes[0]} * plan.sizes[1] * plan.sizes[2];
+  CHECK(10 * elements >= 7 * kBoxElements);
 }
 
 }  // namespace
@@ -670,13 +676,21 @@ int main() {
   cuda::check_type(93, 97, true);
   cuda::check_type(9, 16, true);
   cuda::check_type(7, 8, false);
-  test::subject() = "runs of boxes";
-  cuda::check_runs(1542, 87855);
-  cuda::check_runs(99, 445566);
-  cuda::check_runs(4096, 4096);
+  test::subject() = "filled boxes";
+  cuda::check_filled(1542, 87855);
+  cuda::check_filled(99, 445566);
+  cuda::check_filled(4096, 4096);
+  cuda::check_filled(370, 9, 24108);
+  cuda::check_filled(10, 46946498);
+  cuda::check_filled(20, 25, 535488);
+  cuda::check_filled(36, 2074, 4920);
+  cuda::check_filled(3, 2, 100000);
   test::subject() = "all problems";
   CHECK(seen.boxes > 50);
   CHECK(seen.narrow_boxes > 5);
+  for (const int walks : seen.walks) {
+    CHECK(walks > 5);
+  }
   CHECK(seen.column_walks > 5);
   CHECK(seen.sides > 5);
   CHECK(seen.joined_rows > 100);

@@ -1,8 +1,9 @@
 // How the elements of operands are dealt out that disagree on which dimension is contiguous. Host
 // code without CUDA; kernels read the plan by tiles.h.
 //
-// Two dimensions, columns and rows, make matrices; the others number these. A tile is up to
-// kBoxesOfTile boxes, one after another along the rows.
+// Two dimensions, columns and rows, make matrices; the others number these. A box has some columns
+// and rows of a matrix, or of several matrices that follow each other along dimension 2. A thread
+// has an element a step.
 #pragma once
 
 #include <algorithm>
@@ -14,136 +15,289 @@
 
 namespace lossops::cuda {
 
-// A box has 2^kBoxShift elements. Its sides are powers of two.
-constexpr int kBoxShift = 11;
-constexpr int kBoxElements = 1 << kBoxShift;
-// Elements of a thread: neighbours along the far side.
-constexpr int kBoxStepsShift = kBoxShift - kTileShift;
-constexpr int kBoxSteps = 1 << kBoxStepsShift;
-// 2^kLeastBoxShift is the shortest side: at least one thread's elements.
-constexpr int kLeastBoxShift = kBoxStepsShift;
+// Elements of a thread, and of a box, at the most.
+constexpr int kBoxSteps = 8;
+constexpr int kBoxElements = kBoxSteps * kTileThreads;
+// Columns, rows, matrices.
+constexpr int kBoxDims = 3;
 // Narrower matrices are for strips.
-constexpr int64_t kLeastBoxSide = 4;
-// Boxes of a tile, at the most. A choice, not measured.
+constexpr int64_t kLeastBoxSide = 2;
+// Boxes that a block works out at once. With 8, forward passes of half types are a twentieth faster
+// on an H200, but what writes is up to a third slower: neighbours are written less closely in time.
 constexpr int kBoxesOfTile = 4;
+// Of shared memory: see BoxPlan::cells.
+constexpr int kBoxCells = kBoxElements + kBoxElements / kLeastBoxSide;
 
 struct BoxOperand : PlanOperand {
   bool is_transposed = false;  // its neighbours are those of a column
-  int32_t far_stride = 0;      // in bytes, from its neighbours to those beside them
+  int64_t step_stride = 0;     // from a thread's step to the next one, in bytes
 };
 
-// Side 0 of a box is along the columns of a matrix, side 1 along its rows. Neighbouring threads
-// have neighbouring elements along a side, the near one, and each thread has kBoxSteps along the
-// other side, the far one.
-struct BoxPlan : PlanOperands<BoxOperand> {
-  // Dimensions 0 and 1 number the tiles along the columns and the rows of a matrix.
-  int64_t tiles = 0;
-  int32_t shifts[2] = {};        // logarithms of the sides of a box, to base 2
-  int32_t matrix_sizes[2] = {};  // columns and rows
-  int32_t sizes[2] = {};         // of what a box has of these: less than its side if the matrix has
+// How a block's threads take a box. Threads side by side have neighbours along columns, or along
+// rows. Each thread has a place of the first step, from which its steps go along `walked`.
+struct BoxOrder {
+  int32_t walked = 0;
+  int32_t size = 0;               // of the box along it: at least kBoxSteps
+  int32_t distance = 1;           // from step to step
+  int32_t places[kBoxDims] = {};  // columns, rows and matrices of the first step
+  int32_t threads = 0;            // that have a place
+  Divisor near;                   // places along the side of neighbours, and along the other one
+  Divisor far;
+  int32_t step_cells = 0;  // from a step's cell to the next one's
 
-  // Where a box begins along a side. nominal: its number times its side. If less is left for the
-  // last box than a side, it begins earlier, and repeats elements of the one before.
-  LOSSOPS_HOST_DEVICE int begin(int side, int nominal) const {
-    const int last = matrix_sizes[side] - sizes[side];
-    return nominal < last ? nominal : last;
+  // Where a place lies along `walked`. A distance of 1: a thread's steps are neighbours, and if
+  // fewer are left for the last place, it begins earlier. More: places are neighbours, and steps
+  // are as far apart as the size allows.
+  LOSSOPS_HOST_DEVICE int first(int place) const {
+    const int begin = place * kBoxSteps;
+    const int last = size - kBoxSteps;
+    return distance > 1 ? place : begin < last ? begin : last;
   }
+  // Whether no other place and step that counts has the same element.
+  LOSSOPS_HOST_DEVICE bool counts(int place, int step) const {
+    return distance > 1 ? place < distance || step == kBoxSteps - 1
+                        : first(place) + step >= place * kBoxSteps;
+  }
+};
+
+struct BoxPlan : PlanOperands<BoxOperand> {
+  // Dimensions 0, 1 and 2 number the boxes along columns, groups of boxes along rows, and the boxes
+  // along matrices. The boxes of a group follow each other, so that what lies side by side in
+  // memory is read at one time, whichever way an operand lies.
+  int64_t boxes = 0;
+  int64_t tiles = 0;
+  Divisor group;                       // boxes of a group
+  int64_t space_sizes[kBoxDims] = {};  // how many there are along these in all
+  int32_t sizes[kBoxDims] = {};        // how many a box has
+  BoxOrder orders[2];                  // of straight operands, and of transposed ones
+  // Where an element is while a box is turned from one order to the other: how far it is to the
+  // next column, row and matrix. The neighbours of the short side are neighbours, those of the
+  // other one an odd distance apart: few threads of a warp share a bank.
+  int32_t cells[kBoxDims] = {};
 };
 
 // Makes a BoxPlan.
 class BoxPlanner {
  public:
-  BoxPlanner(const Layout& layout, const Operand* operands)
-      : layout_(layout), operands_(operands), has_boxes_(chooses_boxes()) {}
+  BoxPlanner(const Layout& layout, const Operand* operands) : layout_(layout), operands_(operands) {
+    if (has_sides()) {
+      number();
+      choose_sizes();
+    }
+  }
 
   bool has_boxes() const { return has_boxes_; }
 
   // To be called once.
   const BoxPlan& plan() {
-    const IterationSpace& space = layout_.space();
-    const int lead = layout_.lead();
-    const int other = layout_.other();
-    plan_.set(operands_);
-    plan_.add(operands_, space.sizes[lead], lead);
-    plan_.add(operands_, space.sizes[other], other);
-    for (int dim = 0; dim < space.ndim; ++dim) {
-      if (dim != lead && dim != other) {
-        plan_.add(operands_, space.sizes[dim], dim);
+    plan_.boxes = layout_.space().numel > 0 ? 1 : 0;
+    for (int dim = 0; dim < plan_.extents.ndim; ++dim) {
+      int64_t& size = plan_.extents.sizes[dim];
+      size = dim < kBoxDims ? ceil_div(size, plan_.sizes[dim]) : size;
+      if (dim == 1) {
+        const int64_t group = even_share(size, kBoxesOfTile);
+        plan_.group = Divisor(static_cast<uint32_t>(group));
+        plan_.boxes *= group;
+        size = ceil_div(size, group);
       }
+      plan_.boxes *= size;
     }
-    plan_.for_each(operands_, [&](const Operand& operand, BoxOperand& own) {
-      own.is_transposed = is_transposed(operand);
-      const int side = own.is_transposed ? 1 : 0;
-      own.far_stride = static_cast<int32_t>(own.strides[1 - side]);
-    });
-    Extents& extents = plan_.extents;
-    extents.sizes[0] = ceil_div(plan_.matrix_sizes[0], int64_t{1} << plan_.shifts[0]);
-    extents.sizes[1] = ceil_div(plan_.matrix_sizes[1], int64_t{kBoxesOfTile} << plan_.shifts[1]);
-    plan_.tiles = space.numel > 0 ? 1 : 0;
-    for (int dim = 0; dim < extents.ndim; ++dim) {
-      plan_.tiles *= extents.sizes[dim];
+    plan_.extents.set_divisors();
+    plan_.tiles = ceil_div(plan_.boxes, kBoxesOfTile);
+    const int short_side = plan_.sizes[1] < plan_.sizes[0] ? 1 : 0;
+    plan_.cells[short_side] = 1;
+    plan_.cells[1 - short_side] = plan_.sizes[short_side] | 1;
+    plan_.cells[2] = plan_.sizes[1 - short_side] * plan_.cells[1 - short_side];
+    for (const int near : {0, 1}) {
+      set_order(near, plan_.orders[near]);
     }
-    extents.set_divisors();
+    for (int slot = 0; slot < plan_.num_slots; ++slot) {
+      BoxOperand& own = plan_.operands[plan_.slots[slot]];
+      const BoxOrder& order = plan_.orders[own.is_transposed ? 1 : 0];
+      own.step_stride = order.distance * own.strides[order.walked];
+    }
     return plan_;
   }
 
  private:
-  // Chooses the sides of boxes among those that the two dimensions fill at least half. Returns
-  // whether there are any. Rows are faster for matrices that fill less: these are so small that the
-  // cache holds what a warp reads across the rows (docs/experiments/elementwise.md).
-  bool chooses_boxes() {
+  struct Shape {
+    int64_t sizes[kBoxDims];
+    int walked[2];  // by the orders
+  };
+  struct Best {
+    double cost = 0;  // 0: there is none
+    Shape shape = {};
+  };
+
+  bool has_sides() const {
     const IterationSpace& space = layout_.space();
     const int64_t sizes[2] = {space.sizes[layout_.lead()], space.sizes[layout_.other()]};
-    if (layout_.other() == layout_.lead() || std::min(sizes[0], sizes[1]) < kLeastBoxSide ||
-        std::max(sizes[0], sizes[1]) > kMaxDividend || !are_near(operands_, layout_.lead()) ||
-        !are_near(operands_, layout_.other())) {
-      return false;
-    }
-    double least = 0;
-    // Sides that are nearly a square come first: of those that cost the same, the first are chosen.
-    for (const int shift : {5, 6, 4, 7, kLeastBoxShift, kBoxShift - kLeastBoxShift}) {
-      const int shifts[2] = {shift, kBoxShift - shift};
-      const int64_t filled =
-          round_up(sizes[0], int64_t{1} << shifts[0]) * round_up(sizes[1], int64_t{1} << shifts[1]);
-      if (filled > 2 * sizes[0] * sizes[1]) {
-        continue;
-      }
-      const double cost = static_cast<double>(filled) * cost_of_element(sizes, shifts);
-      if (least == 0 || cost < least) {
-        least = cost;
-        std::copy(std::begin(shifts), std::end(shifts), plan_.shifts);
-      }
-    }
-    for (int i = 0; i < 2; ++i) {
-      plan_.matrix_sizes[i] = static_cast<int32_t>(sizes[i]);
-      plan_.sizes[i] = std::min(plan_.matrix_sizes[i], 1 << plan_.shifts[i]);
-    }
-    return least > 0;
+    return layout_.other() != layout_.lead() && std::min(sizes[0], sizes[1]) >= kLeastBoxSide &&
+           std::max(sizes[0], sizes[1]) <= kMaxDividend;
   }
 
-  // What an element of a box costs: three accesses, and a share of the runs of neighbours in which
-  // they lie. A run of n elements costs as much as n + kRun accesses: fitted to times of an H100
-  // (docs/experiments/elementwise.md).
-  double cost_of_element(const int64_t (&sizes)[2], const int (&shifts)[2]) const {
-    constexpr double kRun = 32;
-    const auto cost = [&](Which which) {
-      const int side = is_transposed(operands_[which]) ? 1 : 0;
-      const int64_t run = std::min(sizes[side], int64_t{1} << shifts[side]);
-      return 1 + kRun / static_cast<double>(run);
-    };
+  void number() {
+    const IterationSpace& space = layout_.space();
+    plan_.set(operands_);
+    plan_.add(operands_, space.sizes[layout_.lead()], layout_.lead());
+    plan_.add(operands_, space.sizes[layout_.other()], layout_.other());
+    most_distance_[0] = most_distance(layout_.lead());
+    most_distance_[1] = most_distance(layout_.other());
+    for (int dim = 0; dim < space.ndim; ++dim) {
+      if (dim != layout_.lead() && dim != layout_.other()) {
+        most_distance_[2] = plan_.extents.ndim > 2 ? most_distance_[2] : most_distance(dim);
+        plan_.add(operands_, space.sizes[dim], dim);
+      }
+    }
+    if (plan_.extents.ndim < kBoxDims) {
+      plan_.extents.add(1);
+    }
+    std::copy_n(plan_.extents.sizes, kBoxDims, plan_.space_sizes);
+    plan_.for_each(operands_, [&](const Operand& operand, BoxOperand& own) {
+      own.is_transposed =
+          operand.strides[layout_.other()] == 1 && Layout::is_transposed(operand, layout_.lead());
+    });
+  }
+
+  int64_t most_distance(int dim) const {
+    return are_near(operands_, dim, kTileThreads) ? kTileThreads : are_near(operands_, dim) ? 1 : 0;
+  }
+
+  // Of sides that are not longer, both orders may walk along the same dimension, the other side or
+  // matrices: threads side by side would have few neighbours if each walked across its own.
+  static constexpr int64_t kNarrow = 32;
+
+  // Chooses how many columns, rows and matrices a box has, in equal shares, and along what its
+  // orders walk: of a few sizes of either side, with all that fits beside it, what costs least.
+  void choose_sizes() {
+    const int64_t (&all)[kBoxDims] = plan_.space_sizes;
+    Best best;
+    for (const int first : {0, 1}) {
+      for (const int64_t most : {2, 3, 4, 6, 8, 12, 16, 23, 32, 45, 64, 91, 128, 181, 256}) {
+        if (most < std::min(all[first], kNarrow / 2)) {
+          continue;
+        }
+        const int64_t size = even_share(all[first], most);
+        const int64_t by_own = kTileThreads / places_along(size, false);
+        const int64_t by_other = kBoxSteps * (kTileThreads / size);
+        if (first == 0 || all[first] <= 2 * kNarrow) {
+          consider(first, size, std::min(by_other, by_own), 1, 0, best);
+        }
+        if (size <= kNarrow) {
+          consider(first, size, by_other, 1 - first, 1 - first, best);
+          consider(first, size, kTileThreads / size, 2, 2, best);
+        }
+        if (size == all[first]) {
+          break;
+        }
+      }
+    }
+    has_boxes_ = best.cost > 0;
+    std::copy(std::begin(best.shape.sizes), std::end(best.shape.sizes), plan_.sizes);
+    plan_.orders[0].walked = best.shape.walked[0];
+    plan_.orders[1].walked = best.shape.walked[1];
+  }
+
+  // Considers boxes with so many columns (first: 0) or rows (1), and with at most `most_others` of
+  // the other. straight, transposed: what the two orders walk along.
+  void consider(int first, int64_t size, int64_t most_others, int straight, int transposed,
+                Best& best) const {
+    const int64_t (&all)[kBoxDims] = plan_.space_sizes;
+    Shape shape = {{1, 1, 1}, {straight, transposed}};
+    shape.sizes[first] = size;
+    shape.sizes[1 - first] = even_share(all[1 - first], most_others);
+    const bool walks_matrices = straight == 2;
+    if (walks_matrices) {
+      shape.sizes[2] = std::min<int64_t>(all[2], kBoxSteps);
+    }
+    const int64_t threads = std::max(threads_of(shape, 0), threads_of(shape, 1));
+    if (threads > kTileThreads) {
+      return;
+    }
+    const int64_t most = kTileThreads / threads * (walks_matrices ? kBoxSteps : 1);
+    shape.sizes[2] = even_share(all[2], most);
+    for (const int near : {0, 1}) {
+      const int walked = shape.walked[near];
+      const int64_t size = shape.sizes[walked];
+      if (size < kBoxSteps || distance_along(size, walked == near) > most_distance_[walked]) {
+        return;
+      }
+    }
+    const double cost = cost_of(shape);
+    if (best.cost == 0 || cost < best.cost) {
+      best = {cost, shape};
+    }
+  }
+
+  // How far steps are apart, along the side of neighbours or another, and how many places the first
+  // one has.
+  static int64_t distance_along(int64_t size, bool is_near) {
+    return is_near ? size / kBoxSteps : 1;
+  }
+  static int64_t places_along(int64_t size, bool is_near) {
+    const int64_t distance = distance_along(size, is_near);
+    return distance > 1 ? size - distance * (kBoxSteps - 1) : ceil_div(size, int64_t{kBoxSteps});
+  }
+  static int64_t threads_of(const Shape& shape, int near) {
+    const int walked = shape.walked[near];
+    return shape.sizes[0] * shape.sizes[1] * shape.sizes[2] / shape.sizes[walked] *
+           places_along(shape.sizes[walked], walked == near);
+  }
+
+  // What boxes of a shape cost: three accesses for each step of their threads, and a share of the
+  // runs of neighbours in which elements lie. A run of n elements costs as much as n + kRun
+  // accesses (docs/experiments/elementwise.md).
+  double cost_of(const Shape& shape) const {
+    constexpr double kRun = 16;
+    double boxes = 1;
+    for (int dim = 0; dim < kBoxDims; ++dim) {
+      boxes *= static_cast<double>(ceil_div(plan_.space_sizes[dim], shape.sizes[dim]));
+    }
     // Where no losses are written, the gradient of the input counts, which lies as the input does.
     // Whether a caller wants it makes no difference: plans are the same with gradients and without.
     const Which written = operands_[kOutput].data != nullptr ? kOutput : kInput;
-    return cost(kInput) + cost(kTarget) + cost(written);
+    double runs = 0;
+    for (const Which which : {kInput, kTarget, written}) {
+      runs += runs_of(plan_.operands[which], shape);
+    }
+    return boxes * (3 * kBoxElements + kRun * runs);
   }
-  bool is_transposed(const Operand& operand) const {
-    return operand.strides[layout_.other()] == 1 && Layout::is_transposed(operand, layout_.lead());
+
+  // In how many runs the threads of each step take a box of an operand, all steps together.
+  double runs_of(const BoxOperand& operand, const Shape& shape) const {
+    const int near = operand.is_transposed ? 1 : 0;
+    const int walked = shape.walked[near];
+    double runs = 1;
+    int64_t joined = operand.bytes;  // the stride of what would lie behind a run
+    for (const int dim : {near, 1 - near, 2}) {
+      const int64_t size = shape.sizes[dim];
+      const bool joins = operand.strides[dim] == joined;
+      const bool is_whole = size == plan_.space_sizes[dim] && dim != walked;
+      runs *= static_cast<double>(!joins          ? size
+                                  : dim == walked ? std::min<int64_t>(size, kBoxSteps)
+                                                  : 1);
+      joined = joins && is_whole ? joined * size : 0;
+    }
+    return runs;
+  }
+
+  void set_order(int near, BoxOrder& order) const {
+    std::copy(std::begin(plan_.sizes), std::end(plan_.sizes), order.places);
+    order.size = plan_.sizes[order.walked];
+    order.distance = static_cast<int32_t>(distance_along(order.size, order.walked == near));
+    order.places[order.walked] =
+        static_cast<int32_t>(places_along(order.size, order.walked == near));
+    order.threads = order.places[0] * order.places[1] * order.places[2];
+    order.near = Divisor(static_cast<uint32_t>(order.places[near]));
+    order.far = Divisor(static_cast<uint32_t>(order.places[1 - near]));
+    order.step_cells = order.distance * plan_.cells[order.walked];
   }
 
   const Layout& layout_;
   const Operand* const operands_;
   BoxPlan plan_;
-  bool has_boxes_;
+  int64_t most_distance_[kBoxDims] = {};  // of steps, for strides of 31 bits
+  bool has_boxes_ = false;
 };
 
 }  // namespace lossops::cuda

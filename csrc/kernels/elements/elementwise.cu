@@ -32,7 +32,7 @@ constexpr int64_t kTilesOfBlock = 4;
 constexpr int64_t kFewBlocks = 8192;
 // Tiles of boxes of a block, also where nothing is reduced. A choice, not a measurement.
 constexpr int64_t kBoxTilesOfBlock = 4;
-constexpr int64_t kFewBoxBlocks = 4096;
+constexpr int64_t kFewBoxBlocks = 2112;
 // 1 MiB of partials, which a cluster folds in microseconds.
 constexpr int64_t kMaxPartials = 65536;
 
@@ -300,8 +300,11 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   } else if (!sums && boxes.has_boxes()) {
     const AnyWork<(kForwardWork & ~kWeightWork) | kWantsGradTarget> forward{what.work};
     const AnyWork<kBackwardWork & ~kWeightWork> backward{what.work};
-    what.is_backward() ? body(InBoxes{}, boxes.plan(), backward, any)
-                       : body(InBoxes{}, boxes.plan(), forward, any);
+    visit_float_or_any_half(common_half_type(what.operands), [&](auto type) {
+      const InBoxes<typename decltype(type)::type> taken;
+      what.is_backward() ? body(taken, boxes.plan(), backward, any)
+                         : body(taken, boxes.plan(), forward, any);
+    });
   } else if (!strips.has_near_columns()) {  // rare
     visit(InDoubles{}, WorkOf<kAll, decltype(any)>{what.work}, any);
   } else if (sums && !must_sum) {

@@ -177,11 +177,6 @@ class StripPlanner {
     const IterationSpace& space = layout.space();
     plan_.set(operands);
     plan_.columns = space.sizes[layout.lead()];
-    common_dtype_ = operands[kInput].dtype;
-    plan_.for_each(operands, [&](const Operand& operand, StripOperand& /*own*/) {
-      const bool is_common = operand.dtype == common_dtype_ && is_half_type(operand.dtype);
-      common_dtype_ = is_common ? common_dtype_ : DType::kFloat32;
-    });
     if (summed != kNumOperands) {
       must_sum_ = true;
       sum_along(operands[summed]);
@@ -218,7 +213,9 @@ class StripPlanner {
   }
   // The type of units: the half type that all operands have, if eight of it may be neighbours; else
   // float32, of four columns that are spread.
-  DType unit_type() const { return joins_columns() ? common_dtype_ : DType::kFloat32; }
+  DType unit_type() const {
+    return joins_columns() ? common_half_type(operands_) : DType::kFloat32;
+  }
 
   // To be called once. width: of a unit. steps: units that a thread takes at once. blocks: what
   // tiles are cut for, whatever the kernel, so that they are the same in all. gradient: one that
@@ -517,7 +514,6 @@ class StripPlanner {
   const Layout* layout_;
   const Operand* operands_;
   bool has_near_columns_;
-  DType common_dtype_ = DType::kFloat32;  // a half type, if all operands have it
   bool sums_ = false;
   bool must_sum_ = false;
   bool along_[kMaxDims] = {};  // dimensions along which a gradient is summed

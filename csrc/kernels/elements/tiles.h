@@ -260,94 +260,102 @@ class Walk {
   int previous_until_ = -1;
 };
 
-// A tile of boxes that follow each other along their rows.
-struct BoxesTile {
-  int32_t nominal[2];  // where its first box begins, along both sides: see BoxPlan::begin()
-  int32_t count;       // of boxes
-  int64_t matrix;
+// Where a box begins. If less is left for the last box along a dimension than it has, it begins
+// earlier, and repeats some of the box before, or all of it.
+struct Box {
+  int64_t begin[kBoxDims];
+  int32_t repeated[kBoxDims];
+  int64_t rest;  // the number of what the dimensions behind those of the box number
 
-  static LOSSOPS_HOST_DEVICE BoxesTile of(const BoxPlan& plan, int64_t tile) {
-    const Extents& extents = plan.extents;
-    const int64_t rest = extents.quotient(tile, 0);
-    BoxesTile own;
-    own.matrix = extents.quotient(rest, 1);
-    const int shift = plan.shifts[1];
-    const auto first = static_cast<int32_t>(tile - rest * extents.sizes[0]);
-    const auto second = static_cast<int32_t>(rest - own.matrix * extents.sizes[1]);
-    own.nominal[0] = first << plan.shifts[0];
-    own.nominal[1] = second * (kBoxesOfTile << shift);
-    const int left = ((plan.matrix_sizes[1] - own.nominal[1] - 1) >> shift) + 1;
-    own.count = left < kBoxesOfTile ? left : kBoxesOfTile;
+  static LOSSOPS_HOST_DEVICE Box of(const BoxPlan& plan, int64_t number) {
+    const int64_t in_group = number % plan.group.value;
+    number /= plan.group.value;
+    Box own;
+    for (int dim = 0; dim < kBoxDims; ++dim) {
+      const int64_t next = plan.extents.quotient(number, dim);
+      int64_t index = number - next * plan.extents.sizes[dim];
+      index = dim == 1 ? index * plan.group.value + in_group : index;
+      const int64_t nominal = index * plan.sizes[dim];
+      const int64_t last = plan.space_sizes[dim] - plan.sizes[dim];
+      own.begin[dim] = nominal < last ? nominal : last;
+      own.repeated[dim] = static_cast<int32_t>(nominal - own.begin[dim]);
+      number = next;
+    }
+    own.rest = number;
     return own;
   }
 
-  LOSSOPS_HOST_DEVICE int nominal_row(const BoxPlan& plan, int box) const {
-    return nominal[1] + (box << plan.shifts[1]);
-  }
-  // How many elements along a side a box repeats.
-  LOSSOPS_HOST_DEVICE int repeated(const BoxPlan& plan, int box, int side) const {
-    const int own = side == 0 ? nominal[0] : nominal_row(plan, box);
-    return own - plan.begin(side, own);
-  }
-  // The distance of a box from where an operand begins.
-  LOSSOPS_HOST_DEVICE int64_t offset(const BoxPlan& plan, const BoxOperand& operand,
-                                     int box) const {
-    return plan.extents.offset(operand.strides, matrix, 2) +
-           plan.begin(0, nominal[0]) * operand.strides[0] +
-           plan.begin(1, nominal_row(plan, box)) * operand.strides[1];
+  // From where an operand begins, in bytes.
+  LOSSOPS_HOST_DEVICE int64_t offset(const BoxPlan& plan, const BoxOperand& operand) const {
+    int64_t offset = plan.extents.offset(operand.strides, rest, kBoxDims);
+    for (int dim = 0; dim < kBoxDims; ++dim) {
+      offset += begin[dim] * operand.strides[dim];
+    }
+    return offset;
   }
 };
 
-// A thread's elements of a box, one a step. Both sides are cut into groups of kBoxSteps elements.
-// If less is left for the last group, it begins earlier, and repeats elements of the one before. If
-// there is none before, its last element is taken again.
-class BoxPlaces {
+// A thread's place in a box in the first step of an order. Threads without one take that of
+// another.
+class BoxPlace {
  public:
-  // near_side: along which neighbouring threads have neighbours.
-  LOSSOPS_HOST_DEVICE BoxPlaces(const BoxPlan& plan, int near_side, int thread)
-      : cell_near_(thread & ((1 << plan.shifts[near_side]) - 1)),
-        cell_far_(thread >> plan.shifts[near_side] << kBoxStepsShift),
-        near_size_(plan.sizes[near_side]),
-        far_size_(plan.sizes[1 - near_side]) {}
-
-  // In the box, along the near side and along the far one. The latter is that of the first step.
-  LOSSOPS_HOST_DEVICE int near() const {
-    const int in_group = cell_near_ % kBoxSteps;
-    return group_begin(cell_near_, near_size_) + least(in_group, near_size_ - 1);
+  // near: the side along which threads side by side have neighbours, which is the order's number.
+  LOSSOPS_HOST_DEVICE BoxPlace(const BoxPlan& plan, int near, int thread)
+      : order_(plan.orders[near]), is_own_(thread < order_.threads) {
+    const auto own = static_cast<uint32_t>(is_own_ ? thread : 0);
+    const uint32_t across = order_.near.quotient(own);
+    const uint32_t matrix = order_.far.quotient(across);
+    const auto near_index = static_cast<int32_t>(own - across * order_.near.value);
+    const auto far_index = static_cast<int32_t>(across - matrix * order_.far.value);
+    index_[0] = near == 0 ? near_index : far_index;
+    index_[1] = near == 0 ? far_index : near_index;
+    index_[2] = static_cast<int32_t>(matrix);
+    place_ = 0;
+    for (int dim = 0; dim < kBoxDims; ++dim) {
+      if (dim == order_.walked) {
+        place_ = index_[dim];
+        index_[dim] = order_.first(place_);
+      }
+    }
   }
-  LOSSOPS_HOST_DEVICE int far() const { return group_begin(cell_far_, far_size_); }
-  // From there to the element of a step. A box has at least kLeastBoxSide elements along a side.
-  LOSSOPS_HOST_DEVICE int distance(int step) const {
-    return step < kLeastBoxSide ? step : least(step, far_size_ - 1);
+
+  // How far it is from where a box begins: in memory, in bytes, and from cell to cell.
+  LOSSOPS_HOST_DEVICE int64_t offset(const BoxOperand& operand) const {
+    return index_[0] * operand.strides[0] + index_[1] * operand.strides[1] +
+           index_[2] * operand.strides[2];
+  }
+  LOSSOPS_HOST_DEVICE int cell(const BoxPlan& plan) const {
+    return index_[0] * plan.cells[0] + index_[1] * plan.cells[1] + index_[2] * plan.cells[2];
   }
 
-  // The cell of the first step, if each of a whole box's elements has one.
-  LOSSOPS_HOST_DEVICE int cell_near() const { return cell_near_; }
-  LOSSOPS_HOST_DEVICE int cell_far() const { return cell_far_; }
-
-  // Whether an element counts: no other thread or step counts it, and the box does not repeat it.
-  // repeated_near, repeated_far: see BoxesTile::repeated().
-  LOSSOPS_HOST_DEVICE bool has(int repeated_near, int repeated_far, int step) const {
-    return counts(cell_near_, near_size_, repeated_near) &&
-           counts(cell_far_ + step, far_size_, repeated_far);
+  // The steps whose elements count, as bits, of a box that repeats nothing: each element once.
+  LOSSOPS_HOST_DEVICE unsigned counted() const {
+    unsigned counted = 0;
+    for (int step = 0; step < kBoxSteps; ++step) {
+      counted |= (is_own_ && order_.counts(place_, step) ? 1U : 0U) << step;
+    }
+    return counted;
+  }
+  // The steps whose elements a box does not repeat.
+  LOSSOPS_HOST_DEVICE unsigned unrepeated(const int32_t (&repeated)[kBoxDims]) const {
+    unsigned steps = (1U << kBoxSteps) - 1;
+    for (int dim = 0; dim < kBoxDims; ++dim) {
+      const int lacking = repeated[dim] - index_[dim];
+      if (lacking > 0) {
+        const int skipped = dim != order_.walked   ? kBoxSteps
+                            : order_.distance == 1 ? lacking
+                                                   : (lacking - 1) / order_.distance + 1;
+        steps &= skipped < kBoxSteps ? ~0U << skipped : 0;
+      }
+    }
+    return steps;
   }
 
  private:
-  static LOSSOPS_HOST_DEVICE int least(int a, int b) { return a < b ? a : b; }
-  static LOSSOPS_HOST_DEVICE int group_begin(int cell, int size) {
-    const int last = size > kBoxSteps ? size - kBoxSteps : 0;
-    return least(cell & -kBoxSteps, last);
-  }
-  static LOSSOPS_HOST_DEVICE bool counts(int cell, int size, int repeated) {
-    const int in_group = cell % kBoxSteps;
-    const int own = group_begin(cell, size) + in_group;
-    return in_group < size && own >= cell - in_group && own >= repeated;
-  }
-
-  int cell_near_;
-  int cell_far_;
-  int near_size_;
-  int far_size_;
+  const BoxOrder& order_;
+  bool is_own_;
+  int32_t place_;  // along what is walked
+  int32_t index_[kBoxDims];
 };
 
 }  // namespace lossops::cuda
