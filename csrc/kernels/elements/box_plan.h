@@ -173,11 +173,11 @@ class BoxPlanner {
     const int64_t (&all)[kBoxDims] = plan_.space_sizes;
     Best best;
     for (const int first : {0, 1}) {
-      for (const int64_t most : {2, 3, 4, 6, 8, 12, 16, 23, 32, 45, 64, 91, 128, 181, 256}) {
+      for (const int64_t most : {2, 3, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256}) {
         if (most < std::min(all[first], kNarrow / 2)) {
           continue;
         }
-        const int64_t size = even_share(all[first], most);
+        const int64_t size = part(all[first], most, all[first] > 4 * most);
         const int64_t by_own = kTileThreads / places_along(size, false);
         const int64_t by_other = kBoxSteps * (kTileThreads / size);
         if (first == 0 || all[first] <= 2 * kNarrow) {
@@ -198,6 +198,12 @@ class BoxPlanner {
     plan_.orders[1].walked = best.shape.walked[1];
   }
 
+  // A part of a side, at most `most`. Of long sides: `most`, so that parts begin where sectors do
+  // if the whole does. Else equal shares, which leave threads for more of the other dimensions.
+  static int64_t part(int64_t all, int64_t most, bool is_long) {
+    return most >= all ? all : is_long ? most : even_share(all, most);
+  }
+
   // Considers boxes with so many columns (first: 0) or rows (1), and with at most `most_others` of
   // the other. straight, transposed: what the two orders walk along.
   void consider(int first, int64_t size, int64_t most_others, int straight, int transposed,
@@ -205,7 +211,8 @@ class BoxPlanner {
     const int64_t (&all)[kBoxDims] = plan_.space_sizes;
     Shape shape = {{1, 1, 1}, {straight, transposed}};
     shape.sizes[first] = size;
-    shape.sizes[1 - first] = even_share(all[1 - first], most_others);
+    const bool is_long = most_others >= kNarrow && most_others % kBoxSteps == 0;
+    shape.sizes[1 - first] = part(all[1 - first], most_others, is_long);
     const bool walks_matrices = straight == 2;
     if (walks_matrices) {
       shape.sizes[2] = std::min<int64_t>(all[2], kBoxSteps);
