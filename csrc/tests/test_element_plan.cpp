@@ -622,9 +622,41 @@ void check_filled(int64_t columns, int64_t rows, int64_t matrices = 1) {
   const Layout layout(problem.space, problem.operands);
   BoxPlanner planner(layout, problem.operands);
   CHECK(planner.has_boxes());
+  if (!planner.has_boxes()) {
+    return;
+  }
   const BoxPlan& plan = planner.plan();
+  CHECK(std::max(plan.cells[0], plan.cells[1]) % 2 == 1);
   const int64_t elements = int64_t{plan.sizes[0]} * plan.sizes[1] * plan.sizes[2];
   CHECK(10 * elements >= 7 * kBoxElements);
+}
+
+// Sides, and distances, of nearly 2^31 elements and more: steps stay within 31 bits, and the last
+// box ends where the operands do.
+void check_far_boxes(int64_t columns, int64_t rows, int64_t row_stride) {
+  Problem problem{columns, rows};
+  const int64_t straight[] = {1, row_stride};
+  const int64_t transposed[] = {rows, 1};
+  problem.add(kInput, DType::kFloat32, straight);
+  problem.add(kTarget, DType::kFloat32, transposed);
+  const Layout layout(problem.space, problem.operands);
+  BoxPlanner planner(layout, problem.operands);
+  CHECK(planner.has_boxes());
+  if (!planner.has_boxes()) {
+    return;
+  }
+  const BoxPlan& plan = planner.plan();
+  for (const Which which : {kInput, kTarget}) {
+    const BoxOperand& operand = plan.operands[which];
+    CHECK(operand.step_stride == static_cast<int32_t>(operand.step_stride));
+    const Box box = Box::of(plan, plan.boxes - 1);
+    int64_t offset = 0;
+    for (int dim = 0; dim < kBoxDims; ++dim) {
+      CHECK(box.begin[dim] + plan.sizes[dim] == plan.space_sizes[dim]);
+      offset += (plan.space_sizes[dim] - plan.sizes[dim]) * operand.strides[dim];
+    }
+    CHECK(box.offset(plan, operand) == offset);
+  }
 }
 
 }  // namespace
@@ -676,6 +708,10 @@ int main() {
   cuda::check_type(93, 97, true);
   cuda::check_type(9, 16, true);
   cuda::check_type(7, 8, false);
+  test::subject() = "far boxes";
+  cuda::check_far_boxes(2147483647, 2, 2147483647);
+  cuda::check_far_boxes(300, 2147483647, 300);
+  cuda::check_far_boxes(300, 40, int64_t{1} << 29);
   test::subject() = "filled boxes";
   cuda::check_filled(1542, 87855);
   cuda::check_filled(99, 445566);

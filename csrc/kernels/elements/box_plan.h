@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <iterator>
 
 #include "kernels/elements/plan.h"
@@ -34,7 +35,7 @@ struct BoxOperand : PlanOperand {
 };
 
 // How a block's threads take a box. Threads side by side have neighbours along columns, or along
-// rows. Each thread has a place of the first step, from which its steps go along `walked`.
+// rows. A thread takes kBoxSteps elements along `walked`; its place says where the first one is.
 struct BoxOrder {
   int32_t walked = 0;
   int32_t size = 0;               // of the box along it: at least kBoxSteps
@@ -45,15 +46,15 @@ struct BoxOrder {
   Divisor far;
   int32_t step_cells = 0;  // from a step's cell to the next one's
 
-  // Where a place lies along `walked`. A distance of 1: a thread's steps are neighbours, and if
-  // fewer are left for the last place, it begins earlier. More: places are neighbours, and steps
-  // are as far apart as the size allows.
+  // Where the elements of a place begin along `walked`. Distance 1: they are neighbours, and the
+  // last place begins earlier if fewer are left. Above 1: places are neighbours, and a thread's
+  // steps are `distance` apart.
   LOSSOPS_HOST_DEVICE int first(int place) const {
     const int begin = place * kBoxSteps;
     const int last = size - kBoxSteps;
     return distance > 1 ? place : begin < last ? begin : last;
   }
-  // Whether no other place and step that counts has the same element.
+  // Several places and steps may have one element. Whether this is the one that counts.
   LOSSOPS_HOST_DEVICE bool counts(int place, int step) const {
     return distance > 1 ? place < distance || step == kBoxSteps - 1
                         : first(place) + step >= place * kBoxSteps;
@@ -141,11 +142,8 @@ class BoxPlanner {
     plan_.set(operands_);
     plan_.add(operands_, space.sizes[layout_.lead()], layout_.lead());
     plan_.add(operands_, space.sizes[layout_.other()], layout_.other());
-    most_distance_[0] = most_distance(layout_.lead());
-    most_distance_[1] = most_distance(layout_.other());
     for (int dim = 0; dim < space.ndim; ++dim) {
       if (dim != layout_.lead() && dim != layout_.other()) {
-        most_distance_[2] = plan_.extents.ndim > 2 ? most_distance_[2] : most_distance(dim);
         plan_.add(operands_, space.sizes[dim], dim);
       }
     }
@@ -159,12 +157,9 @@ class BoxPlanner {
     });
   }
 
-  int64_t most_distance(int dim) const {
-    return are_near(operands_, dim, kTileThreads) ? kTileThreads : are_near(operands_, dim) ? 1 : 0;
-  }
-
-  // Of sides that are not longer, both orders may walk along the same dimension, the other side or
-  // matrices: threads side by side would have few neighbours if each walked across its own.
+  // Both orders may walk along one dimension, the other side or matrices, only where a side is not
+  // longer than this: else threads side by side have enough neighbours if each order walks across
+  // its own.
   static constexpr int64_t kNarrow = 32;
 
   // Chooses how many columns, rows and matrices a box has, in equal shares, and along what its
@@ -173,6 +168,7 @@ class BoxPlanner {
     const int64_t (&all)[kBoxDims] = plan_.space_sizes;
     Best best;
     for (const int first : {0, 1}) {
+      // About half powers of two.
       for (const int64_t most : {2, 3, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256}) {
         if (most < std::min(all[first], kNarrow / 2)) {
           continue;
@@ -207,7 +203,7 @@ class BoxPlanner {
   // Considers boxes with so many columns (first: 0) or rows (1), and with at most `most_others` of
   // the other. straight, transposed: what the two orders walk along.
   void consider(int first, int64_t size, int64_t most_others, int straight, int transposed,
-                Best& best) const {
+                Best& best) {
     const int64_t (&all)[kBoxDims] = plan_.space_sizes;
     Shape shape = {{1, 1, 1}, {straight, transposed}};
     shape.sizes[first] = size;
@@ -223,12 +219,8 @@ class BoxPlanner {
     }
     const int64_t most = kTileThreads / threads * (walks_matrices ? kBoxSteps : 1);
     shape.sizes[2] = even_share(all[2], most);
-    for (const int near : {0, 1}) {
-      const int walked = shape.walked[near];
-      const int64_t size = shape.sizes[walked];
-      if (size < kBoxSteps || distance_along(size, walked == near) > most_distance_[walked]) {
-        return;
-      }
+    if (!can_walk(shape)) {
+      return;
     }
     const double cost = cost_of(shape);
     if (best.cost == 0 || cost < best.cost) {
@@ -244,6 +236,21 @@ class BoxPlanner {
   static int64_t places_along(int64_t size, bool is_near) {
     const int64_t distance = distance_along(size, is_near);
     return distance > 1 ? size - distance * (kBoxSteps - 1) : ceil_div(size, int64_t{kBoxSteps});
+  }
+  // Whether a thread has all its steps along what is walked, and 31 bits hold how far they are
+  // apart, in bytes.
+  bool can_walk(const Shape& shape) {
+    bool can = true;
+    for (const int near : {0, 1}) {
+      const int walked = shape.walked[near];
+      const int64_t distance = distance_along(shape.sizes[walked], walked == near);
+      can = can && shape.sizes[walked] >= kBoxSteps;
+      plan_.for_each(operands_, [&](const Operand& /*operand*/, const BoxOperand& own) {
+        can = can && (own.is_transposed != (near == 1) ||
+                      distance * std::abs(own.strides[walked]) <= kMaxDividend);
+      });
+    }
+    return can;
   }
   static int64_t threads_of(const Shape& shape, int near) {
     const int walked = shape.walked[near];
@@ -303,7 +310,6 @@ class BoxPlanner {
   const Layout& layout_;
   const Operand* const operands_;
   BoxPlan plan_;
-  int64_t most_distance_[kBoxDims] = {};  // of steps, for strides of 31 bits
   bool has_boxes_ = false;
 };
 

@@ -51,7 +51,7 @@ struct BoxThread {
 };
 
 struct BoxShared {
-  // Used in turns: who writes one knows by the barrier of the other that it has been read.
+  // Used in turns: the barrier of one turn tells that all threads have read the other's cells.
   float cells[2][kBoxCells];
   // Of each box of a tile: where it begins in each operand, by the operand's slot.
   int64_t offsets[kBoxesOfTile][kNumOperands];
@@ -105,7 +105,7 @@ class BoxTile {
     if ((repeated[0] | repeated[1] | repeated[2]) != 0) {
       counted_ &= BoxPlace(plan_, 0, static_cast<int>(threadIdx.x)).unrepeated(repeated);
     }
-    return repeated[1] < plan_.sizes[1];
+    return repeated[1] < plan_.sizes[1];  // only groups of boxes go beyond the last row
   }
 
   __device__ __forceinline__ const BoxOperand& operand(Which which) const {

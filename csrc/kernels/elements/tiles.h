@@ -295,8 +295,8 @@ struct Box {
   }
 };
 
-// A thread's place in a box in the first step of an order. Threads without one take that of
-// another.
+// A thread's place in a box, in one of the orders. Threads without a place take that of thread 0,
+// and count nothing.
 class BoxPlace {
  public:
   // near: the side along which threads side by side have neighbours, which is the order's number.
