@@ -611,52 +611,49 @@ void check_type(int64_t columns, int64_t stride, bool joins) {
   CHECK(planner.unit_type() == (joins ? DType::kBFloat16 : DType::kFloat32));
 }
 
-// Boxes have most of the elements that their threads' steps could have.
-void check_filled(int64_t columns, int64_t rows, int64_t matrices = 1) {
-  Problem problem{columns, rows, matrices};
-  const int64_t straight[] = {1, columns, columns * rows};
+// Calls body with the plan of boxes for an input of rows, its losses, and a transposed target.
+template <typename Body>
+void with_boxes(Problem problem, DType dtype, int64_t row_stride, const Body& body) {
+  const int64_t columns = problem.space.sizes[0];
+  const int64_t rows = problem.space.sizes[1];
+  const int64_t straight[] = {1, row_stride, rows * row_stride};
   const int64_t transposed[] = {rows, 1, columns * rows};
-  problem.add(kInput, DType::kFloat16, straight);
-  problem.add(kTarget, DType::kFloat16, transposed);
-  problem.add(kOutput, DType::kFloat16, straight);
+  problem.add(kInput, dtype, straight);
+  problem.add(kTarget, dtype, transposed);
+  problem.add(kOutput, dtype, straight);
   const Layout layout(problem.space, problem.operands);
   BoxPlanner planner(layout, problem.operands);
   CHECK(planner.has_boxes());
-  if (!planner.has_boxes()) {
-    return;
+  if (planner.has_boxes()) {
+    body(planner.plan());
   }
-  const BoxPlan& plan = planner.plan();
-  CHECK(std::max(plan.cells[0], plan.cells[1]) % 2 == 1);
-  const int64_t elements = int64_t{plan.sizes[0]} * plan.sizes[1] * plan.sizes[2];
-  CHECK(10 * elements >= 7 * kBoxElements);
+}
+
+// Boxes have most of the elements that their threads' steps could have.
+void check_filled(int64_t columns, int64_t rows, int64_t matrices = 1) {
+  with_boxes(Problem{columns, rows, matrices}, DType::kFloat16, columns, [](const BoxPlan& plan) {
+    CHECK(std::max(plan.cells[0], plan.cells[1]) % 2 == 1);
+    const int64_t elements = int64_t{plan.sizes[0]} * plan.sizes[1] * plan.sizes[2];
+    CHECK(10 * elements >= 7 * kBoxElements);
+  });
 }
 
 // Sides, and distances, of nearly 2^31 elements and more: steps stay within 31 bits, and the last
 // box ends where the operands do.
 void check_far_boxes(int64_t columns, int64_t rows, int64_t row_stride) {
-  Problem problem{columns, rows};
-  const int64_t straight[] = {1, row_stride};
-  const int64_t transposed[] = {rows, 1};
-  problem.add(kInput, DType::kFloat32, straight);
-  problem.add(kTarget, DType::kFloat32, transposed);
-  const Layout layout(problem.space, problem.operands);
-  BoxPlanner planner(layout, problem.operands);
-  CHECK(planner.has_boxes());
-  if (!planner.has_boxes()) {
-    return;
-  }
-  const BoxPlan& plan = planner.plan();
-  for (const Which which : {kInput, kTarget}) {
-    const BoxOperand& operand = plan.operands[which];
-    CHECK(operand.step_stride == static_cast<int32_t>(operand.step_stride));
-    const Box box = Box::of(plan, plan.boxes - 1);
-    int64_t offset = 0;
-    for (int dim = 0; dim < kBoxDims; ++dim) {
-      CHECK(box.begin[dim] + plan.sizes[dim] == plan.space_sizes[dim]);
-      offset += (plan.space_sizes[dim] - plan.sizes[dim]) * operand.strides[dim];
+  with_boxes(Problem{columns, rows}, DType::kFloat32, row_stride, [](const BoxPlan& plan) {
+    for (const Which which : {kInput, kTarget}) {
+      const BoxOperand& operand = plan.operands[which];
+      CHECK(operand.step_stride == static_cast<int32_t>(operand.step_stride));
+      const Box box = Box::of(plan, plan.boxes - 1);
+      int64_t offset = 0;
+      for (int dim = 0; dim < kBoxDims; ++dim) {
+        CHECK(box.begin[dim] + plan.sizes[dim] == plan.space_sizes[dim]);
+        offset += (plan.space_sizes[dim] - plan.sizes[dim]) * operand.strides[dim];
+      }
+      CHECK(box.offset(plan, operand) == offset);
     }
-    CHECK(box.offset(plan, operand) == offset);
-  }
+  });
 }
 
 }  // namespace

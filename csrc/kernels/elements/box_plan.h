@@ -7,9 +7,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
+#include <limits>
 
 #include "kernels/elements/plan.h"
 #include "kernels/primitives/integers.h"
@@ -38,11 +40,10 @@ struct BoxOperand : PlanOperand {
 // rows. A thread takes kBoxSteps elements along `walked`; its place says where the first one is.
 struct BoxOrder {
   int32_t walked = 0;
-  int32_t size = 0;               // of the box along it: at least kBoxSteps
-  int32_t distance = 1;           // from step to step
-  int32_t places[kBoxDims] = {};  // columns, rows and matrices of the first step
-  int32_t threads = 0;            // that have a place
-  Divisor near;                   // places along the side of neighbours, and along the other one
+  int32_t size = 0;      // of the box along it: at least kBoxSteps
+  int32_t distance = 1;  // from step to step
+  int32_t threads = 0;   // that have a place
+  Divisor near;          // places along the side of neighbours, and along the other one
   Divisor far;
   int32_t step_cells = 0;  // from a step's cell to the next one's
 
@@ -91,24 +92,8 @@ class BoxPlanner {
 
   // To be called once.
   const BoxPlan& plan() {
-    plan_.boxes = layout_.space().numel > 0 ? 1 : 0;
-    for (int dim = 0; dim < plan_.extents.ndim; ++dim) {
-      int64_t& size = plan_.extents.sizes[dim];
-      size = dim < kBoxDims ? ceil_div(size, plan_.sizes[dim]) : size;
-      if (dim == 1) {
-        const int64_t group = even_share(size, kBoxesOfTile);
-        plan_.group = Divisor(static_cast<uint32_t>(group));
-        plan_.boxes *= group;
-        size = ceil_div(size, group);
-      }
-      plan_.boxes *= size;
-    }
-    plan_.extents.set_divisors();
-    plan_.tiles = ceil_div(plan_.boxes, kBoxesOfTile);
-    const int short_side = plan_.sizes[1] < plan_.sizes[0] ? 1 : 0;
-    plan_.cells[short_side] = 1;
-    plan_.cells[1 - short_side] = plan_.sizes[short_side] | 1;
-    plan_.cells[2] = plan_.sizes[1 - short_side] * plan_.cells[1 - short_side];
+    number_boxes();
+    set_cells();
     for (const int near : {0, 1}) {
       set_order(near, plan_.orders[near]);
     }
@@ -126,7 +111,7 @@ class BoxPlanner {
     int walked[2];  // by the orders
   };
   struct Best {
-    double cost = 0;  // 0: there is none
+    double cost = std::numeric_limits<double>::infinity();  // there is none
     Shape shape = {};
   };
 
@@ -162,8 +147,8 @@ class BoxPlanner {
   // its own.
   static constexpr int64_t kNarrow = 32;
 
-  // Chooses how many columns, rows and matrices a box has, in equal shares, and along what its
-  // orders walk: of a few sizes of either side, with all that fits beside it, what costs least.
+  // Chooses how many columns, rows and matrices a box has, and along what its orders walk: of a few
+  // sizes of either side, with all that fits beside it, what costs least.
   void choose_sizes() {
     const int64_t (&all)[kBoxDims] = plan_.space_sizes;
     Best best;
@@ -188,7 +173,7 @@ class BoxPlanner {
         }
       }
     }
-    has_boxes_ = best.cost > 0;
+    has_boxes_ = std::isfinite(best.cost);
     std::copy(std::begin(best.shape.sizes), std::end(best.shape.sizes), plan_.sizes);
     plan_.orders[0].walked = best.shape.walked[0];
     plan_.orders[1].walked = best.shape.walked[1];
@@ -223,19 +208,25 @@ class BoxPlanner {
       return;
     }
     const double cost = cost_of(shape);
-    if (best.cost == 0 || cost < best.cost) {
+    if (cost < best.cost) {
       best = {cost, shape};
     }
   }
 
-  // How far steps are apart, along the side of neighbours or another, and how many places the first
-  // one has.
+  // How far an order's steps are apart along what it walks along, and how many places the first one
+  // has there. is_near: that is the side of neighbours.
   static int64_t distance_along(int64_t size, bool is_near) {
     return is_near ? size / kBoxSteps : 1;
   }
   static int64_t places_along(int64_t size, bool is_near) {
     const int64_t distance = distance_along(size, is_near);
     return distance > 1 ? size - distance * (kBoxSteps - 1) : ceil_div(size, int64_t{kBoxSteps});
+  }
+  // The threads of an order that have a place.
+  static int64_t threads_of(const Shape& shape, int near) {
+    const int walked = shape.walked[near];
+    return shape.sizes[0] * shape.sizes[1] * shape.sizes[2] / shape.sizes[walked] *
+           places_along(shape.sizes[walked], walked == near);
   }
   // Whether a thread has all its steps along what is walked, and 31 bits hold how far they are
   // apart, in bytes.
@@ -251,11 +242,6 @@ class BoxPlanner {
       });
     }
     return can;
-  }
-  static int64_t threads_of(const Shape& shape, int near) {
-    const int walked = shape.walked[near];
-    return shape.sizes[0] * shape.sizes[1] * shape.sizes[2] / shape.sizes[walked] *
-           places_along(shape.sizes[walked], walked == near);
   }
 
   // What boxes of a shape cost: three accesses for each step of their threads, and a share of the
@@ -295,16 +281,42 @@ class BoxPlanner {
     return runs;
   }
 
+  void number_boxes() {
+    const auto boxes_along = [&](int dim) {
+      return ceil_div(plan_.space_sizes[dim], int64_t{plan_.sizes[dim]});
+    };
+    const int64_t group = even_share(boxes_along(1), kBoxesOfTile);
+    plan_.group = Divisor(static_cast<uint32_t>(group));
+    Extents& extents = plan_.extents;
+    for (int dim = 0; dim < kBoxDims; ++dim) {
+      extents.sizes[dim] = ceil_div(boxes_along(dim), dim == 1 ? group : 1);
+    }
+    extents.set_divisors();
+    plan_.boxes = group;
+    for (int dim = 0; dim < extents.ndim; ++dim) {
+      plan_.boxes *= extents.sizes[dim];
+    }
+    plan_.tiles = ceil_div(plan_.boxes, kBoxesOfTile);
+  }
+
+  void set_cells() {
+    const int short_side = plan_.sizes[1] < plan_.sizes[0] ? 1 : 0;
+    plan_.cells[short_side] = 1;
+    plan_.cells[1 - short_side] = plan_.sizes[short_side] | 1;
+    plan_.cells[2] = plan_.sizes[1 - short_side] * plan_.cells[1 - short_side];
+  }
+
   void set_order(int near, BoxOrder& order) const {
-    std::copy(std::begin(plan_.sizes), std::end(plan_.sizes), order.places);
+    const bool is_near = order.walked == near;
     order.size = plan_.sizes[order.walked];
-    order.distance = static_cast<int32_t>(distance_along(order.size, order.walked == near));
-    order.places[order.walked] =
-        static_cast<int32_t>(places_along(order.size, order.walked == near));
-    order.threads = order.places[0] * order.places[1] * order.places[2];
-    order.near = Divisor(static_cast<uint32_t>(order.places[near]));
-    order.far = Divisor(static_cast<uint32_t>(order.places[1 - near]));
+    order.distance = static_cast<int32_t>(distance_along(order.size, is_near));
     order.step_cells = order.distance * plan_.cells[order.walked];
+    int64_t places[kBoxDims];  // columns, rows and matrices of the first step
+    std::copy(std::begin(plan_.sizes), std::end(plan_.sizes), places);
+    places[order.walked] = places_along(order.size, is_near);
+    order.threads = static_cast<int32_t>(places[0] * places[1] * places[2]);
+    order.near = Divisor(static_cast<uint32_t>(places[near]));
+    order.far = Divisor(static_cast<uint32_t>(places[1 - near]));
   }
 
   const Layout& layout_;

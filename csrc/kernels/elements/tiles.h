@@ -311,6 +311,7 @@ class BoxPlace {
     index_[1] = near == 0 ? far_index : near_index;
     index_[2] = static_cast<int32_t>(matrix);
     place_ = 0;
+    // No index that is known only at run time: it would put the array in memory.
     for (int dim = 0; dim < kBoxDims; ++dim) {
       if (dim == order_.walked) {
         place_ = index_[dim];
