@@ -72,6 +72,7 @@ struct ElementwiseBackwardArgs : ElementwiseArgs {
   // The gradients hold those for a grad_output of 1: nothing to do where it is 1.
   bool kept = false;
   const double* mean_terms = nullptr;  // (2,), from forward; weighted mean only
+  bool takes_input = true;             // else no gradient depends on input, which is not read
   // Null where not wanted. A gradient whose operand is broadcast has its own launcher.
   Operand grad_input;
   Operand grad_target;

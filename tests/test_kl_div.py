@@ -381,6 +381,56 @@ def test_probabilities_are_the_logarithm_fused(dtype: torch.dtype, device: str) 
             )
 
 
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "padded": lambda x: torch.nn.functional.pad(x, (0, 3))[..., :-3],
+}
+
+
+@per_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("log_input", [True, False])
+@pytest.mark.parametrize("log_target", [True, False])
+def test_gradient_of_input_alone(
+    dtype: torch.dtype, layout: str, log_input: bool, log_target: bool, device: str
+) -> None:
+    """The gradient of input has the same bits as beside that of target, which takes input."""
+    p, t = (torch.softmax(torch.randn(3, 71, 45), -1).clamp(min=2.0**-14) for _ in range(2))
+    input = LAYOUTS[layout]((p.log() if log_input else p).to(dtype).to(device))
+    for target_dtype in {dtype, torch.float32}:
+        target = (t.log() if log_target else t).to(target_dtype).to(device)
+        for reduction in ("none", "sum"):
+            sample = sample_of(
+                input, target, reduction=reduction, log_input=log_input, log_target=log_target
+            )
+            both = check(KL, sample)
+            leaf = input.detach().requires_grad_()
+            loss = lossops.kl_div(leaf, target, **sample.options)
+            grad_output = torch.full_like(loss, 0.5)
+            (alone,) = torch.autograd.grad(loss, leaf, grad_output, retain_graph=True)
+            leaves = (leaf, target.detach().requires_grad_())
+            loss = lossops.kl_div(*leaves, **sample.options)
+            beside, _ = torch.autograd.grad(loss, leaves, grad_output)
+            assert_same(alone, beside, f"{reduction}, {target_dtype}")
+            assert both.gradients["input"].dtype == dtype
+
+
+@per_dtype
+@pytest.mark.parametrize("log_target", [True, False])
+def test_target_that_rows_share(dtype: torch.dtype, log_target: bool, device: str) -> None:
+    """Losses are those of copies of the target, though what they take of it is computed once."""
+    for columns in (5, 45, 202, 2600):
+        p = torch.softmax(torch.randn(64, 20, columns), -1).to(dtype).clamp(min=2.0**-14)
+        t = torch.softmax(torch.randn(columns), -1).to(dtype).clamp(min=2.0**-14)
+        x, t = p.log().to(device), (t.log() if log_target else t).to(device)
+        for target in (t, t.expand(20, columns).contiguous()):
+            shared = lossops.kl_div(x, target, reduction="none", log_target=log_target)
+            copies = target.expand_as(x).contiguous()
+            apart = lossops.kl_div(x, copies, reduction="none", log_target=log_target)
+            assert_same(shared, apart, f"{columns} columns, {tuple(target.shape)}")
+
+
 @per_dtype
 def test_term_accuracy(dtype: torch.dtype, device: str) -> None:
     """A term is off by at most 4 x 2^-24 x t x max(1, |log t|, |log p|), equal to it or not."""

@@ -165,6 +165,15 @@ ElementwiseResult elementwise_forward(ElementwiseLoss loss, const Tensor& input,
 
 namespace {
 
+// Whether the gradients that are wanted take input.
+bool takes_input(ElementwiseLoss loss, const LossParams& params,
+                 const std::vector<bool>& output_mask) {
+  bool takes = output_mask[1] || output_mask[2];  // fault: takes-input
+  visit_elementwise_loss(loss, params,
+                         [&](auto term) { takes |= decltype(term)::kInputGradientTakesInput; });
+  return takes;
+}
+
 // The gradient of a target that was broadcast to no elements, for losses with
 // LossTraits::target_has_factor: 0 times the derivative at an input of 1.
 Tensor gradient_of_nothing(ElementwiseLoss loss, const LossParams& params, const View& target) {
@@ -244,6 +253,8 @@ std::vector<Tensor> elementwise_backward(
     }
   }
   if (!direct.empty()) {
+    // Not where a gradient is summed: the order of the sum would depend on which others are wanted.
+    args.takes_input = !summed.empty() || takes_input(loss, params, output_mask);
     ElementwiseSpace space(problem, args);
     for (const Gradient& gradient : direct) {
       gradient.add_to(space, problem, args);

@@ -46,7 +46,9 @@ class BackwardBlock {
 
   // The blocks begin at element `begin`, or where seek() says.
   void start(int64_t begin) {
-    input_.start(args_.space, args_.input, begin);
+    if (args_.takes_input) {
+      input_.start(args_.space, args_.input, begin);
+    }
     target_.start(args_.space, args_.target, begin);
     prepared_.start(args_.space, prepared_operand_, begin);
     start_factors(begin);
@@ -54,7 +56,9 @@ class BackwardBlock {
 
   // The blocks are those of elements [begin, end), in order.
   void start(int64_t begin, int64_t end) {
-    input_.start(args_.space, args_.input, begin, end);
+    if (args_.takes_input) {
+      input_.start(args_.space, args_.input, begin, end);
+    }
     target_.start(args_.space, args_.target, begin, end);
     prepared_.start(args_.space, prepared_operand_, begin, end);
     start_factors(begin);
@@ -71,8 +75,8 @@ class BackwardBlock {
 
   // Reads the next block.
   __attribute__((noinline)) void next(int count) {
-    x_ = input_.next(count);
     t_ = target_.next(count);
+    x_ = input_.exists() ? input_.next(count) : t_;  // or no gradient takes it
     p_ = prepared_.exists() ? prepared_.next(count) : Elements<acc_t>{};
     scale_ = {shared_scale_, 0};
     if (grad_output_.exists()) {

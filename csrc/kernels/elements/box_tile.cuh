@@ -69,6 +69,7 @@ class BoxTile {
   static constexpr int kSteps = kBoxSteps;
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
+  static constexpr bool kKeeps = false;
   using Values = BoxValues<BoxTile>;
 
   // All threads of the block.

@@ -41,7 +41,8 @@ constexpr int64_t kMaxPartials = 65536;
 constexpr unsigned kForwardWork = kSumsLosses | kStoresLosses | kHasWeights | kWantsGradInput;
 constexpr unsigned kWeightWork = kHasWeights | kWantsGradWeight;
 constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInput |
-                                   kWantsGradTarget | kWantsGradWeight | kIsBackward;
+                                   kWantsGradTarget | kWantsGradWeight | kIsBackward |
+                                   kIgnoresInput;
 // Of backward passes, and of forward passes that compute more than the gradient of input.
 constexpr unsigned kGradientsWork = kSumsLosses | (kBackwardWork & ~kWeightWork);
 
@@ -97,6 +98,7 @@ struct Launch {
     add(kGradTarget, args.grad_target);
     add(kGradWeight, args.grad_weight);
     work |= kIsBackward | bit_if(args.weight, kHasWeights);
+    work |= args.takes_input ? 0 : kIgnoresInput;
   }
 
   explicit Launch(const ElementwiseBackwardReduceArgs& args)

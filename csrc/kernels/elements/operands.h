@@ -40,7 +40,8 @@ enum : unsigned {
   kWantsGradInput = 16,
   kWantsGradTarget = 32,
   kWantsGradWeight = 64,
-  kIsBackward = 128,  // waits for the kernel ahead; may find its gradient computed
+  kIsBackward = 128,    // waits for the kernel ahead; may find its gradient computed
+  kIgnoresInput = 256,  // reads no kInput: no gradient takes it
 };
 
 // Known when the kernel is compiled.

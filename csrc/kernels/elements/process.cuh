@@ -87,15 +87,50 @@ __device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, con
   });
 }
 
-// Calls body with a function of input, target and the number of an element in its unit: its loss,
+// What a term takes of target: once for columns that have one target, and once for turns that have.
+template <typename Tile, typename Term>
+__device__ __forceinline__ void prepare_target(
+    const Tile& tile, const Term& term, const typename Tile::Values& target,
+    typename Tile::acc_t (&prepared)[Tile::kSteps * Tile::kWidth]) {
+  constexpr int kWidth = Tile::kWidth;
+  if (tile.is_one(kTarget)) {
+#pragma unroll
+    for (int step = 0; step < Tile::kSteps; ++step) {
+      const auto one = term.prepare(target.at(step, 0));
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        prepared[step * kWidth + i] = one;
+      }
+    }
+  } else if (tile.is_new(kTarget)) {
+#pragma unroll
+    for (int n = 0; n < Tile::kSteps * kWidth; ++n) {
+      prepared[n] = term.prepare(target.at(n / kWidth, n % kWidth));
+    }
+    if (!tile.moves(kTarget)) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        Tile::kept(i) = prepared[i];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < Tile::kSteps * kWidth; ++n) {
+      prepared[n] = Tile::kept(n % kWidth);
+    }
+  }
+}
+
+// Calls body with a function of input, target and the number of an element: its loss,
 // by the term's faster way if it has one and the loss is only added up, or is rounded to a half
 // type.
 template <typename Tile, typename Work, typename Term, typename Body>
 __device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const Term& term,
+                                              const typename Tile::Values& target,
                                               const Body& body) {
   if constexpr (HasForwardInSum<Term>::value && std::is_same_v<typename Tile::acc_t, float>) {
     if (!work.has(kStoresLosses)) {
-      body([&](float x, float t, int /*i*/) {
+      body([&](float x, float t, int /*n*/) {
         return term.template forward_in_sum<Tile::kIsHalf, Tile::kHasSubnormals>(x, t);
       });
       return;
@@ -108,15 +143,11 @@ __device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const
       return;
     }
   }
-  if constexpr (SharesTarget<Term>::value && Work::all().has(kStoresLosses)) {
-    if (tile.is_one(kTarget)) {
-      typename Tile::acc_t prepared{};
-      body([&](auto x, auto t, int i) {
-        prepared = i == 0 ? term.prepare(t) : prepared;
-        return term.forward(x, t, prepared);
-      });
-      return;
-    }
+  if constexpr (SharesTarget<Term>::value && Work::all().has(kStoresLosses) && Tile::kKeeps) {
+    typename Tile::acc_t prepared[Tile::kSteps * Tile::kWidth];
+    prepare_target(tile, term, target, prepared);
+    body([&](auto x, auto t, int n) { return term.forward(x, t, prepared[n]); });
+    return;
   }
   body([&](auto x, auto t, int /*i*/) { return term.forward(x, t); });
 }
@@ -136,8 +167,11 @@ struct Operands {
   Values g;
 
   // All reads are on their way before the first is waited for.
-  __device__ __forceinline__ void read(Tile& tile, bool weighted, bool own_scale) {
-    load(tile, kInput, x);
+  __device__ __forceinline__ void read(Tile& tile, bool takes_input, bool weighted,
+                                       bool own_scale) {
+    if (takes_input) {
+      load(tile, kInput, x);
+    }
     load(tile, kTarget, t);
     if (weighted) {
       load(tile, kWeight, w);
@@ -145,7 +179,9 @@ struct Operands {
     if (own_scale) {
       load(tile, kGradOutput, g);
     }
-    convert(tile, kInput, x);
+    if (takes_input) {
+      convert(tile, kInput, x);
+    }
     convert(tile, kTarget, t);
     if (weighted) {
       convert(tile, kWeight, w);
@@ -273,7 +309,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   constexpr int kCount = Tile::kSteps * kWidth;
   const bool weighted = Terms::kHasWeight && work.has(kHasWeights);
   const bool own_scale = work.has(kHasGradOutputs);
-  operands.read(tile, weighted, own_scale);
+  operands.read(tile, !work.has(kIgnoresInput), weighted, own_scale);
   const auto at = [](const typename Tile::Values& values, int n) {
     return values.at(n / kWidth, n % kWidth);
   };
@@ -282,11 +318,11 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     acc_t losses[kCount];
     acc_t weights[kCount];
     visit_term(terms, [&](const auto& term) {
-      visit_forward(tile, work, term, [&](const auto& forward) {
+      visit_forward(tile, work, term, operands.t, [&](const auto& forward) {
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
           weights[n] = weighted ? at(operands.w, n) : acc_t(1);
-          losses[n] = forward(at(operands.x, n), at(operands.t, n), n % kWidth) * weights[n];
+          losses[n] = forward(at(operands.x, n), at(operands.t, n), n) * weights[n];
         }
       });
     });

@@ -71,9 +71,15 @@ class StripTile {
     return walk_.has_all(plan_, turn_, kSteps - 1);
   }
 
+  // Whether an operand is another in each turn; else all steps have the same unit.
+  __device__ __forceinline__ bool moves(Which which) const { return traits_.moves(which); }
   // Whether an operand must be read again in this turn.
-  __device__ __forceinline__ bool is_new(Which which) const {
-    return turn_ == 0 || traits_.moves(which);
+  __device__ __forceinline__ bool is_new(Which which) const { return turn_ == 0 || moves(which); }
+  // Numbers of a thread that it keeps from turn to turn, one a column.
+  static constexpr bool kKeeps = sizeof(acc_t) == 4 && kWidth > 1;
+  __device__ __forceinline__ static acc_t& kept(int i) {
+    __shared__ acc_t numbers[kWidth][kTileThreads];
+    return numbers[i][threadIdx.x];
   }
 
   // The addresses of a thread's units.

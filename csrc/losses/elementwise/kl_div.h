@@ -25,6 +25,9 @@ struct KlDivTerm {
   static constexpr bool kPreparesTarget = true;
   static constexpr bool kHasTargetGradientKernel = false;  // they would take 0.2 MB of the wheel
 
+  // Whether backward_input() takes input.
+  static constexpr bool kInputGradientTakesInput = !kLogInput;
+
   // Whether backward_input() takes what is prepared.
   static constexpr bool kInputTakesPrepared = kLogTarget;
 

@@ -13,6 +13,7 @@ namespace lossops {
 struct MseTerm {
   static constexpr bool kHasWeight = true;
   static constexpr bool kPreparesTarget = false;
+  static constexpr bool kInputGradientTakesInput = true;
   // CUDA, dense operands: whether a kernel of this loss alone, for each dtype, writes the gradient
   // of target beside the loss. Else the kernel of backward passes does.
   static constexpr bool kHasTargetGradientKernel = true;
