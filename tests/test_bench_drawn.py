@@ -237,6 +237,10 @@ def test_bytes_of_elements() -> None:
         "written": losses,
         "step": 2 * (read + losses) + 32 * 2,
     }
+    # The gradient of a logarithm alone does not need it.
+    linear = dataclasses.replace(draw, loss="kl-log", gradients="input", reduction="none")
+    moved = elements.moved_bytes(linear, input, target, torch.rand(64, 32))
+    assert moved["step"] == 2 * (read + losses)
 
 
 # Of 40 rows (30 of them kept where some are ignored) and 32 classes, each number by hand.

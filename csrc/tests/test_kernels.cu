@@ -186,6 +186,31 @@ void test_backward(ElementwiseCase& c, int64_t shift) {
                 });
 }
 
+// After test_backward(): the gradient of input alone, where that does not depend on input.
+void test_input_that_is_not_taken(ElementwiseCase& c, int64_t shift) {
+  c.grad_target = TestTensor();
+  c.grad_weight = TestTensor();
+  bool takes_input = true;
+  visit_elementwise_loss(c.loss, c.backward_args(on_host).params, [&](auto term) {
+    takes_input = decltype(term)::kInputGradientTakesInput;
+  });
+  if (takes_input) {
+    return;
+  }
+  c.input.fill([] { return std::numeric_limits<double>::quiet_NaN(); });
+  const auto args_of = [&](const test::Place& place) {
+    ElementwiseBackwardArgs args = c.backward_args(place);
+    args.takes_input = false;
+    return args;
+  };
+  const std::vector<unsigned char> expected = c.grad_input.bytes;
+  cpu::launch_elementwise_backward(args_of(on_host), kSerial);
+  CHECK(c.grad_input.bytes == expected);
+  run_on_device({&c.grad_input}, c.acc_double(), shift, [&](Device& device) {
+    cuda::launch_elementwise_backward(args_of(device.place()), nullptr);
+  });
+}
+
 void backward_reduce_on_host(ElementwiseCase& c) {
   const ElementwiseBackwardReduceArgs args = c.backward_args(on_host);
   std::vector<double> scratch(static_cast<size_t>(cpu::elementwise_backward_reduce_scratch(args)));
@@ -270,6 +295,7 @@ void test_elementwise(Random& random, const std::vector<int64_t>& sizes, Layout 
     c.grad_weight = TestTensor(c.weight.dtype, sizes, layout);
   }
   test_backward(c, shift);
+  test_input_that_is_not_taken(c, shift);
 }
 
 void test_broadcast(Random& random, const std::vector<int64_t>& sizes, Layout layout,

@@ -28,7 +28,7 @@ struct HasForwardHalf<Term, std::void_t<decltype(Term::kHasForwardHalf)>>
     : std::bool_constant<Term::kHasForwardHalf> {};
 
 // Whether what a term's loss, or its gradient of input, takes of target may be computed once for
-// the columns of a unit that have one target.
+// elements that have one target.
 template <typename Term, typename = void>
 struct SharesTarget : std::false_type {};
 template <typename Term>
@@ -87,7 +87,8 @@ __device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, con
   });
 }
 
-// What a term takes of target: once for columns that have one target, and once for turns that have.
+// What a term takes of the targets of a thread's elements. It is computed once for columns that
+// have one target, and in the first turn for a target that is the same in all turns.
 template <typename Tile, typename Term>
 __device__ __forceinline__ void prepare_target(
     const Tile& tile, const Term& term, const typename Tile::Values& target,
@@ -121,9 +122,9 @@ __device__ __forceinline__ void prepare_target(
   }
 }
 
-// Calls body with a function of input, target and the number of an element: its loss,
-// by the term's faster way if it has one and the loss is only added up, or is rounded to a half
-// type.
+// Calls body with a function of input, target and the number of an element: its loss, by the
+// term's faster way if it has one and the loss is only added up, or is rounded to a half type.
+// target: of all elements.
 template <typename Tile, typename Work, typename Term, typename Body>
 __device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const Term& term,
                                               const typename Tile::Values& target,
@@ -139,7 +140,7 @@ __device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const
   if constexpr (HasForwardHalf<Term>::value && Work::all().has(kStoresLosses) &&
                 std::is_same_v<typename Tile::acc_t, float>) {
     if (tile.is_half(kOutput)) {
-      body([&](float x, float t, int /*i*/) { return term.forward_half(x, t); });
+      body([&](float x, float t, int /*n*/) { return term.forward_half(x, t); });
       return;
     }
   }
@@ -149,7 +150,7 @@ __device__ __forceinline__ void visit_forward(const Tile& tile, Work work, const
     body([&](auto x, auto t, int n) { return term.forward(x, t, prepared[n]); });
     return;
   }
-  body([&](auto x, auto t, int /*i*/) { return term.forward(x, t); });
+  body([&](auto x, auto t, int /*n*/) { return term.forward(x, t); });
 }
 
 // In the place of what sums a gradient (strip_sums.cuh), where all gradients are written.
