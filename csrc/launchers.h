@@ -72,7 +72,8 @@ struct ElementwiseBackwardArgs : ElementwiseArgs {
   // The gradients hold those for a grad_output of 1: nothing to do where it is 1.
   bool kept = false;
   const double* mean_terms = nullptr;  // (2,), from forward; weighted mean only
-  bool takes_input = true;             // else no gradient depends on input, which is not read
+  // If false, no gradient depends on input, and a launcher may leave it unread.
+  bool takes_input = true;
   // Null where not wanted. A gradient whose operand is broadcast has its own launcher.
   Operand grad_input;
   Operand grad_target;

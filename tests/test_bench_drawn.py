@@ -237,10 +237,15 @@ def test_bytes_of_elements() -> None:
         "written": losses,
         "step": 2 * (read + losses) + 32 * 2,
     }
-    # The gradient of a logarithm alone does not need it.
-    linear = dataclasses.replace(draw, loss="kl-log", gradients="input", reduction="none")
-    moved = elements.moved_bytes(linear, input, target, torch.rand(64, 32))
-    assert moved["step"] == 2 * (read + losses)
+    # The gradient of an input of logarithms does not depend on that input.
+    for loss, gradients, saved, written in (
+        ("kl-log", "input", 64 * 32 * 4, 64 * 32 * 4),
+        ("kl-log", "both", 0, read),
+        ("kl-probs", "input", 0, 64 * 32 * 4),
+    ):
+        none = dataclasses.replace(draw, loss=loss, gradients=gradients, reduction="none")
+        moved = elements.moved_bytes(none, input, target, torch.rand(64, 32))
+        assert moved["step"] == 2 * (read + losses) - saved + written
 
 
 # Of 40 rows (30 of them kept where some are ignored) and 32 classes, each number by hand.

@@ -253,8 +253,7 @@ std::vector<Tensor> elementwise_backward(
     }
   }
   if (!direct.empty()) {
-    // Not where a gradient is summed: the order of the sum would depend on which others are wanted.
-    args.takes_input = !summed.empty() || takes_input(loss, params, output_mask);
+    args.takes_input = takes_input(loss, params, output_mask);
     ElementwiseSpace space(problem, args);
     for (const Gradient& gradient : direct) {
       gradient.add_to(space, problem, args);

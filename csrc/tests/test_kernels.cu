@@ -204,6 +204,7 @@ void test_input_that_is_not_taken(ElementwiseCase& c, int64_t shift) {
     return args;
   };
   const std::vector<unsigned char> expected = c.grad_input.bytes;
+  c.grad_input.fill([] { return std::numeric_limits<double>::quiet_NaN(); });
   cpu::launch_elementwise_backward(args_of(on_host), kSerial);
   CHECK(c.grad_input.bytes == expected);
   run_on_device({&c.grad_input}, c.acc_double(), shift, [&](Device& device) {

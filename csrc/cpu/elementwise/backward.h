@@ -76,7 +76,7 @@ class BackwardBlock {
   // Reads the next block.
   __attribute__((noinline)) void next(int count) {
     t_ = target_.next(count);
-    x_ = input_.exists() ? input_.next(count) : t_;  // or no gradient takes it
+    x_ = input_.exists() ? input_.next(count) : t_;  // t_: no gradient takes input
     p_ = prepared_.exists() ? prepared_.next(count) : Elements<acc_t>{};
     scale_ = {shared_scale_, 0};
     if (grad_output_.exists()) {

@@ -44,8 +44,9 @@ constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInp
                                    kWantsGradTarget | kWantsGradWeight | kIsBackward;
 // Of backward passes, and of forward passes that compute more than the gradient of input.
 constexpr unsigned kGradientsWork = kSumsLosses | (kBackwardWork & ~kWeightWork);
-// Of backward passes that sum nothing and have no weights. The others always read input: a branch
-// more made the sums of fp32 20x2744x3133 take 1.09 times as long.
+// What backward passes may be asked for that sum nothing and have no weights, but for those in
+// InDoubles. All others read input, taken or not: one branch more made the sums of fp32
+// 20x2744x3133 take 1.09 times as long.
 constexpr unsigned kPlainBackwardWork = (kBackwardWork & ~kWeightWork) | kIgnoresInput;
 
 // Whether a gradient is that of a broadcast operand, a sum along the dimensions where it is.

@@ -41,7 +41,7 @@ enum : unsigned {
   kWantsGradTarget = 32,
   kWantsGradWeight = 64,
   kIsBackward = 128,    // waits for the kernel ahead; may find its gradient computed
-  kIgnoresInput = 256,  // reads no kInput: no gradient takes it
+  kIgnoresInput = 256,  // does not read kInput, which no gradient takes
 };
 
 // Known when the kernel is compiled.

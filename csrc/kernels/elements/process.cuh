@@ -87,8 +87,9 @@ __device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, con
   });
 }
 
-// What a term takes of the targets of a thread's elements. It is computed once for columns that
-// have one target, and in the first turn for a target that is the same in all turns.
+// What a term takes of the targets of a thread's elements. Columns of a unit that have one target
+// share one result. If the target is the same in all turns, the first turn computes the results,
+// and the others take them from shared memory.
 template <typename Tile, typename Term>
 __device__ __forceinline__ void prepare_target(
     const Tile& tile, const Term& term, const typename Tile::Values& target,

@@ -75,8 +75,8 @@ class StripTile {
   __device__ __forceinline__ bool moves(Which which) const { return traits_.moves(which); }
   // Whether an operand must be read again in this turn.
   __device__ __forceinline__ bool is_new(Which which) const { return turn_ == 0 || moves(which); }
-  // Numbers of a thread that it keeps from turn to turn, one a column. In shared memory: registers
-  // are short.
+  // Numbers of a thread that it keeps from turn to turn, one a column. They lie in shared memory,
+  // because registers are short.
   static constexpr bool kKeeps = sizeof(acc_t) == 4 && kWidth > 1;
   __device__ __forceinline__ static acc_t& kept(int i) {
     __shared__ acc_t numbers[kWidth][kTileThreads];

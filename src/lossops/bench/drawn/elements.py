@@ -166,16 +166,16 @@ def operands(draw: ElementDraw, device: torch.device) -> tuple[Tensor, Tensor]:
 def moved_bytes(draw: ElementDraw, input: Tensor, target: Tensor, losses: Tensor) -> dict[str, int]:
     """The least that must move: {"read", "written"} of a forward pass, and {"step"}.
 
-    "none": forward writes the losses, and backward reads the operands again, and `grad_output`. KL
-    is linear in an input of logarithms: the gradient of that alone does not need the input.
+    "none": forward writes the losses, and backward reads the operands again, and `grad_output`; but
+    not an input of logarithms for its own gradient alone, which does not depend on it.
     """
     read = input.nbytes + target.nbytes
     gradients = (draw.gradients != "target") * input.nbytes + (
         draw.gradients != "input"
     ) * target.nbytes
     if draw.reduction == "none":
-        is_linear = LOSSES[draw.loss][2] and draw.gradients == "input"
-        step = 2 * (read + losses.nbytes) + gradients - is_linear * input.nbytes
+        is_unread = LOSSES[draw.loss][2] and draw.gradients == "input"
+        step = 2 * (read + losses.nbytes) + gradients - is_unread * input.nbytes
         return {"read": read, "written": losses.nbytes, "step": step}
     return {"read": read, "written": 0, "step": read + gradients}
 
