@@ -314,6 +314,22 @@ void test_broadcast(Random& random, const std::vector<int64_t>& sizes, Layout la
   }
 }
 
+// KL without a reduction of a target that all rows share, in tiles of several turns: what the
+// losses take of the target is kept from turn to turn.
+void test_shared_targets(Random& random) {
+  for (const int64_t columns : {45, 203}) {
+    for (int accepted = 0; accepted < 4;) {
+      ElementwiseCase c = test::random_elementwise(random, {columns, 1200}, Layout::kDense, 1);
+      if (c.loss == ElementwiseLoss::kl_div && c.log_input && c.reduction == Reduction::kNone &&
+          !c.acc_double()) {
+        test::subject() = c.describe() + " shared target";
+        test_forward(c, accepted % 2);
+        ++accepted;
+      }
+    }
+  }
+}
+
 // ------------------------------------------------------------------ cross entropy
 
 void test_forward(CrossEntropyCase& c, int64_t shift) {
@@ -555,6 +571,8 @@ int main() {
       }
     }
   }
+  Random own(11);
+  test_shared_targets(own);
   const std::vector<int64_t> rows[] = {{}, {0}, {1}, {100}, {7, 5}, {40, 30}};
   for (int trial = 0; trial < 3; ++trial) {
     for (const auto& shape : rows) {
