@@ -384,7 +384,7 @@ def test_probabilities_are_the_logarithm_fused(dtype: torch.dtype, device: str) 
 LAYOUTS = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.mT.contiguous().mT,
-    "padded": lambda x: torch.nn.functional.pad(x, (0, 3))[..., :-3],
+    "padded": lambda x: F.pad(x, (0, 3))[..., :-3],
 }
 
 

@@ -168,10 +168,8 @@ namespace {
 // Whether the gradients that are wanted take input.
 bool takes_input(ElementwiseLoss loss, const LossParams& params,
                  const std::vector<bool>& output_mask) {
-  bool takes = output_mask[1] || output_mask[2];  // fault: takes-input
-  visit_elementwise_loss(loss, params,
-                         [&](auto term) { takes |= decltype(term)::kInputGradientTakesInput; });
-  return takes;
+  const bool wants_others = output_mask[1] || output_mask[2];  // fault: takes-input
+  return wants_others || input_gradient_takes_input(loss, params);
 }
 
 // The gradient of a target that was broadcast to no elements, for losses with

@@ -190,11 +190,7 @@ void test_backward(ElementwiseCase& c, int64_t shift) {
 void test_input_that_is_not_taken(ElementwiseCase& c, int64_t shift) {
   c.grad_target = TestTensor();
   c.grad_weight = TestTensor();
-  bool takes_input = true;
-  visit_elementwise_loss(c.loss, c.backward_args(on_host).params, [&](auto term) {
-    takes_input = decltype(term)::kInputGradientTakesInput;
-  });
-  if (takes_input) {
+  if (input_gradient_takes_input(c.loss, c.backward_args(on_host).params)) {
     return;
   }
   c.input.fill([] { return std::numeric_limits<double>::quiet_NaN(); });

@@ -42,12 +42,12 @@ constexpr unsigned kForwardWork = kSumsLosses | kStoresLosses | kHasWeights | kW
 constexpr unsigned kWeightWork = kHasWeights | kWantsGradWeight;
 constexpr unsigned kBackwardWork = kHasWeights | kHasGradOutputs | kWantsGradInput |
                                    kWantsGradTarget | kWantsGradWeight | kIsBackward;
-// Of backward passes, and of forward passes that compute more than the gradient of input.
-constexpr unsigned kGradientsWork = kSumsLosses | (kBackwardWork & ~kWeightWork);
 // What backward passes may be asked for that sum nothing and have no weights, but for those in
 // InDoubles. All others read input, taken or not: one branch more made the sums of fp32
 // 20x2744x3133 take 1.09 times as long.
 constexpr unsigned kPlainBackwardWork = (kBackwardWork & ~kWeightWork) | kIgnoresInput;
+// Of dense operands: of these, and of forward passes that compute more than the gradient of input.
+constexpr unsigned kGradientsWork = kSumsLosses | kPlainBackwardWork;
 
 // Whether a gradient is that of a broadcast operand, a sum along the dimensions where it is.
 bool is_summed(const IterationSpace& space, const Operand& gradient) {
@@ -254,8 +254,8 @@ void visit_dense_gradients(const ElementwiseArgs& args, const Launch& what, cons
     } else {  // by the kernel of backward passes, whose tiles are the same
       const AnyTerm<false> any{args.loss, args.params};
       visit_float_or_any_half(args.input.dtype, [&](auto type) {
-        body(Dense<typename decltype(type)::type>{}, what.dense,
-             AnyWork<kGradientsWork | kIgnoresInput>{what.work}, any);
+        body(Dense<typename decltype(type)::type>{}, what.dense, AnyWork<kGradientsWork>{what.work},
+             any);
       });
     }
   });
@@ -270,7 +270,7 @@ void visit_dense_backward(const ElementwiseArgs& args, const Launch& what, const
       body(Dense<double>{}, what.dense, AnyWork<kWork>{what.work}, terms);
       return;
     }
-    constexpr unsigned kWork = Terms::kHasWeight ? kBackwardWork : kGradientsWork | kIgnoresInput;
+    constexpr unsigned kWork = Terms::kHasWeight ? kBackwardWork : kGradientsWork;
     visit_float_or_any_half(args.input.dtype, [&](auto type) {
       body(Dense<typename decltype(type)::type>{}, what.dense, AnyWork<kWork>{what.work}, terms);
     });

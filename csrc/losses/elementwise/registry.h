@@ -55,6 +55,14 @@ LOSSOPS_HOST_DEVICE void visit_elementwise_loss(ElementwiseLoss loss, const Loss
   }
 }
 
+// Whether the gradient of input depends on input.
+inline bool input_gradient_takes_input(ElementwiseLoss loss, const LossParams& params) {
+  bool takes = true;
+  visit_elementwise_loss(loss, params,
+                         [&](auto term) { takes = decltype(term)::kInputGradientTakesInput; });
+  return takes;
+}
+
 // Calls body with a loss of the table, as a type.
 template <typename Body>
 void visit_loss_type(ElementwiseLoss loss, Body&& body) {
