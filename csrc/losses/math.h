@@ -292,6 +292,21 @@ __device__ __forceinline__ acc_t log_in_sum(acc_t x, float ln_2 = kLn2) {
   }
 }
 
+// log(a) - b for a of a half type. The hardware's logarithm is that of a number from 1 to 2, and so off
+// by 2^-22 at most; the exponent's share is as large as log(a), and b is taken from it without a
+// rounding between. So where the two nearly cancel, less is lost than to the rounding of log(a).
+__device__ __forceinline__ float log_minus(float a, float b) {
+  constexpr uint32_t kOne = 0x3f800000;
+  constexpr uint32_t kSmallestNormal = 0x00800000;
+  constexpr uint32_t kInfinity = 0x7f800000;
+  const uint32_t bits = detail::bits_of_float(a);
+  const bool normal = bits - kSmallestNormal < kInfinity - kSmallestNormal;
+  const float fraction = normal ? detail::float_from_bits((bits & 0x7fffff) | kOne) : a * 0x1p24f;
+  const float exponent =
+      normal ? static_cast<float>(static_cast<int32_t>(bits - kOne) >> 23) : -24.0f;
+  return ::fmaf(lg2_approx_ftz(fraction), kLn2, ::fmaf(exponent, kLn2, -b));
+}
+
 // log(a / b). One logarithm instead of two: two are bound by arithmetic, not by memory. The error
 // of the quotient, 2^-23 of it and a rounding, is as much in the logarithm, except where the
 // quotient leaves the normal range. There the larger of the two logarithms is at least 43, beside
@@ -465,6 +480,7 @@ template <bool kExact, bool kSubnormal = true, typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t log_in_sum(acc_t x, float = kLn2) {
   return log(x);
 }
+LOSSOPS_HOST_DEVICE float log_minus(float a, float b) { return log(a) - b; }
 LOSSOPS_HOST_DEVICE float exp_of_half(float x) { return exp(x); }
 
 LOSSOPS_HOST_DEVICE float at_least(float x, float bound) { return x < bound ? bound : x; }

@@ -59,12 +59,19 @@ struct KlDivTerm {
     }
   }
 
-  // Whether a loss that is rounded to a half type has a faster way. With one logarithm the
-  // hardware's errors would show, and so would those of its exponential.
-  static constexpr bool kHasForwardHalf = !kLogTarget && !kLogInput;
+  // Whether a loss that is rounded to a half type has a faster way. Of an exponential the
+  // hardware's errors would show.
+  static constexpr bool kHasForwardHalf = !kLogTarget;
 
+  // Where log t and x nearly cancel, the errors of the hardware's logarithms would show, too.
   LOSSOPS_HOST_DEVICE float forward_half(float input, float target) const {
-    return half_value</*kSubnormal=*/true, /*kInSum=*/false>(input, target);
+    if constexpr (kLogInput) {
+      return half_term(target, math::log_minus(target, input), input);
+    } else {
+      const float x = math::log_in_sum<false>(input);
+      const float difference = math::log_in_sum<false>(target) - x;
+      return half_term(target, math::log_quotient_near_1(target, input, difference), x);
+    }
   }
 
   template <typename acc_t, typename... Prepared>
@@ -146,10 +153,10 @@ struct KlDivTerm {
     }
   }
 
-  // Two logarithms instead of one of a quotient, and the hardware's exponential: their errors are
-  // relative to their size, which half types forgive, and they need no division. kInSum: their
-  // errors average out, also where the two nearly cancel.
-  template <bool kSubnormal, bool kInSum = true>
+  // Of a sum. Two logarithms instead of one of a quotient, and the hardware's exponential: their
+  // errors are relative to their size, which half types forgive, and they need no division. They
+  // average out, also where the two nearly cancel.
+  template <bool kSubnormal>
   static LOSSOPS_HOST_DEVICE float half_value(float input, float target) {
     float x = input;
     if constexpr (!kLogInput) {
@@ -160,14 +167,14 @@ struct KlDivTerm {
       return t == 0.0f ? math::zero_unless_nan(x) : t * (target - x);
     } else {
       const float ln_2 = kLogInput ? math::kLn2OfProbability : math::kLn2;
-      float log_ratio = math::log_in_sum<false, kSubnormal>(target, ln_2) - x;
-      if constexpr (!kInSum) {
-        log_ratio = math::log_quotient_near_1(target, input, log_ratio);
-      }
-      const float term = target * log_ratio;
-      // A zero weight silences the -inf that is the logarithm of 0, nothing else.
-      return target == 0.0f ? 0.0f * math::at_least(x, -1.0f) : term;  // fault: kl-half-zero-target
+      return half_term(target, math::log_in_sum<false, kSubnormal>(target, ln_2) - x, x);
     }
+  }
+
+  // A zero weight silences the -inf that is the logarithm of 0, nothing else.
+  static LOSSOPS_HOST_DEVICE float half_term(float target, float log_ratio, float x) {
+    const float term = target * log_ratio;
+    return target == 0.0f ? 0.0f * math::at_least(x, -1.0f) : term;  // fault: kl-half-zero-target
   }
 
   template <typename acc_t>
