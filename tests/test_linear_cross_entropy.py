@@ -325,6 +325,59 @@ def test_without_a_float32_product_of_half_types(
         assert_close(call.run(lossops.linear_cross_entropy, max_workspace_bytes=limit), exact)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("classes", [3, 64, 67])
+@per_dtype
+def test_products_in_whole_vectors(
+    dtype: torch.dtype, classes: int, bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an odd number of classes each product may be two."""
+    monkeypatch.setattr(products, "_needs_vectors", lambda factor: True)
+    monkeypatch.setattr(products, "_LEAST_LENGTH", 8)
+    call = make(19, 16, classes, dtype=dtype, device=device, bias=bias)
+    exact = call.double().run(composed)
+    for limit in (None, workspace_of(4, call)):
+        found = call.run(lossops.linear_cross_entropy, max_workspace_bytes=limit)
+        assert_close(found, exact)
+    operands = passes.Operands(*(call.tensors.get(name) for name in OPERANDS))
+    with Counter() as counter:
+        passes.forward(operands, options_of(dtype), (True, True, bias), with_stats=True)
+    assert counter.products == (6 if classes == 67 else 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "classes", "gains"),
+    [
+        (torch.bfloat16, 64, 50257, True),
+        (torch.float16, 64, 513, True),
+        (torch.float32, 64, 50257, False),
+        (torch.bfloat16, 63, 50257, False),  # rows that begin anywhere
+        (torch.bfloat16, 64, 101, False),  # little to win
+    ],
+)
+def test_products_that_are_worth_two(
+    dtype: torch.dtype, features: int, classes: int, gains: bool, device: str
+) -> None:
+    """Those of half types on CUDA. Of odd numbers only that of classes counts."""
+    split = products._in_whole_vectors
+    input = torch.empty(511, features, dtype=dtype, device=device)
+    weight = torch.empty(classes, features, dtype=dtype, device=device)
+    logits = torch.empty(511, classes // 8 * 8 + 8, dtype=dtype, device=device)[:, :classes]
+    of_logits = [*split(products._Product(input, weight.t(), logits, False))]
+    of_input = [*split(products._Product(logits, weight, torch.empty_like(input), False))]
+    of_weight = [*split(products._Product(logits.t(), input, weight, False))]
+    found = [
+        [product.out.size(1) for product in of_logits],
+        [product.a.size(1) for product in of_input],
+        [product.out.size(0) for product in of_weight],
+    ]
+    if gains and device.startswith("cuda"):
+        assert found == [[classes - 1, 1], [1, classes - 1], [classes - 1, 1]]
+        assert [product.adds for product in of_input] == [False, True]
+    else:
+        assert found == [[classes]] * 3
+
+
 # ---------------------------------------------------------------- chunks and memory
 
 

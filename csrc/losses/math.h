@@ -292,9 +292,9 @@ __device__ __forceinline__ acc_t log_in_sum(acc_t x, float ln_2 = kLn2) {
   }
 }
 
-// log(a) - b for a of a half type. The hardware's logarithm is that of a number from 1 to 2, and so off
-// by 2^-22 at most; the exponent's share is as large as log(a), and b is taken from it without a
-// rounding between. So where the two nearly cancel, less is lost than to the rounding of log(a).
+// log(a) - b for a of a half type. The hardware's logarithm is that of a number from 1 to 2, and so
+// off by 2^-22 at most; the exponent's share is as large as log(a), and b is taken from it without
+// a rounding between. So where the two nearly cancel, less is lost than to the rounding of log(a).
 __device__ __forceinline__ float log_minus(float a, float b) {
   constexpr uint32_t kOne = 0x3f800000;
   constexpr uint32_t kSmallestNormal = 0x00800000;

@@ -145,9 +145,9 @@ class Problem:
             if self.linear_bias is not None:
                 logits += self.linear_bias
         elif self.linear_bias is None:
-            torch.mm(features, weight, out=logits)
+            products.multiply(features, weight, logits)
         else:
-            torch.addmm(self.linear_bias, features, weight, out=logits)
+            products.multiply_and_add(self.linear_bias, features, weight, logits)
         return logits
 
     def factor(self, grad_logits: Tensor) -> Tensor:
