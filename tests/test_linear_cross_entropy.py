@@ -326,23 +326,21 @@ def test_without_a_float32_product_of_half_types(
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("classes", [3, 64, 67])
-@per_dtype
+@pytest.mark.parametrize("classes", [7, 64, 67])
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 def test_products_in_whole_vectors(
     dtype: torch.dtype, classes: int, bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an odd number of classes each product may be two."""
+    """With an odd number of classes, products may be two, and some rows of them float32."""
     monkeypatch.setattr(products, "_needs_vectors", lambda factor: True)
     monkeypatch.setattr(products, "_LEAST_LENGTH", 8)
+    monkeypatch.setattr(products, "_LEAST_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(products, "_WIDE_BYTES", 1000)
     call = make(19, 16, classes, dtype=dtype, device=device, bias=bias)
     exact = call.double().run(composed)
     for limit in (None, workspace_of(4, call)):
         found = call.run(lossops.linear_cross_entropy, max_workspace_bytes=limit)
         assert_close(found, exact)
-    operands = passes.Operands(*(call.tensors.get(name) for name in OPERANDS))
-    with Counter() as counter:
-        passes.forward(operands, options_of(dtype), (True, True, bias), with_stats=True)
-    assert counter.products == (6 if classes == 67 else 3)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +362,8 @@ def test_products_that_are_worth_two(
     weight = torch.empty(classes, features, dtype=dtype, device=device)
     logits = torch.empty(511, classes // 8 * 8 + 8, dtype=dtype, device=device)[:, :classes]
     of_logits = [*split(products._Product(input, weight.t(), logits, False))]
-    of_input = [*split(products._Product(logits, weight, torch.empty_like(input), False))]
+    grad_input = torch.empty_like(input, dtype=torch.float32)
+    of_input = [*split(products._Product(logits, weight, grad_input, False))]
     of_weight = [*split(products._Product(logits.t(), input, weight, False))]
     found = [
         [product.out.size(1) for product in of_logits],

@@ -6,16 +6,16 @@ converted first.
 
 Of half types, cuBLAS is several times slower where a dimension along which a matrix lies in memory
 is not whole vectors of 16 bytes, as an odd number of classes. Such a product is taken as two: of
-the whole vectors, and of the few elements that are left. Milliseconds of bf16 products of a head, H200:
+the whole vectors, and of the few elements that are left. Milliseconds of bf16 products, H200:
 
-    4096x1024x50257    logits 4.48 to .65, gradient of input 3.29 to .63, of weight .92 to .63
-    2048x4096x128257   logits 23.1 to 3.1, gradient of input 16.2 to 2.9, of weight 5.1 to 3.3
+    4096x1024x50257    logits 4.5 to .65, with a bias 5.0 to 1.9, gradient of input 3.3 to .68
+    2048x4096x128257   logits 23 to 3.1, with a bias 24 to 6.2, gradient of input 17 to 3.0
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ from torch import Tensor
 _PART_BYTES = 16 << 20
 
 _VECTOR_BYTES = 16
+# Bytes of the float32 rows of a product that is rounded later, and the least multiplications of
+# such a product: less than that takes no time that two more kernels would not take, too.
+_WIDE_BYTES = 64 << 20
+_LEAST_MULTIPLICATIONS = 1 << 32
 # Shorter dimensions are left as they are. Microseconds of one product and of two, H200: logits of
 # 2048x1024x1001 59 and 18, 256x256x1001 12 and 8; 8192x4096x101 98 and 88, its gradient of input 95
 # and 110; 65536x4096x11 567 and 649.
@@ -61,60 +65,93 @@ class _Product(NamedTuple):
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b."""
-    for product in _in_whole_vectors(_Product(a, b, out, adds=False)):
-        _take(product)
+    product = _Product(a, b, out, adds=False)
+    if _odd_dimension(product) == "inner" and out.element_size() == 2 and _is_large(product):
+        _through_float32(a, b, out)
+        return
+    for part in _in_whole_vectors(product):
+        _take(part)
 
 
 def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out += a @ b."""
-    for product in _in_whole_vectors(_Product(a, b, out, adds=True)):
-        _take(product)
+    for part in _in_whole_vectors(_Product(a, b, out, adds=True)):
+        _take(part)
 
 
 def multiply_and_add(bias: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = bias + a @ b, all of one dtype. bias: a number for each column."""
-    start = 0
-    for product in _in_whole_vectors(_Product(a, b, out, adds=False)):
-        columns = product.out.size(1)
-        of_bias = bias[start : start + columns]
-        torch.addmm(of_bias, product.a, product.b, out=product.out)
-        start += columns
+    product = _Product(a, b, out, adds=False)
+    if _odd_dimension(product) is not None and _is_large(product):
+        _through_float32(a, b, out, bias)
+    else:
+        torch.addmm(bias, a, b, out=out)
 
 
-def _in_whole_vectors(product: _Product) -> Iterator[_Product]:
-    """The same as one product or two, in their order."""
-    a, b, out, adds = product
+def _through_float32(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = a @ b, or bias + a @ b, rounded once: cuBLAS rounds a product to a half type before it
+    adds it to a matrix. Some rows at a time."""
+    rows, columns = out.shape
+    vector = _VECTOR_BYTES // a.element_size()
+    padded = -(-columns // vector) * vector
+    part = min(rows, max(1, _WIDE_BYTES // (torch.float32.itemsize * padded)))
+    wide = out.new_empty((part, padded), dtype=torch.float32)
+    for start in range(0, rows, part):
+        piece = out[start : start + part]
+        found = wide[: piece.size(0), :columns]
+        multiply(a[start : start + part], b, found)
+        if bias is None:
+            piece.copy_(found)
+        else:
+            torch.add(found, bias, out=piece)
+
+
+def _odd_dimension(product: _Product) -> Literal["columns", "inner", "rows"] | None:
+    """The dimension for whose sake a product is taken as two."""
+    a, b, out, _ = product
     vector = _VECTOR_BYTES // a.element_size()
     begins_whole = all(max(matrix.stride()) % vector == 0 for matrix in (a, b, out))
+    if not (_needs_vectors(a) and begins_whole):
+        return None
 
     def is_odd(length: int) -> bool:
         return length >= _LEAST_LENGTH and length % vector != 0
 
     # Only dimensions along which a matrix lies in memory matter.
-    rows, inner, columns = *a.shape, b.size(1)
-    has_inner = a.stride(1) == 1 or b.stride(0) == 1
-    has_rows = a.stride(0) == 1
-    if not (_needs_vectors(a) and begins_whole):
-        yield product
-    elif is_odd(columns):
-        whole = columns - columns % vector
-        yield _Product(a, b[:, :whole], out[:, :whole], adds)
-        yield _Product(a, b[:, whole:], out[:, whole:], adds)
-    elif has_inner and is_odd(inner):
-        # The larger one comes last, so that it is rounded once.
-        whole = inner - inner % vector
-        yield _Product(a[:, whole:], b[whole:], out, adds)
-        yield _Product(a[:, :whole], b[:whole], out, adds=True)
-    elif has_rows and is_odd(rows):
-        whole = rows - rows % vector
-        yield _Product(a[:whole], b, out[:whole], adds)
-        yield _Product(a[whole:], b, out[whole:], adds)
-    else:
-        yield product
+    if is_odd(out.size(1)):
+        return "columns"
+    if is_odd(a.size(1)) and (a.stride(1) == 1 or b.stride(0) == 1):
+        return "inner"
+    return "rows" if is_odd(a.size(0)) and a.stride(0) == 1 else None
+
+
+def _is_large(product: _Product) -> bool:
+    return product.a.numel() * product.out.size(1) >= _LEAST_MULTIPLICATIONS
 
 
 def _needs_vectors(factor: Tensor) -> bool:
-    return factor.is_cuda and factor.element_size() == 2
+    return factor.is_cuda and factor.element_size() == 2 and _HAS_OUT_DTYPE
+
+
+def _in_whole_vectors(product: _Product) -> Iterator[_Product]:
+    """The same as one product or two, in their order."""
+    a, b, out, adds = product
+    dimension = _odd_dimension(product)
+    vector = _VECTOR_BYTES // a.element_size()
+    if dimension == "columns":
+        whole = out.size(1) // vector * vector
+        yield _Product(a, b[:, :whole], out[:, :whole], adds)
+        yield _Product(a, b[:, whole:], out[:, whole:], adds)
+    elif dimension == "rows":
+        whole = out.size(0) // vector * vector
+        yield _Product(a[:whole], b, out[:whole], adds)
+        yield _Product(a[whole:], b, out[whole:], adds)
+    elif dimension == "inner" and out.element_size() > 2:
+        whole = a.size(1) // vector * vector
+        yield _Product(a[:, whole:], b[whole:], out, adds)
+        yield _Product(a[:, :whole], b[:whole], out, adds=True)
+    else:
+        yield product
 
 
 def _take(product: _Product) -> None:
