@@ -80,6 +80,8 @@ def _lines(found: Sequence[Measured]) -> Part:
         ]
 
     def paint(canvas: Canvas, top: float) -> None:
+        from matplotlib.ticker import LogLocator
+
         canvas.heading(MARGIN, top, *heading)
         width = (WIDTH - 2 * MARGIN - 1.3) / 2
         panels = (("Time, ms", "ms", 1.0), ("Peak beyond the inputs, MiB", "peak_bytes", MIB))
@@ -91,6 +93,8 @@ def _lines(found: Sequence[Measured]) -> Part:
             axes.set_yscale("log")
             axes.set_xticks(tokens, [f"{count}" for count in tokens])
             axes.minorticks_off()
+            # Memory may have no power of ten in its range.
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.grid(color=GRID, linewidth=0.8)
             axes.set_xlabel("tokens", size=8.5, color=FAINT)
