@@ -502,6 +502,19 @@ def test_losses_of_half_types_near_the_teacher(
     assert right >= least, f"{right:.5f} correctly rounded"
 
 
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_losses_of_half_types_of_a_confident_teacher(dtype: torch.dtype, device: str) -> None:
+    """The logarithm of what is nearly 1 is small."""
+    logits = 5 * torch.randn(20_000, 10, device=device)
+    teacher = torch.softmax(logits, -1).to(dtype)
+    student = torch.log_softmax(logits + torch.randn(20_000, 10, device=device), -1).to(dtype)
+    losses = lossops.kl_div(student, teacher, reduction="none")
+    t = teacher.double()
+    exact = torch.where(t > 0, t * (t.log() - student.double()), 0.0)
+    right = (losses == exact.to(dtype)).double().mean().item()
+    assert right >= 0.9985, f"{right:.5f} correctly rounded"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_as_the_distributions_converge(dtype: torch.dtype, device: str) -> None:
     """Where log(target) - input cancels, the gradient keeps the accuracy of its terms."""

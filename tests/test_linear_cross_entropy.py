@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_raises
-from numerics import DTYPES, HALF_TYPES, same_bits
+from numerics import DTYPES, HALF_TYPES, assert_within, same_bits, ulp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -341,6 +341,44 @@ def test_products_in_whole_vectors(
     for limit in (None, workspace_of(4, call)):
         found = call.run(lossops.linear_cross_entropy, max_workspace_bytes=limit)
         assert_close(found, exact)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_products_are_rounded_once(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the parts of a product, or a product and its bias, nearly cancel."""
+    monkeypatch.setattr(products, "_needs_vectors", lambda factor: factor.dtype == dtype)
+    monkeypatch.setattr(products, "_LEAST_LENGTH", 8)
+    monkeypatch.setattr(products, "_LEAST_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(products, "_WIDE_BYTES", 5000)
+    taken = []
+    take = products._take
+
+    def record(product: Any) -> None:
+        if product.a.dtype == dtype:
+            taken.append((tuple(product.out.shape), product.a.size(1)))
+        take(product)
+
+    monkeypatch.setattr(products, "_take", record)
+    a = torch.randn(37, 72, device=device).to(dtype)[:, :67]
+    b = torch.randn(67, 64, device=device).to(dtype)
+    exact, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    out = torch.empty(37, 64, dtype=dtype, device=device)
+    products.multiply(a, b, out)
+    assert taken[:2] == [((16, 64), 3), ((16, 64), 64)]
+    assert_within(out, exact, 0.5 * ulp(exact, dtype) + 2.0**-20 * size, "two parts")
+
+    taken.clear()
+    columns = torch.randn(67, 64, device=device).to(dtype)
+    bias = -(a[0, :64].double() @ columns.double().t()).to(dtype)
+    logits = torch.empty(37, 72, dtype=dtype, device=device)[:, :67]
+    products.multiply_and_add(bias, a[:, :64], columns.t(), logits)
+    assert taken[:2] == [((16, 64), 64), ((16, 3), 64)]
+    product = a[:, :64].double() @ columns.double().t()
+    exact = product + bias.double()
+    bound = 0.5 * ulp(exact, dtype) + 2.0**-20 * (product.abs() + size.max())
+    assert_within(logits, exact, bound, "bias")
 
 
 @pytest.mark.parametrize(

@@ -292,9 +292,10 @@ __device__ __forceinline__ acc_t log_in_sum(acc_t x, float ln_2 = kLn2) {
   }
 }
 
-// log(a) - b for a of a half type. The hardware's logarithm is that of a number from 1 to 2, and so
-// off by 2^-22 at most; the exponent's share is as large as log(a), and b is taken from it without
-// a rounding between. So where the two nearly cancel, less is lost than to the rounding of log(a).
+// log(a) - b, as exact as half types need. The hardware's logarithm is that of a number from 1 to
+// 2, and so off by 2^-22 at most. The exponent's share is as large as log(a), and b is taken from
+// it without a rounding between: where log(a) and b nearly cancel, less is lost than by a rounding
+// of log(a). Only for a between 1/2 and 1, where log(a) is small, more may be lost.
 __device__ __forceinline__ float log_minus(float a, float b) {
   constexpr uint32_t kOne = 0x3f800000;
   constexpr uint32_t kSmallestNormal = 0x00800000;

@@ -63,7 +63,7 @@ struct KlDivTerm {
   // hardware's errors would show.
   static constexpr bool kHasForwardHalf = !kLogTarget;
 
-  // Where log t and x nearly cancel, the errors of the hardware's logarithms would show, too.
+  // Where log t and x nearly cancel, the errors of the hardware's logarithms would show.
   LOSSOPS_HOST_DEVICE float forward_half(float input, float target) const {
     if constexpr (kLogInput) {
       return half_term(target, math::log_minus(target, input), input);

@@ -5,7 +5,7 @@ or for float16, whose range is small. CUDA has kernels for that. Elsewhere parts
 converted first.
 
 Of half types, cuBLAS is several times slower where a dimension along which a matrix lies in memory
-is not whole vectors of 16 bytes, as an odd number of classes. Such a product is taken as two: of
+is not whole vectors of 16 bytes, as 50257 classes. Such a product is taken as two: of
 the whole vectors, and of the few elements that are left. Milliseconds of bf16 products, H200:
 
     4096x1024x50257    logits 4.5 to .65, with a bias 5.0 to 1.9, gradient of input 3.3 to .68
@@ -24,9 +24,10 @@ from torch import Tensor
 _PART_BYTES = 16 << 20
 
 _VECTOR_BYTES = 16
-# Bytes of the float32 rows of a product that is rounded later, and the least multiplications of
-# such a product: less than that takes no time that two more kernels would not take, too.
+# The float32 rows of a product that is rounded later: their most bytes, and whole tiles of rows.
 _WIDE_BYTES = 64 << 20
+_TILE_ROWS = 128
+# Of such a product. Smaller ones gain less than two more kernels cost.
 _LEAST_MULTIPLICATIONS = 1 << 32
 # Shorter dimensions are left as they are. Microseconds of one product and of two, H200: logits of
 # 2048x1024x1001 59 and 18, 256x256x1001 12 and 8; 8192x4096x101 98 and 88, its gradient of input 95
@@ -89,12 +90,19 @@ def multiply_and_add(bias: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _through_float32(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """out = a @ b, or bias + a @ b, rounded once: cuBLAS rounds a product to a half type before it
-    adds it to a matrix. Some rows at a time."""
+    """out = a @ b, or bias + a @ b, rounded once to the half type of out; some rows at a time.
+
+    cuBLAS rounds a product to a half type before it adds it to a matrix.
+    """
     rows, columns = out.shape
     vector = _VECTOR_BYTES // a.element_size()
     padded = -(-columns // vector) * vector
-    part = min(rows, max(1, _WIDE_BYTES // (torch.float32.itemsize * padded)))
+    part = max(1, _WIDE_BYTES // (torch.float32.itemsize * max(1, padded)))
+    for whole in (_TILE_ROWS, vector):
+        if part >= whole:
+            part -= part % whole
+            break
+    part = max(1, min(part, rows))
     wide = out.new_empty((part, padded), dtype=torch.float32)
     for start in range(0, rows, part):
         piece = out[start : start + part]
@@ -107,7 +115,7 @@ def _through_float32(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = No
 
 
 def _odd_dimension(product: _Product) -> Literal["columns", "inner", "rows"] | None:
-    """The dimension for whose sake a product is taken as two."""
+    """The dimension that is not whole vectors, and makes the product slow, if there is one."""
     a, b, out, _ = product
     vector = _VECTOR_BYTES // a.element_size()
     begins_whole = all(max(matrix.stride()) % vector == 0 for matrix in (a, b, out))
@@ -117,7 +125,7 @@ def _odd_dimension(product: _Product) -> Literal["columns", "inner", "rows"] | N
     def is_odd(length: int) -> bool:
         return length >= _LEAST_LENGTH and length % vector != 0
 
-    # Only dimensions along which a matrix lies in memory matter.
+    # Only dimensions along which a matrix lies in memory matter, as the columns of out.
     if is_odd(out.size(1)):
         return "columns"
     if is_odd(a.size(1)) and (a.stride(1) == 1 or b.stride(0) == 1):
