@@ -31,8 +31,8 @@ struct KlDivTerm {
   // Whether backward_input() takes what is prepared.
   static constexpr bool kInputTakesPrepared = kLogTarget;
 
-  // Whether the loss, and the gradient of input, are little more than what is prepared of target,
-  // and have the same bits with it, also as half types.
+  // Whether the loss that forward() computes, and the gradient of input, are little more than what
+  // is prepared of target, and have the same bits with it, also as half types.
   static constexpr bool kSharesTarget = kLogInput;
   static constexpr bool kSharesTargetBackward = kLogTarget && kLogInput;
 
@@ -153,9 +153,9 @@ struct KlDivTerm {
     }
   }
 
-  // Of a sum. Two logarithms instead of one of a quotient, and the hardware's exponential: their
-  // errors are relative to their size, which half types forgive, and they need no division. They
-  // average out, also where the two nearly cancel.
+  // The loss of half types, of which only the sum counts. It has two logarithms instead of one of a
+  // quotient, so no division, and the hardware's exponential. Their errors are relative to their
+  // size, which half types forgive, and average out where the two logarithms nearly cancel.
   template <bool kSubnormal>
   static LOSSOPS_HOST_DEVICE float half_value(float input, float target) {
     float x = input;

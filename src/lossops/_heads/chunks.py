@@ -22,13 +22,13 @@ _ROWS_WITHOUT_SUMS = {"cuda": 2048}
 _TILE_ROWS = (256, 128)
 # Rows of the logits' buffer are whole vectors of so many bytes. Rows that start elsewhere, as those
 # of an odd number of classes, make matrix products several times slower.
-_VECTOR_BYTES = 16
+VECTOR_BYTES = 16
 
 
 def padded_classes(classes: int, dtype: torch.dtype) -> int:
     """The row stride of the logits' buffer. dtype: of the factors; float32 logits may be rounded to
     it in their own memory, whose rows then have the same stride."""
-    vector = _VECTOR_BYTES // dtype.itemsize
+    vector = VECTOR_BYTES // dtype.itemsize
     return -(-classes // vector) * vector
 
 
@@ -83,8 +83,12 @@ def rows_of_chunk(
     if batch_chunk_size is not None:
         most = min(most, batch_chunk_size)
         return max(1, min(most, rows))
-    most = max(1, min(most, rows))
-    if most == rows:
+    return in_whole_tiles(rows, max(1, most))
+
+
+def in_whole_tiles(rows: int, most: int) -> int:
+    """How many of the rows are taken at a time: at most `most`, in whole tiles of products."""
+    if most >= rows:
         return rows
     for tile in _TILE_ROWS:
         if most >= tile:

@@ -5,8 +5,8 @@ or for float16, whose range is small. CUDA has kernels for that. Elsewhere parts
 converted first.
 
 Of half types, cuBLAS is several times slower where a dimension along which a matrix lies in memory
-is not whole vectors of 16 bytes, as 50257 classes. Such a product is taken as two: of
-the whole vectors, and of the few elements that are left. Milliseconds of bf16 products, H200:
+is not whole vectors of 16 bytes, as 50257 classes. Such a product is taken as two: of the whole
+vectors, and of the few elements that are left. Milliseconds of bf16 products, H200:
 
     4096x1024x50257    logits 4.5 to .65, with a bias 5.0 to 1.9, gradient of input 3.3 to .68
     2048x4096x128257   logits 23 to 3.1, with a bias 24 to 6.2, gradient of input 17 to 3.0
@@ -20,14 +20,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from . import chunks
+
 # Bytes of a converted part. It is small beside a chunk of logits, and large enough for a product.
 _PART_BYTES = 16 << 20
 
-_VECTOR_BYTES = 16
-# The float32 rows of a product that is rounded later: their most bytes, and whole tiles of rows.
+# The most bytes of the float32 rows of a product that is rounded later, and the least
+# multiplications of such a product: smaller ones gain less than two more kernels cost.
 _WIDE_BYTES = 64 << 20
-_TILE_ROWS = 128
-# Of such a product. Smaller ones gain less than two more kernels cost.
 _LEAST_MULTIPLICATIONS = 1 << 32
 # Shorter dimensions are left as they are. Microseconds of one product and of two, H200: logits of
 # 2048x1024x1001 59 and 18, 256x256x1001 12 and 8; 8192x4096x101 98 and 88, its gradient of input 95
@@ -67,7 +67,7 @@ class _Product(NamedTuple):
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b."""
     product = _Product(a, b, out, adds=False)
-    if _odd_dimension(product) == "inner" and out.element_size() == 2 and _is_large(product):
+    if out.element_size() == 2 and _is_large(product) and _odd_dimension(product) == "inner":
         _through_float32(a, b, out)
         return
     for part in _in_whole_vectors(product):
@@ -83,7 +83,7 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
 def multiply_and_add(bias: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = bias + a @ b, all of one dtype. bias: a number for each column."""
     product = _Product(a, b, out, adds=False)
-    if _odd_dimension(product) is not None and _is_large(product):
+    if _is_large(product) and _odd_dimension(product) is not None:
         _through_float32(a, b, out, bias)
     else:
         torch.addmm(bias, a, b, out=out)
@@ -95,14 +95,11 @@ def _through_float32(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = No
     cuBLAS rounds a product to a half type before it adds it to a matrix.
     """
     rows, columns = out.shape
-    vector = _VECTOR_BYTES // a.element_size()
-    padded = -(-columns // vector) * vector
-    part = max(1, _WIDE_BYTES // (torch.float32.itemsize * max(1, padded)))
-    for whole in (_TILE_ROWS, vector):
-        if part >= whole:
-            part -= part % whole
-            break
-    part = max(1, min(part, rows))
+    padded = chunks.padded_classes(columns, a.dtype)
+    most = _WIDE_BYTES // max(1, torch.float32.itemsize * padded)
+    # Parts begin at whole vectors of a transposed `a`, too.
+    most = max(1, _whole(most, a) or most)
+    part = chunks.in_whole_tiles(max(1, rows), most)
     wide = out.new_empty((part, padded), dtype=torch.float32)
     for start in range(0, rows, part):
         piece = out[start : start + part]
@@ -117,13 +114,14 @@ def _through_float32(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = No
 def _odd_dimension(product: _Product) -> Literal["columns", "inner", "rows"] | None:
     """The dimension that is not whole vectors, and makes the product slow, if there is one."""
     a, b, out, _ = product
-    vector = _VECTOR_BYTES // a.element_size()
-    begins_whole = all(max(matrix.stride()) % vector == 0 for matrix in (a, b, out))
-    if not (_needs_vectors(a) and begins_whole):
+    if not _needs_vectors(a):
+        return None
+    strides = [max(matrix.stride()) for matrix in (a, b, out)]
+    if any(stride != _whole(stride, a) for stride in strides):
         return None
 
     def is_odd(length: int) -> bool:
-        return length >= _LEAST_LENGTH and length % vector != 0
+        return length >= _LEAST_LENGTH and length != _whole(length, a)
 
     # Only dimensions along which a matrix lies in memory matter, as the columns of out.
     if is_odd(out.size(1)):
@@ -131,6 +129,12 @@ def _odd_dimension(product: _Product) -> Literal["columns", "inner", "rows"] | N
     if is_odd(a.size(1)) and (a.stride(1) == 1 or b.stride(0) == 1):
         return "inner"
     return "rows" if is_odd(a.size(0)) and a.stride(0) == 1 else None
+
+
+def _whole(length: int, factor: Tensor) -> int:
+    """As much of the length as is whole vectors."""
+    vector = chunks.VECTOR_BYTES // factor.element_size()
+    return length // vector * vector
 
 
 def _is_large(product: _Product) -> bool:
@@ -145,17 +149,16 @@ def _in_whole_vectors(product: _Product) -> Iterator[_Product]:
     """The same as one product or two, in their order."""
     a, b, out, adds = product
     dimension = _odd_dimension(product)
-    vector = _VECTOR_BYTES // a.element_size()
     if dimension == "columns":
-        whole = out.size(1) // vector * vector
+        whole = _whole(out.size(1), a)
         yield _Product(a, b[:, :whole], out[:, :whole], adds)
         yield _Product(a, b[:, whole:], out[:, whole:], adds)
     elif dimension == "rows":
-        whole = out.size(0) // vector * vector
+        whole = _whole(out.size(0), a)
         yield _Product(a[:whole], b, out[:whole], adds)
         yield _Product(a[whole:], b, out[whole:], adds)
     elif dimension == "inner" and out.element_size() > 2:
-        whole = a.size(1) // vector * vector
+        whole = _whole(a.size(1), a)
         yield _Product(a[:, whole:], b[whole:], out, adds)
         yield _Product(a[:, :whole], b[:whole], out, adds=True)
     else:
