@@ -95,12 +95,12 @@ Tensor empty_gradient(const View& logits, Reduction reduction) {
     return empty_like(logits);
   }
   constexpr int64_t kVectorBytes = 16;
-  constexpr int64_t kShortRowBytes = 2000;
   const int64_t classes = logits.sizes[1];
   const int64_t element_bytes = element_size(to_dtype(kCrossEntropy, logits.dtype));
+  const int64_t short_row_bytes = element_bytes == 2 ? 2560 : 2000;
   const int64_t vector = kVectorBytes / element_bytes;
   const int64_t padding = logits.strides[0] > classes ? (logits.strides[0] - classes) % vector : 0;
-  if (padding == 0 || classes * element_bytes <= kShortRowBytes) {
+  if (padding == 0 || classes * element_bytes <= short_row_bytes) {
     return empty_like(logits);
   }
   Dims strides;

@@ -113,12 +113,17 @@ const PolicyRow kPolicy[kFamilies] = {
      ".53 / .55; this .91 / .88, .92 / .89",
      [](P p) { return p.contiguous_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
      float_tiles::plan, always, Again::kForRowsInVectors, never},
-    {Family::kTiles, "tiles", "class_index/tiles.cu", "fp16 and bf16, to 2000 bytes, class indices",
+    {Family::kTiles, "tiles", "class_index/tiles.cu",
+     "fp16 and bf16, class indices, to 2000 bytes; to 2560 where rows are not whole vectors",
      "a warp copies a tile of rows, with Hopper in bulk; 1, 2 or 8 lanes a row, in turn",
-     "bf16 262144x64 by a thread a row .08 / .11; rows of 4000 bytes are read 1.2 times as fast "
-     "by a warp each. Without Hopper 2097152x100 by a thread a row .33 / .30, 131072x1000 by "
-     "team rows .30 / .36; this .83 / .86, .67 / .75",
-     [](P p) { return p.contiguous_half && p.indices && p.bytes <= tiles::kMaxRowBytes; },
+     "bf16 262144x64 by a thread a row .08 / .11; 125628x1252 staged .53 / .74, this .74 / .77. "
+     "Without Hopper 2097152x100 by a thread a row .33 / .30, 131072x1000 by team rows .30 / "
+     ".36, 83752x1252 by register rows .30 / .38; this .83 / .86, .67 / .75, .66 / .72",
+     [](P p) {
+       return p.contiguous_half && p.indices &&
+              (p.bytes < kMinStagedBytes ||
+               (p.bytes <= tiles::kMaxRowBytes && !p.whole_vectors));
+     },
      tiles::plan, always, Again::kForEachRow, never},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
      "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
