@@ -306,17 +306,29 @@ void test_float_tile_lanes() {
   test::subject() = "";
 }
 
-// Tiles of half types fit in what their launch allows, with any gap between rows.
+// Tiles of half types fit in what their launch allows, with any gap between rows, which does not
+// change the lanes of a row.
 void test_tile_bytes() {
   for (int64_t classes = 1; classes <= tiles::kMaxRowBytes / 2; ++classes) {
+    const CrossEntropyForwardArgs dense = short_rows(DType::kBFloat16, classes, classes);
+    const int team = tiles::plan({dense, kNamedDevices[0].limits, false}).team;
+    CHECK(classes <= team * tiles::kMaxLaneWords * 2);
     for (int64_t stride = classes; stride <= 2 * classes + 16; ++stride) {
       test::subject() = std::to_string(classes) + " " + std::to_string(stride);
       const CrossEntropyForwardArgs args = short_rows(DType::kBFloat16, classes, stride);
       const RowPlan plan = tiles::plan({args, kNamedDevices[0].limits, false});
-      CHECK(plan.shared_bytes <= tiles::kMaxSharedBytes);
+      CHECK(plan.shared_bytes <= tiles::kMaxSharedBytes && plan.team == team);
     }
   }
   test::subject() = "";
+}
+
+// What teams meet in a bank: rows of 191 half elements lie 95 words and a half apart, so the rows
+// of a warp begin in different banks, two in each.
+void test_bank_conflicts() {
+  CHECK(bank_conflict(4, 1) == 1 && bank_conflict(128, 1) == 32 && bank_conflict(128, 32) == 1);
+  CHECK(bank_conflict(2 * 191, 1) == 2 && bank_conflict(2 * 192, 1) == 32);
+  CHECK(padding_of(128, 1) == 1 && padding_of(132, 1) == 0 && padding_of(48, 1) == 0);
 }
 
 // Tiles of rows with more than one coefficient: their lanes depend on the row alone, and their

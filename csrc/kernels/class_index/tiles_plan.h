@@ -25,10 +25,10 @@ constexpr int kTileBytes = 5000;
 // Tiles of a warp, at least. Measured on an H200, 100 classes: 2 are 1 % faster than 3, and 5 %
 // than 6; 1 is as fast.
 constexpr int64_t kTilesPerWarp = 2;
-// Lanes that may share a row. Each of them does what a row takes apart from its classes. Measured on
-// an H200, bf16, forward / step, fractions of the floor: 256 classes by 8 lanes .52 / .65, by 4 .64
-// / .75, by 2 .74 / .80; 512 classes by 8 .65 / .75, by 4, for which a wheel has no room, .76 / .82;
-// 896 classes by 8 .74 / .82, by 4 .65 / .68.
+// Lanes that may share a row. Each of them does what a row takes apart from its classes. Measured
+// on an H200, bf16, forward / step, fractions of the floor: 256 classes by 8 lanes .52 / .65, by 4
+// .64 / .75, by 2 .74 / .80; 512 classes by 8 .65 / .75, by 4, for which a wheel has no room, .76 /
+// .82; 896 classes by 8 .74 / .82, by 4 .65 / .68.
 constexpr int kTeams[] = {1, 2, 8};
 // Words of a lane. Of more, tiles are so large that a multiprocessor has few warps.
 constexpr int kMaxLaneWords = 80;
@@ -53,7 +53,7 @@ inline void place_rows(const RowProblem& problem, RowPlan& plan) {
       plan.row_bytes += plan.padding * kVectorBytes;
     } else {
       plan.by_words =
-          bank_conflict(plan.row_bytes / 4, plan.team) > kMaxConflict && plan.row_bytes % 4 == 0;
+          bank_conflict(plan.row_bytes, plan.team) > kMaxConflict && plan.row_bytes % 4 == 0;
     }
   }
   if (plan.by_words) {

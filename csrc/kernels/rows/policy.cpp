@@ -121,8 +121,7 @@ const PolicyRow kPolicy[kFamilies] = {
      ".36, 83752x1252 by register rows .30 / .38; this .83 / .86, .67 / .75, .66 / .72",
      [](P p) {
        return p.contiguous_half && p.indices &&
-              (p.bytes < kMinStagedBytes ||
-               (p.bytes <= tiles::kMaxRowBytes && !p.whole_vectors));
+              (p.bytes < kMinStagedBytes || (p.bytes <= tiles::kMaxRowBytes && !p.whole_vectors));
      },
      tiles::plan, always, Again::kForEachRow, never},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",

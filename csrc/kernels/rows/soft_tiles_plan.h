@@ -53,7 +53,6 @@ inline TileLayout probability_layout(const CrossEntropyArgs& args, int team) {
 // on its layout.
 inline int team_of(const RowProblem& problem) {
   const auto bytes = static_cast<int>(problem.bytes);
-  const int words = (bytes + 3) / 4;
   const int all_bytes = bytes + static_cast<int>(problem.classes) * probability_bytes(problem.args);
   int best = kWarpSize;
   double least = HUGE_VAL;
@@ -62,7 +61,7 @@ inline int team_of(const RowProblem& problem) {
       continue;
     }
     // 45 and 350 were counted roughly, not fitted.
-    const double cost = team_cost(words, problem.whole_vectors, team, 45, 350);
+    const double cost = team_cost(bytes, team, 45, 350);
     if (cost < least) {
       least = cost;
       best = team;

@@ -11,12 +11,13 @@
 
 namespace lossops::cuda {
 
-// The most accesses of a warp that meet in one bank, when its teams read their rows' first words.
-inline int bank_conflict(int pitch_words, int team) {
+// The most accesses of a warp that meet in one bank, when its teams read the first words of rows
+// that lie pitch_bytes apart.
+inline int bank_conflict(int pitch_bytes, int team) {
   int used[32] = {};
   int worst = 1;
   for (int lane = 0; lane < 32; ++lane) {
-    const int bank = (lane / team * pitch_words + lane % team) % 32;
+    const int bank = (lane / team * pitch_bytes / 4 + lane % team) % 32;
     worst = std::max(worst, ++used[bank]);
   }
   return worst;
@@ -25,17 +26,16 @@ inline int bank_conflict(int pitch_words, int team) {
 // Granules of 16 bytes to add between rows of row_bytes in shared memory, so that fewer accesses
 // meet in a bank: 1 or 0. Only rows of whole granules then still begin at one place of a granule.
 inline int padding_of(int row_bytes, int team) {
-  const int words = row_bytes / 4;
   return row_bytes % kVectorBytes == 0 &&
-         bank_conflict(words + kVectorBytes / 4, team) < bank_conflict(words, team);
+         bank_conflict(row_bytes + kVectorBytes, team) < bank_conflict(row_bytes, team);
 }
 
-// What a team costs for a row of so many words, in instructions: of_word and 4 a conflict for each
-// word of a lane, and of_row for each of its lanes. Rows of whole vectors may have padding.
-inline double team_cost(int words, bool whole_vectors, int team, double of_word, double of_row) {
-  const int padding = whole_vectors ? padding_of(4 * words, team) : 0;
-  const int conflict = bank_conflict(words + padding * kVectorBytes / 4, team);
-  return team * ((words + team - 1) / team * (of_word + 4.0 * conflict) + of_row);
+// What a team costs for a row of so many bytes, in instructions: of_word and 4 a conflict for each
+// word of a lane, and of_row for each of its lanes.
+inline double team_cost(int row_bytes, int team, double of_word, double of_row) {
+  const int words = (row_bytes + 3) / 4;
+  const int pitch = row_bytes + padding_of(row_bytes, team) * static_cast<int>(kVectorBytes);
+  return team * ((words + team - 1) / team * (of_word + 4.0 * bank_conflict(pitch, team)) + of_row);
 }
 
 // Blocks of `threads` whose warps take `tiles` in turn, each warp at least `fewest` of them.
