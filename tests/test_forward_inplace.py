@@ -22,7 +22,9 @@ HALF = torch.bfloat16
 _EDGES = _plan.table_data("h200")["edges"]
 CLASSES = {
     torch.float32: sorted({1, 2, 3, 33, 150, 1000, 3001, 50257, 151937, *_EDGES["float32"]}),
-    HALF: sorted({1, 2, 3, 33, 150, 1003, 3001, 50257, 128256, 151937, *_EDGES["bfloat16"]}),
+    HALF: sorted(
+        {1, 2, 3, 16, 33, 64, 150, 320, 1003, 3001, 50257, 128256, 151937, *_EDGES["bfloat16"]}
+    ),
     torch.float16: [1000, 1024, 4096, 5000, 40000],
     torch.float64: [2, 100, 5000],
 }
@@ -104,7 +106,7 @@ def test_kernels(device: str, dtype: torch.dtype, classes: int) -> None:
 
 @pytest.mark.gpu_memory(2)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("classes", [512, 1000, 1024, 1030, 4096, 4104, 5001, 33000])
+@pytest.mark.parametrize("classes", [64, 101, 512, 1000, 1024, 1030, 1251, 4096, 4104, 5001, 33000])
 def test_many_rows(device: str, dtype: torch.dtype, classes: int) -> None:
     """More rows than the blocks of any device take at a time."""
     rows = 9000 if device == "cuda" else 500

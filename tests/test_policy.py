@@ -40,7 +40,9 @@ INDICES = [
     ((64, 147457), "fp32", "team_rows", "team_rows", "team_rows"),
     ((64, 1), "bf16", "tiles", "tiles", "tiles"),
     ((64, 1000), "fp16", "tiles", "tiles", "tiles"),
-    ((64, 1001), "fp16", "staged_rows", "staged_rows", "register_rows"),
+    ((64, 1001), "fp16", "tiles", "tiles", "tiles"),
+    ((64, 1279), "bf16", "tiles", "tiles", "tiles"),
+    ((64, 1281), "fp16", "staged_rows", "staged_rows", "register_rows"),
     ((64, 1008), "bf16", "half_rows", "half_rows", "register_rows"),
     ((64, 4096), "fp16", "half_rows", "half_rows", "register_rows"),
     ((64, 4100), "fp16", "staged_rows", "staged_rows", "register_rows"),
@@ -170,7 +172,8 @@ def test_other_options() -> None:
     for classes, backward in (
         (2, "tiles"),
         (1000, "tiles"),
-        (1001, "flat_gradients"),
+        (1001, "tiles"),
+        (1281, "flat_gradients"),
         (2048, "flat_gradients"),
         (2056, "team_rows"),
     ):

@@ -433,6 +433,7 @@ int main() {
   lossops::cuda::test_strips();
   lossops::cuda::test_float_tile_lanes();
   lossops::cuda::test_tile_bytes();
+  lossops::cuda::test_bank_conflicts();
   lossops::cuda::test_soft_tiles();
   lossops::cuda::test_soft_planes();
   lossops::cuda::test_gradients_of_rows();

@@ -38,7 +38,7 @@ struct TileShape {
   int bytes;               // of a warp's buffer
   int pitch;               // elements from a row to the next in shared memory
   int stride;              // the same in global memory, if rows are copied as a run
-  bool in_bulk;            // the device has bulk copies
+  bool in_bulk;            // copies are bulk copies
   bool by_words;           // rows are copied word by word, each to the start of a word
   bool in_vectors;         // rows start at granules in shared memory
   bool gradient_in_run;    // gradients are contiguous rows, placed in vectors as the logits are
@@ -286,8 +286,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
       return;
     }
-    // A lane copies the same granules of several rows. What follows from its number would be kept,
-    // and spilled.
+    // A lane copies the same granules of several rows. The compiler must not keep what follows from
+    // its number: other registers would be spilled.
     const int own_lane = unfolded(lane);
     const auto first = static_cast<int>(shape.granules.quotient(static_cast<uint32_t>(own_lane)));
     if (first >= shape.rows_at_once) {
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       const int copied = g < last_end ? rows : rows - 1;
       const scalar_t* from = base + begin * shape.stride + g * kSize;
       scalar_t* to = elements + begin * pitch + g * kSize;
-#pragma unroll 4
+#pragma unroll 2
       for (int r = begin; r < copied; r += shape.rows_at_once) {
         start_own_copy(reinterpret_cast<uint4*>(to), from);
         from += shape.copy_stride;
@@ -599,23 +599,22 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
       gradients_follow && reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));
   shape.pairs = Divisor(static_cast<uint32_t>(ceil_div(num_classes, kPerWord)));
-  // With padding, each row begins at the same place of a granule.
-  const auto phase = static_cast<int>(reinterpret_cast<uintptr_t>(args.input.data) % kVectorBytes /
-                                      sizeof(half_t));
-  shape.granules =
-      Divisor(static_cast<uint32_t>(ceil_div(phase + num_classes, kVectorSize<half_t>)));
-  const auto granules = static_cast<int>(shape.granules.value);
-  shape.rows_at_once = std::max(kWarpSize / granules, 1);
-  shape.copy_stride = shape.rows_at_once * shape.stride;
-  shape.copy_pitch = shape.rows_at_once * shape.pitch;
-  shape.in_bulk =
-      current_device_limits().hopper && (plan.padding == 0 || granules > kMostOwnGranules);
+  shape.in_bulk = current_device_limits().hopper;
   shape.in_vectors =
       !plan.by_words && plan.row_bytes % kVectorBytes == 0 && is_vector_aligned(args.input.data);
-  if (plan.padding > 0 && shape.gradient_in_run) {  // rows of whole granules
-    const auto whole =
-        static_cast<uint32_t>(args.num_classes * int64_t{sizeof(half_t)} / kVectorBytes);
-    shape.rows_of_2_20 = ((1u << 20) + whole - 1) / whole;
+  if (plan.padding > 0) {  // each row begins at the same place of a granule
+    const auto phase = static_cast<int>(reinterpret_cast<uintptr_t>(args.input.data) %
+                                        kVectorBytes / sizeof(half_t));
+    const int granules = ceil_div(phase + num_classes, kVectorSize<half_t>);
+    shape.granules = Divisor(static_cast<uint32_t>(granules));
+    shape.rows_at_once = std::max(kWarpSize / granules, 1);
+    shape.copy_stride = shape.rows_at_once * shape.stride;
+    shape.copy_pitch = shape.rows_at_once * shape.pitch;
+    shape.in_bulk = shape.in_bulk && granules > kMostOwnGranules;
+    if (shape.gradient_in_run) {  // rows of whole granules
+      const auto whole = static_cast<uint32_t>(num_classes / kVectorSize<half_t>);
+      shape.rows_of_2_20 = ((1u << 20) + whole - 1) / whole;
+    }
   }
   const auto launch = [&](auto kernel) {
     allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);

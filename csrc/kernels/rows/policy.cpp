@@ -123,7 +123,7 @@ const PolicyRow kPolicy[kFamilies] = {
        return p.contiguous_half && p.indices &&
               (p.bytes < kMinStagedBytes || (p.bytes <= tiles::kMaxRowBytes && !p.whole_vectors));
      },
-     tiles::plan, always, Again::kForEachRow, never},
+     tiles::plan, always, Again::kForEachRow, always},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
      "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
      "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its "

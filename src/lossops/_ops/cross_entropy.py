@@ -103,8 +103,9 @@ def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (row_stats.new_empty((doubles,), dtype=torch.float64),)
 
 
-# Bytes of a row. Gradients of rows up to this size are not padded.
-_SHORT_ROW_BYTES = 2000
+def _is_short(row_bytes: int, element_bytes: int) -> bool:
+    """Whether gradients of such rows are not padded: see csrc/bindings/rows.h."""
+    return row_bytes <= 2000 or (element_bytes == 2 and row_bytes <= 2560 and row_bytes % 16 != 0)
 
 
 def fake_gradient(operand: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def fake_gradient(operand: Tensor) -> Tensor:
         if (
             operand.stride(0) > classes
             and padding > 0
-            and classes * element_bytes > _SHORT_ROW_BYTES
+            and not _is_short(classes * element_bytes, element_bytes)
         ):
             strides = (classes + padding, 1)
             return torch.empty_strided(
