@@ -306,8 +306,8 @@ void test_float_tile_lanes() {
   test::subject() = "";
 }
 
-// Tiles of half types fit in what their launch allows, with any gap between rows, which does not
-// change the lanes of a row.
+// Tiles of half types fit in the shared memory that their launch allows, with any gap between rows.
+// A gap does not change the team.
 void test_tile_bytes() {
   for (int64_t classes = 1; classes <= tiles::kMaxRowBytes / 2; ++classes) {
     const CrossEntropyForwardArgs dense = short_rows(DType::kBFloat16, classes, classes);
@@ -323,8 +323,8 @@ void test_tile_bytes() {
   test::subject() = "";
 }
 
-// What teams meet in a bank: rows of 191 half elements lie 95 words and a half apart, so the rows
-// of a warp begin in different banks, two in each.
+// Rows of 191 half elements lie 95 words and a half apart, so at most two rows of a warp begin in
+// one bank.
 void test_bank_conflicts() {
   CHECK(bank_conflict(4, 1) == 1 && bank_conflict(128, 1) == 32 && bank_conflict(128, 32) == 1);
   CHECK(bank_conflict(2 * 191, 1) == 2 && bank_conflict(2 * 192, 1) == 32);

@@ -26,11 +26,11 @@ namespace {
 constexpr int kElementsAtATime = 8;
 // Granules of a gradient that a lane has in flight.
 constexpr int kStoreUnroll = 4;
-// Rows that are copied one by one because there is padding between them take a copy in bulk each if
-// they have more granules than these. Such copies start one after the other. Measured on an H200,
-// bf16, forward: rows of 16, 64, 256, 512 and 896 classes in bulk .30, .47, .52, .65, .73 of the
-// floor, by granules .54, .72, .54, .62, .69.
-constexpr int kMostOwnGranules = 32;
+// With padding between them, rows cannot be copied as one run. Rows of more granules than these are
+// copied in bulk, one copy a row. Shorter ones are copied by all lanes, because a warp starts its
+// bulk copies one after the other. Measured on an H200, bf16, 8 lanes a row, forward: 256, 512 and
+// 896 classes in bulk .52, .65, .73 of the floor, by lanes .54, .62, .69.
+constexpr int kMostGranulesByLanes = 32;
 // How a warp cuts the rows. A step of a tile is a row for each of its teams.
 struct TileShape {
   int steps;               // of a tile
@@ -48,11 +48,9 @@ struct TileShape {
   Divisor classes;
   Divisor pairs;     // of a row's classes; the last may be half of one
   Divisor granules;  // of 16 bytes that hold a row; the first and the last may hold more
-  // Rows that a warp copies at once by granules, and elements from one that a lane copies to its
-  // next one, in global and in shared memory.
-  int rows_at_once;
-  int copy_stride;
-  int copy_pitch;
+  int rows_at_once;  // that the lanes cover in a step of a copy by lanes
+  int copy_stride;   // elements from a lane's granule of a step to that of the next one
+  int copy_pitch;    // the same in shared memory
 
   __device__ __forceinline__ int padded(int granule) const {
     return padding == 0 ? granule
@@ -65,6 +63,7 @@ template <int kCount>
 using WordVector = std::conditional_t<kCount == 4, uint4, uint2>;
 template <int kCount>
 __device__ __forceinline__ void load_words(const uint32_t* from, uint32_t (&words)[kCount]) {
+  static_assert(kCount == 2 || kCount == 4);
   const auto vector = *reinterpret_cast<const WordVector<kCount>*>(from);
   memcpy(words, &vector, sizeof(vector));
 }
@@ -286,8 +285,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
       return;
     }
-    // A lane copies the same granules of several rows. The compiler must not keep what follows from
-    // its number: other registers would be spilled.
+    // A lane copies the same granules of several rows. unfolded(): the compiler would keep what it
+    // derives from `lane` for all tiles, and spill other registers.
     const int own_lane = unfolded(lane);
     const auto first = static_cast<int>(shape.granules.quotient(static_cast<uint32_t>(own_lane)));
     if (first >= shape.rows_at_once) {
@@ -295,6 +294,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
 #pragma unroll 1
     for (int g = own_lane - first * end; g < end; g += kWarpSize) {
+      // The tile's first granule may be partial, and so may the last one of its last row.
       const int begin = first == 0 && g < whole_begin() ? shape.rows_at_once : first;
       const int copied = g < last_end ? rows : rows - 1;
       const scalar_t* from = base + begin * shape.stride + g * kSize;
@@ -610,10 +610,9 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
     shape.rows_at_once = std::max(kWarpSize / granules, 1);
     shape.copy_stride = shape.rows_at_once * shape.stride;
     shape.copy_pitch = shape.rows_at_once * shape.pitch;
-    shape.in_bulk = shape.in_bulk && granules > kMostOwnGranules;
+    shape.in_bulk = shape.in_bulk && granules > kMostGranulesByLanes;
     if (shape.gradient_in_run) {  // rows of whole granules
-      const auto whole = static_cast<uint32_t>(num_classes / kVectorSize<half_t>);
-      shape.rows_of_2_20 = ((1u << 20) + whole - 1) / whole;
+      shape.rows_of_2_20 = ((1u << 20) + shape.granules.value - 1) / shape.granules.value;
     }
   }
   const auto launch = [&](auto kernel) {

@@ -115,8 +115,9 @@ const PolicyRow kPolicy[kFamilies] = {
      float_tiles::plan, always, Again::kForRowsInVectors, never},
     {Family::kTiles, "tiles", "class_index/tiles.cu",
      "fp16 and bf16, class indices, to 2000 bytes; to 2560 where rows are not whole vectors",
-     "a warp copies a tile of rows, with Hopper in bulk; 1, 2 or 8 lanes a row, in turn",
-     "bf16 262144x64 by a thread a row .08 / .11; 125628x1252 staged .53 / .74, this .74 / .77. "
+     "a warp copies a tile of rows, with Hopper in bulk where they need no padding or are long; "
+     "1, 2 or 8 lanes a row, in turn",
+     "bf16 262144x64 by a thread a row .08 / .11; 125628x1252 staged .53 / .74, this .74 / .79. "
      "Without Hopper 2097152x100 by a thread a row .33 / .30, 131072x1000 by team rows .30 / "
      ".36, 83752x1252 by register rows .30 / .38; this .83 / .86, .67 / .75, .66 / .72",
      [](P p) {

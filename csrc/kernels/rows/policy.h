@@ -34,7 +34,7 @@ struct PolicyRow {
   // Whether the kernel can write args.grad_input beside the loss.
   bool (*writes_gradient)(const RowProblem&);
   Again again;
-  // Whether the gradient may take the place of the logits: no thread reads a logit, that of the
+  // Whether the gradient may take the place of the logits: no thread uses a logit, that of the
   // class index included, after another may have written there.
   bool (*writes_in_place)(const RowProblem&);
 };

@@ -104,7 +104,7 @@ def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _is_short(row_bytes: int, element_bytes: int) -> bool:
-    """Whether gradients of such rows are not padded: see csrc/bindings/rows.h."""
+    """Whether a row is short, so that its gradient is never padded: see csrc/bindings/rows.h."""
     return row_bytes <= 2000 or (element_bytes == 2 and row_bytes <= 2560 and row_bytes % 16 != 0)
 
 
