@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/class_index/tiles_plan.h"
+#include "kernels/class_index/tiles_rows.cuh"
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/async_copy.cuh"
@@ -15,7 +16,6 @@
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_gradient.cuh"
-#include "kernels/rows/row_walk.cuh"
 #include "kernels/rows/row_words.cuh"
 
 namespace lossops::cuda {
@@ -31,48 +31,6 @@ constexpr int kStoreUnroll = 4;
 // bulk copies one after the other. Measured on an H200, bf16, 8 lanes a row, forward: 256, 512 and
 // 896 classes in bulk .52, .65, .73 of the floor, by lanes .54, .62, .69.
 constexpr int kMostGranulesByLanes = 32;
-// How a warp cuts the rows. A step of a tile is a row for each of its teams.
-struct TileShape {
-  int steps;               // of a tile
-  int padding;             // granules between rows in shared memory, against bank conflicts
-  int bytes;               // of a warp's buffer
-  int pitch;               // elements from a row to the next in shared memory
-  int stride;              // the same in global memory, if rows are copied as a run
-  bool in_bulk;            // copies are bulk copies
-  bool by_words;           // rows are copied word by word, each to the start of a word
-  bool in_vectors;         // rows start at granules in shared memory
-  bool gradient_in_run;    // gradients are contiguous rows, placed in vectors as the logits are
-  bool gradient_in_quads;  // otherwise: gradients are contiguous and 8-byte aligned
-  // Of gradients in the run: 2^20 over a row's granules, rounded up; divides a granule's number.
-  uint32_t rows_of_2_20;
-  Divisor classes;
-  Divisor pairs;     // of a row's classes; the last may be half of one
-  Divisor granules;  // of 16 bytes that hold a row; the first and the last may hold more
-  int rows_at_once;  // that the lanes cover in a step of a copy by lanes
-  int copy_stride;   // elements from a lane's granule of a step to that of the next one
-  int copy_pitch;    // the same in shared memory
-
-  __device__ __forceinline__ int padded(int granule) const {
-    return padding == 0 ? granule
-                        : granule + static_cast<int>(granule * rows_of_2_20 >> 20) * padding;
-  }
-};
-
-// Words that are an aligned vector in shared memory.
-template <int kCount>
-using WordVector = std::conditional_t<kCount == 4, uint4, uint2>;
-template <int kCount>
-__device__ __forceinline__ void load_words(const uint32_t* from, uint32_t (&words)[kCount]) {
-  static_assert(kCount == 2 || kCount == 4);
-  const auto vector = *reinterpret_cast<const WordVector<kCount>*>(from);
-  memcpy(words, &vector, sizeof(vector));
-}
-template <int kCount>
-__device__ __forceinline__ void store_words(uint32_t* to, const uint32_t (&words)[kCount]) {
-  WordVector<kCount> vector;
-  memcpy(&vector, words, sizeof(vector));
-  *reinterpret_cast<WordVector<kCount>*>(to) = vector;
-}
 
 // Where the rows of a tile start in shared memory: at 32-bit words, or in the middle of one.
 enum class Rows : int8_t { kAtWords, kWithinWords };
@@ -89,73 +47,6 @@ struct ConstantGradient {
     }
   }
 };
-
-// Copies rows to shared memory word by word, a row each `pitch` elements, which are whole words.
-// Two elements at a time, by the words that they lie in.
-template <typename scalar_t>
-__device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, const Divisor& pairs,
-                                          scalar_t* elements, int pitch, int64_t first_row,
-                                          int rows) {
-  const int num_classes = static_cast<int>(args.num_classes);
-  const auto* const logits = static_cast<const scalar_t*>(args.input.data);
-  for_classes<2, 2>(args.rows, args.input, 1, pairs, first_row, rows,
-                    [&](int r, int c, int64_t offset) {
-                      const scalar_t* const from = logits + offset;
-                      auto* const to = reinterpret_cast<uint32_t*>(elements + r * pitch + c);
-                      if (c + 1 < num_classes) {
-                        UnalignedWords<scalar_t, 1> pair;
-                        pair.load(from);
-                        *to = pair.word(0);
-                      } else {
-                        *to = from->bits;
-                      }
-                    });
-}
-
-// Writes a tile's gradients from shared to global memory: four elements at a time with
-// gradient_in_quads, otherwise one. A tile has a multiple of four rows, unless it is the last, so
-// its gradients begin at a multiple of four elements.
-template <typename scalar_t>
-__device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
-                                           const TileShape& shape, const scalar_t* elements,
-                                           int64_t first_row, int rows) {
-  constexpr int kQuad = 4;
-  const int pitch = shape.pitch;
-  const int num_classes = static_cast<int>(args.num_classes);
-  auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
-  const int count = rows * num_classes;
-#pragma unroll 1
-  for (int e = static_cast<int>(threadIdx.x) % kWarpSize * kQuad; e < count;
-       e += kWarpSize * kQuad) {
-    int r = static_cast<int>(shape.classes.quotient(static_cast<uint32_t>(e)));
-    int c = e - r * num_classes;
-    if (shape.gradient_in_quads && e + kQuad <= count) {
-      const scalar_t* from = elements + r * pitch + c;
-      uint32_t bits[kQuad];
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        bits[i] = from->bits;
-        ++from;
-        if (++c == num_classes) {
-          c = 0;
-          from += pitch - num_classes;
-        }
-      }
-      *reinterpret_cast<uint2*>(gradients + first_row * num_classes + e) = {
-          bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
-      continue;
-    }
-#pragma unroll 1
-    for (int i = e; i < min(e + kQuad, count); ++i) {
-      gradients[row_offset(args.rows, args.grad_input, first_row + r) +
-                c * args.grad_input_class_stride] = elements[r * pitch + c];
-      if (++c == num_classes) {
-        c = 0;
-        ++r;
-      }
-    }
-  }
-}
 
 // kTeam: lanes that share a row.
 template <typename scalar_t, int kTeam, bool kGradient, Rows kRows>
