@@ -1,5 +1,5 @@
-// Which elements the tiles of a plan have. Arithmetic of kernels, and of their test on the host
-// (csrc/tests/test_element_plan.cpp).
+// Which elements the tiles of a plan have. Arithmetic of kernels, and of their tests on the host
+// (csrc/tests/test_{box,strip,strip_sums}_plan.cpp).
 #pragma once
 
 #include <cstdint>
