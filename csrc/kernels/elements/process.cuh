@@ -241,8 +241,9 @@ __device__ __forceinline__ double total(const Tile& tile, const acc_t (&values)[
   return static_cast<double>(pairwise_sum(own));
 }
 
-// The gradients of a thread's elements, by a term.
-template <typename Tile>
+// The gradients of a thread's elements, by a term. kFewWays: without the faster ways for operands
+// of half types and for elements that share a target, for little machine code.
+template <typename Tile, bool kFewWays>
 struct Gradients {
   using acc_t = typename Tile::acc_t;
   static constexpr int kCount = Tile::kSteps * Tile::kWidth;
@@ -264,7 +265,7 @@ struct Gradients {
   template <typename Term>
   __device__ __forceinline__ void of_input(const Tile& tile, const Term& term,
                                            acc_t (&results)[kCount]) const {
-    if constexpr (SharesTargetBackward<Term>::value) {
+    if constexpr (SharesTargetBackward<Term>::value && !kFewWays) {
       if (tile.is_one(kTarget)) {
         acc_t prepared{};
         derive(results, [&](acc_t x, acc_t t, int i) {
@@ -274,7 +275,7 @@ struct Gradients {
         return;
       }
     }
-    if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float>) {
+    if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float> && !kFewWays) {
       if (tile.is_half(kInput)) {
         derive(results,
                [&](acc_t x, acc_t t, int /*i*/) { return term.backward_half_input(x, t); });
@@ -286,7 +287,7 @@ struct Gradients {
   template <typename Term>
   __device__ __forceinline__ void of_target(const Tile& tile, const Term& term,
                                             acc_t (&results)[kCount]) const {
-    if constexpr (HasBackwardHalfTarget<Term>::value && std::is_same_v<acc_t, float>) {
+    if constexpr (HasBackwardHalfTarget<Term>::value && std::is_same_v<acc_t, float> && !kFewWays) {
       if (tile.is_half(kTarget)) {
         derive(results,
                [&](acc_t x, acc_t t, int /*i*/) { return term.backward_half_target(x, t); });
@@ -296,6 +297,45 @@ struct Gradients {
     derive(results, [&](acc_t x, acc_t t, int /*i*/) { return term.backward_target(x, t); });
   }
 };
+
+// The losses of a tile, two columns added up, and the derivatives for input, or else for target:
+// what both take of an element is computed once, and few losses are in registers at once. counted:
+// the columns of each step whose losses count.
+template <typename Tile, typename Work, typename Term>
+__device__ __forceinline__ void losses_and_derivatives(
+    const Tile& tile, Work work, const Term& term, bool of_input, const Operands<Tile>& operands,
+    const unsigned (&counted)[Tile::kSteps],
+    typename Tile::acc_t (&pairs)[Tile::kSteps * Tile::kWidth / 2],
+    typename Tile::acc_t (&derivatives)[Tile::kSteps * Tile::kWidth]) {
+  using acc_t = typename Tile::acc_t;
+  constexpr int kWidth = Tile::kWidth;
+  const auto compute = [&](const auto& forward, const auto& derivative) {
+#pragma unroll
+    for (int step = 0; step < Tile::kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < kWidth; i += 2) {
+        acc_t losses[2];
+#pragma unroll
+        for (int own = 0; own < 2; ++own) {
+          const int n = step * kWidth + i + own;
+          const acc_t x = operands.x.at(step, i + own);
+          const acc_t t = operands.t.at(step, i + own);
+          const acc_t loss = forward(x, t, n);
+          losses[own] = (counted[step] >> (i + own) & 1) != 0 ? loss : acc_t(0);
+          derivatives[n] = derivative(x, t);
+        }
+        pairs[(step * kWidth + i) / 2] = losses[0] + losses[1];
+      }
+    }
+  };
+  visit_forward(tile, work, term, operands.t, [&](const auto& forward) {
+    if (of_input) {
+      compute(forward, [&](acc_t x, acc_t t) { return term.backward_input(x, t); });
+    } else {
+      compute(forward, [&](acc_t x, acc_t t) { return term.backward_target(x, t); });
+    }
+  });
+}
 
 // Threads that have at most so many elements at once can also hold grad_output in registers.
 constexpr int kFewElements = 8;
@@ -316,7 +356,28 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     return values.at(n / kWidth, n % kWidth);
   };
 
-  if (work.has(kSumsLosses) || work.has(kStoresLosses)) {
+  // A gradient that is summed as losses are. Half types have more elements at once, and no
+  // registers for it.
+  constexpr bool kSumsColumns = Sums::kSums && Work::all().has(kSumsLosses) &&
+                                !Work::all().has(kHasGradOutputs) && !Tile::kIsHalf;
+  if constexpr (kSumsColumns) {
+    unsigned counted[Tile::kSteps];
+#pragma unroll
+    for (int step = 0; step < Tile::kSteps; ++step) {
+      counted[step] = tile.counted(step);
+    }
+    acc_t pairs[kCount / 2];
+    acc_t derivatives[kCount];
+    visit_term(terms, [&](const auto& term) {
+      losses_and_derivatives(tile, work, term, sums.takes(kGradInput), operands, counted, pairs,
+                             derivatives);
+    });
+    partial.sum += static_cast<double>(pairwise_sum(pairs));
+    if (sums.needs_zeros(tile)) {
+      drop_uncounted(tile, derivatives);
+    }
+    sums.add(derivatives, scale);
+  } else if (work.has(kSumsLosses) || work.has(kStoresLosses)) {
     acc_t losses[kCount];
     acc_t weights[kCount];
     visit_term(terms, [&](const auto& term) {
@@ -347,16 +408,16 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
                            (!Work::all().has(kHasGradOutputs) || kCount <= kFewElements);
   // What multiplies a derivative is selected here, once: else the compiler makes loops over the
   // elements for each case.
-  Gradients<Tile> gradients{operands};
+  Gradients<Tile, kSumsColumns || Tile::kFewWays> gradients{operands};
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
     gradients.factors[n] = own_scale ? at(operands.g, n) : scale;
   }
   const auto take_gradient = [&](Which which, acc_t(&results)[kCount]) {
-    if constexpr (Sums::kSums) {
+    if constexpr (Sums::kSums && !kSumsColumns) {
       if (sums.takes(which)) {
         drop_uncounted(tile, results);
-        sums.add(results);
+        sums.add(results, acc_t(1));
         return;
       }
     }
@@ -398,8 +459,12 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     });
     take_gradient(which, results);
   };
-  const bool wants_input = work.has(kWantsGradInput);
-  const bool wants_target = work.has(kWantsGradTarget);
+  bool wants_input = work.has(kWantsGradInput);
+  bool wants_target = work.has(kWantsGradTarget);
+  if constexpr (kSumsColumns) {
+    wants_input = wants_input && !sums.takes(kGradInput);
+    wants_target = wants_target && !sums.takes(kGradTarget);
+  }
   if constexpr (kIsLoop) {
 #pragma unroll 1
     for (int which = wants_input ? kGradInput : kGradTarget;

@@ -276,8 +276,7 @@ class StripPlanner {
   }
 
   // Plans for the sums of an operand's gradient, if the operand is broadcast. Sums along few rows,
-  // or along dimensions that are not neighbours, are left to a launch of their own, unless this is
-  // it.
+  // or of many parts of few terms, are left to a launch of their own, unless this is it.
   void sum_along(const Operand& operand) {
     constexpr int64_t kFewRows = 8;  // a choice, not measured
     const IterationSpace& space = layout_->space();
@@ -299,7 +298,9 @@ class StripPlanner {
     }
     const int64_t walked =
         (along_[lead] ? space.sizes[lead] : 1) * (walk_dim_ >= 0 ? space.sizes[walk_dim_] : 1);
-    sums_ = terms > 1 && (must_sum_ || walked == terms);
+    // Tiles go through one index of the rest, and have parts of the sums.
+    constexpr int64_t kTermsOfPart = 32;
+    sums_ = terms > 1 && (must_sum_ || walked == terms || walked >= kTermsOfPart);
     if (!sums_) {
       std::fill(std::begin(along_), std::end(along_), false);
       walk_dim_ = -1;
@@ -372,6 +373,17 @@ class StripPlanner {
     return best;
   }
 
+  // How many rows lie side by side where threads then share sums along them: a piece of memory that
+  // is not short, of rows that are. Threads fold these sums once a tile, after some steps.
+  int64_t few_rows(int64_t rows) const {
+    constexpr int64_t kFewBytes = 128;
+    constexpr int64_t kFewestSteps = 8;
+    const int64_t element =
+        std::max(element_size(operands_[kInput].dtype), element_size(operands_[kTarget].dtype));
+    return std::clamp<int64_t>(rows / kFewestSteps, 1,
+                               ceil_div(kFewBytes, plan_.columns * element));
+  }
+
   // The dimension along which rows lie nearest to each other: the order of a space's dimensions
   // goes by the strides of its operands.
   int nearest_dim() const { return layout_->lead() == 0 ? 1 : 0; }
@@ -391,14 +403,19 @@ class StripPlanner {
     own.sides = std::min(kTileThreads / strip, own.kept * own.size);
     // Rows side by side are neighbours, so that the parts of sectors that they share are written
     // together: indices of the nearest dimension, whether it is this one or comes first of what is
-    // kept. Threads that keep sums, or read across the rows, walk along neighbours instead.
+    // kept. Threads that read across the rows walk along neighbours instead; so do those that share
+    // sums with the rows beside them, but for a few.
     const bool reads_across = layout_->other() != layout_->lead();
-    const int64_t side_near = even_share(own.size, own.sides);
-    if (dim == nearest_dim() && !sums_ && !reads_across && are_near(operands_, dim, side_near)) {
+    const bool shares_sums = sums_ && (along_[dim] || !along_[layout_->lead()]);
+    const int64_t side_near = even_share(own.size, shares_sums ? few_rows(own.size) : own.sides);
+    const bool is_near =
+        dim == nearest_dim() && !reads_across && are_near(operands_, dim, side_near);
+    if (is_near && !shares_sums) {
       own.side_walked = side_near;
       own.side_kept = even_share(own.kept, own.sides / own.side_walked);
     } else {
-      own.side_kept = even_share(own.kept, own.sides);
+      const int64_t most_kept = is_near ? std::max<int64_t>(own.sides / side_near, 1) : own.sides;
+      own.side_kept = even_share(own.kept, most_kept);
       own.side_walked = even_share(own.size, own.sides / own.side_kept);
     }
     if (!are_near(operands_, dim, own.side_walked)) {

@@ -45,8 +45,13 @@ class StripSums {
     return gradient == plan_.summed_gradient;
   }
 
-  // Adds the values of a turn; those that do not count are 0.
-  __device__ __forceinline__ void add(const acc_t (&values)[kSteps * kWidth]) {
+  // Whether values that do not count must be 0: those of columns that count in no row go to totals
+  // that nobody stores.
+  __device__ __forceinline__ bool needs_zeros(const Tile& tile) const {
+    return plan_.sum_of != SumOf::kColumn || !tile.has_rows();
+  }
+  // Adds the values of a turn, times scale.
+  __device__ __forceinline__ void add(const acc_t (&values)[kSteps * kWidth], acc_t scale) {
     if (plan_.sum_of == SumOf::kColumn) {
       const auto sum = [&](int i) {
         acc_t column[kSteps];
@@ -54,7 +59,7 @@ class StripSums {
         for (int step = 0; step < kSteps; ++step) {
           column[step] = values[step * kWidth + i];
         }
-        return static_cast<double>(pairwise_sum(column));
+        return static_cast<double>(scale * pairwise_sum(column));
       };
 #pragma unroll
       for (int i = 0; i < kWidth; i += 2) {
@@ -62,7 +67,7 @@ class StripSums {
         totals = make_double2(totals.x + sum(i), i + 1 < kWidth ? totals.y + sum(i + 1) : 0);
       }
     } else if (plan_.sum_of == SumOf::kWalk) {
-      total_ += static_cast<double>(pairwise_sum(values));
+      total_ += static_cast<double>(scale * pairwise_sum(values));
     } else {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -71,7 +76,7 @@ class StripSums {
         for (int i = 0; i < kWidth; ++i) {
           row[i] = values[step * kWidth + i];
         }
-        shared_.values[rows_ + step][thread()] = pairwise_sum(row);
+        shared_.values[rows_ + step][thread()] = scale * pairwise_sum(row);
       }
     }
   }

@@ -39,6 +39,7 @@ class StripTile {
   static constexpr int kSteps = kSteps_;
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
+  static constexpr bool kFewWays = false;
 
   // turn: see Walk::end().
   __device__ __forceinline__ StripTile(const StripPlan& plan, const Walk<kWidth>& walk,
@@ -69,6 +70,10 @@ class StripTile {
   }
   __device__ __forceinline__ bool has_all() const {
     return walk_.has_all(plan_, turn_, kSteps - 1);
+  }
+  // See Walk::has_rows().
+  __device__ __forceinline__ bool has_rows() const {
+    return walk_.has_rows(plan_, turn_, kSteps - 1);
   }
 
   // Whether an operand is another in each turn; else all steps have the same unit.

@@ -123,18 +123,25 @@ class Walk {
   // The columns of the unit that count, as bits.
   LOSSOPS_HOST_DEVICE unsigned counted(const StripPlan& plan, int turn, int step) const {
     const int over = unbounded(plan, turn, step) - index(plan, turn, step);
-    if constexpr (kSpreads) {
-      unsigned repeated = 0;  // by a walk along columns that begins earlier
-      for (int i = 0; i < kWidth; ++i) {
-        if (column_ + offsets_[i] < over) {
-          repeated |= 1U << i;
-        }
-      }
-      return !plan.walks_columns && over > 0 ? 0 : counted_ & ~repeated;
-    } else {
+    if constexpr (!kSpreads) {
       const int repeated = plan.walks_columns ? over : over * kWidth + lacking_;
       return repeated < kWidth ? ~0U << repeated : 0;
     }
+    if (!plan.walks_columns) {
+      return over > 0 ? 0 : counted_;
+    }
+    unsigned repeated = 0;  // as the walk begins earlier
+    for (int i = 0; i < kWidth; ++i) {
+      if (column_ + offsets_[i] < over) {
+        repeated |= 1U << i;
+      }
+    }
+    return counted_ & ~repeated;
+  }
+  // Of units that are spread, where threads walk from row to row: whether all steps of the turn up
+  // to `last` have columns that count, the same of each row.
+  LOSSOPS_HOST_DEVICE bool has_rows(const StripPlan& plan, int turn, int last) const {
+    return unbounded(plan, turn, last) <= last_ && counted_ != 0;
   }
   // Whether all steps of the turn up to `last` have a whole unit.
   LOSSOPS_HOST_DEVICE bool has_all(const StripPlan& plan, int turn, int last) const {
