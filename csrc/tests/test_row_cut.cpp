@@ -107,11 +107,15 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
     CHECK(num_classes == 0 || num_classes * element_bytes > 4096);
     return;
   }
-  const ShortRows plan(num_classes, element_bytes);
+  alignas(4) const char data[4] = {};
+  const bool are_run = draw(0, 1) == 0;
+  const ShortRows plan(num_classes, element_bytes, are_run, data + draw(0, 1) * element_bytes % 4);
   const int64_t bytes = num_classes * element_bytes;
   CHECK(plan.lanes <= 32 && plan.rows * plan.lanes == kRowThreads);
   CHECK(plan.rows * bytes <= ShortRows::kBlockBytes);
   CHECK(plan.rows * plan.pitch * element_bytes <= ShortRows::kBlockBytes + kRowThreads * 4);
+  CHECK(plan.is_run ? are_run : plan.pitch * element_bytes % 4 == 0);
+  CHECK(plan.pitch >= num_classes);
   // Lanes would idle.
   CHECK(plan.lanes == 1 || plan.lanes / 2 * ShortRows::kLaneBytes < bytes);
   const int64_t rows = draw(1, 10000);

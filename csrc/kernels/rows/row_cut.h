@@ -258,10 +258,11 @@ struct ShortRows {
   Divisor classes;
   Divisor words;  // of 4 bytes in a row, if there are some between rows
   int num_classes = 0;
-  int pitch = 0;      // elements from a row to the next in shared memory
-  int gap_words = 0;  // between rows in shared memory, of 4 bytes
-  int lanes = 1;      // of a row
-  int rows = 0;       // of a block
+  int pitch = 0;        // elements from a row to the next in shared memory
+  int gap_words = 0;    // between rows in shared memory, of 4 bytes
+  int lanes = 1;        // of a row
+  int rows = 0;         // of a block
+  bool is_run = false;  // rows are copied as a run; else each begins at a word in shared memory
 
   // 4 KB.
   static bool are_short(int64_t num_classes, int64_t element_bytes) {
@@ -269,27 +270,33 @@ struct ShortRows {
   }
 
   ShortRows() = default;
-  ShortRows(int64_t num_classes_, int64_t element_bytes)
-      : classes(static_cast<uint32_t>(num_classes_)),
-        words(static_cast<uint32_t>(ceil_div(num_classes_ * element_bytes, 4))),
-        num_classes(static_cast<int>(num_classes_)),
-        pitch(num_classes) {
+  // are_run: rows follow one another in global memory. data: of the first.
+  ShortRows(int64_t num_classes_, int64_t element_bytes, bool are_run, const void* data)
+      : classes(static_cast<uint32_t>(num_classes_)), num_classes(static_cast<int>(num_classes_)) {
     while (lanes * kLaneBytes < num_classes_ * element_bytes) {
       lanes *= 2;
     }
     rows = kRowThreads / lanes;
-    // If four or more rows of a warp would begin in the same bank of shared memory, there is a word
-    // between rows for each lane of a row: lanes read neighbouring words. Such rows are copied word
-    // by word, which costs more than conflicts of fewer rows.
     const int64_t bytes = num_classes_ * element_bytes;
-    const int64_t banks = bytes % 4 != 0 ? 32 : 32 / std::gcd(bytes / 4, int64_t{32});  // of starts
-    if (4 * banks <= 32 / lanes) {
-      gap_words = lanes;
-      pitch += gap_words * static_cast<int>(4 / element_bytes);
-    }
+    words = Divisor(static_cast<uint32_t>(ceil_div(bytes, 4)));
+    // Rows with gaps are copied word by word.
+    is_run = are_run && (!needs_gaps(bytes) || reinterpret_cast<uintptr_t>(data) % 4 == 0);
+    const int64_t row_bytes = is_run ? bytes : round_up(bytes, 4);
+    gap_words = needs_gaps(row_bytes) ? lanes : 0;
+    pitch = static_cast<int>((row_bytes + gap_words * 4) / element_bytes);
   }
 
   int64_t blocks(int64_t of_rows) const { return ceil_div(of_rows, rows); }
+
+ private:
+  // Whether four or more rows of a warp would begin in the same bank of shared memory. Then there
+  // is a word between rows for each lane of a row: lanes read neighbouring words. In a run that
+  // costs more than conflicts of fewer rows.
+  bool needs_gaps(int64_t row_bytes) const {
+    const int64_t banks =
+        row_bytes % 4 != 0 ? 32 : 32 / std::gcd(row_bytes / 4, int64_t{32});  // of starts
+    return 4 * banks <= 32 / lanes;
+  }
 };
 
 // How the gradients of short rows are cut into tiles, a block each, for flat_gradients_kernel. The

@@ -3,8 +3,9 @@
 // number of classes and the dtype alone, so a row has the same bits in any batch and layout.
 //
 // A block first copies its rows to shared memory: by vectors where the rows follow one another,
-// which may begin anywhere, or by words if there are gaps between rows in shared memory; otherwise
-// element by element. ShortRows of row_cut.h deals them out.
+// which may begin anywhere, or by words if there are gaps between rows in shared memory. Of rows
+// with gaps in global memory, the lanes of each copy it by unaligned vectors; of classes that are
+// no neighbours, a block copies one element after the other. ShortRows of row_cut.h deals them out.
 //
 // What a row takes is computed in fp64, as in token_values_kernel, but with log_of_sum() and
 // inverse_of(): a logarithm of the library would take longer than a row of ten classes.
@@ -55,11 +56,42 @@ __device__ __forceinline__ double log_of_sum(double rest) {
   return rest == -1.0 ? -math::infinity<double>() : rest;
 }
 
-// Copies the rows of this block and returns the first. is_run: the rows of the slice are one run.
+// Copies a row, whose classes are neighbours, by its lanes. to: at a word.
 template <typename scalar_t>
-__device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bool is_run,
-                                                     const RowGrid& grid, const ShortRows& plan,
-                                                     RowVector* shared) {
+__device__ __forceinline__ void copy_row(const scalar_t* row, int num_classes, int lane, int lanes,
+                                         scalar_t* to) {
+  constexpr int kSize = kVectorSize<scalar_t>;
+  const int vectors = num_classes / kSize;
+  constexpr int kFlight = 4;
+#pragma unroll 1
+  for (int v = lane; v < vectors; v += kFlight * lanes) {
+    RowVector loaded[kFlight];
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      if (v + u * lanes < vectors) {
+        loaded[u] = RowVector::load_by_words(row + (v + u * lanes) * kSize);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      if (v + u * lanes < vectors) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          reinterpret_cast<uint32_t*>(to)[(v + u * lanes) * 4 + i] = loaded[u].words[i];
+        }
+      }
+    }
+  }
+#pragma unroll 1
+  for (int c = vectors * kSize + lane; c < num_classes; c += lanes) {
+    to[c] = row[c];
+  }
+}
+
+// Copies the rows of this block and returns the first.
+template <typename scalar_t>
+__device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, const RowGrid& grid,
+                                                     const ShortRows& plan, RowVector* shared) {
   constexpr int kSize = kVectorSize<scalar_t>;
   const auto thread = static_cast<int>(threadIdx.x);
   const uint32_t first_row = blockIdx.x * static_cast<uint32_t>(plan.rows);
@@ -69,7 +101,17 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, bo
   const auto* const data = static_cast<const scalar_t*>(source.input.data);
   auto* const copies = reinterpret_cast<scalar_t*>(shared);
   const bool has_gaps = plan.gap_words > 0;
-  if (!is_run || (has_gaps && reinterpret_cast<uintptr_t>(data) % 4 != 0)) {
+  if (!plan.is_run && source.class_stride == 1) {
+    const auto own = static_cast<int>(group_of_thread(plan.lanes) - first_row);
+    if (own < rows) {
+      const RowGrid::Place place = grid.place(first_row + own);
+      copy_row(data + place.offset(source.input), plan.num_classes, thread & (plan.lanes - 1),
+               plan.lanes, copies + own * plan.pitch);
+    }
+    __syncthreads();
+    return copies;
+  }
+  if (!plan.is_run) {
 #pragma unroll 4
     for (int e = thread; e < elements; e += kRowThreads) {
       const uint32_t row = plan.classes.quotient(static_cast<uint32_t>(e));
@@ -264,7 +306,7 @@ __device__ __forceinline__ ShortRowState state_of_row(const RowType<scalar_t>& t
 template <typename scalar_t, typename Map>
 __global__ void __launch_bounds__(kRowThreads, 5)
     short_token_values_kernel(const __grid_constant__ TokenForwardArgs args,
-                              const __grid_constant__ RowSource source, bool is_run,
+                              const __grid_constant__ RowSource source,
                               const __grid_constant__ RowGrid grid,
                               const __grid_constant__ ShortRows plan, const RowType<scalar_t> type,
                               const Map pass_map, const Map map, bool changes_signs) {
@@ -281,7 +323,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
   };
   // On its way while the rows are copied.
   int64_t c = exists && lane < args.num_indices ? load_index(lane) : -1;
-  const scalar_t* const rows = copy_rows<scalar_t>(source, is_run, grid, plan, shared);
+  const scalar_t* const rows = copy_rows<scalar_t>(source, grid, plan, shared);
   // Lanes without a row have the block's first, for shuffles.
   const scalar_t* const row =
       rows + (exists ? (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * plan.pitch : 0);
@@ -336,11 +378,12 @@ void launch_short_token_values(const RowSlice& slice, const TokenForwardArgs& ar
                                const RowSource& source, const RowType<scalar_t>& type,
                                const Map& pass_map, const Map& map, bool changes_signs,
                                cudaStream_t stream) {
-  const ShortRows plan(args.num_classes, sizeof(scalar_t));
+  const ShortRows plan(args.num_classes, sizeof(scalar_t),
+                       is_run(slice, source.input, source.class_stride, args.num_classes),
+                       source.input.data);
   launch_kernel("short_token_values_kernel", short_token_values_kernel<scalar_t, Map>,
-                {plan.blocks(slice.rows()), kRowThreads}, stream, args, source,
-                is_run(slice, source.input, source.class_stride, args.num_classes),
-                RowGrid(slice, 1), plan, type, pass_map, map, changes_signs);
+                {plan.blocks(slice.rows()), kRowThreads}, stream, args, source, RowGrid(slice, 1),
+                plan, type, pass_map, map, changes_signs);
 }
 
 }  // namespace lossops::cuda
