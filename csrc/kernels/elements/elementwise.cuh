@@ -156,10 +156,10 @@ using SumsInUnits = InStrips<UnitsOf<scalar_t>, 3, true>;
 // steps of MSE "none" of bfloat16 were at .77 of the floor, with 2 they are at .86.
 template <typename scalar_t>
 using BackwardInUnits = InStrips<UnitsOf<scalar_t>, sizeof(scalar_t) == 2 ? 2 : 3>;
-// Launches that sum one gradient and may write the other. Few elements a thread: grad_output takes
-// registers too.
+// Launches that sum one gradient and may write the other. Few elements a thread, eight: grad_output
+// takes registers too.
 template <typename scalar_t>
-using GradientsInUnits = InStrips<UnitsOf<scalar_t, 1>, 3, true>;
+using GradientsInUnits = InStrips<UnitsOf<scalar_t, sizeof(scalar_t) == 2 ? 1 : 2>, 3, true>;
 // For little machine code.
 using InWeightedSingles = InStrips<SpreadStripTile<float, 2, 1>, 3>;
 // Of double, and of columns that are far apart.

@@ -408,7 +408,8 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
                            (!Work::all().has(kHasGradOutputs) || kCount <= kFewElements);
   // What multiplies a derivative is selected here, once: else the compiler makes loops over the
   // elements for each case.
-  Gradients<Tile, kSumsColumns || Tile::kFewWays> gradients{operands};
+  constexpr bool kFewWays = Tile::kFewWays || (Sums::kSums && !Tile::kIsHalf);
+  Gradients<Tile, kFewWays> gradients{operands};
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
     gradients.factors[n] = own_scale ? at(operands.g, n) : scale;
