@@ -136,7 +136,19 @@ def test_dtypes_of_indices(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(700, 13), (40, 70), (33, 300), (9, 1024), (4, 9, 1030), (9, 2048), (2, 40001)]
+    "shape",
+    [
+        (700, 3),
+        (700, 13),
+        (300, 63),  # padded to whole words, lanes of half types would meet in a bank
+        (40, 70),
+        (33, 300),
+        (9, 1024),
+        (4, 9, 1030),
+        (9, 2047),
+        (9, 2048),
+        (2, 40001),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts_have_equal_bits(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:

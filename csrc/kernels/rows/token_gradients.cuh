@@ -237,8 +237,8 @@ struct FlatTokenGradients {
   RowType<scalar_t> type;
   LinearMap<acc_t> map;
   LinearMap<double> wide_map;  // the same in fp64
-  // What token_gradients_kernel has left of rows with several class indices; null for one index.
-  // The threads of a tile, one for each of its rows, would wait for one index after the other.
+  // What token_gradients_kernel has left of each row; null: threads compute it themselves. See
+  // takes_numbers().
   const TokenLogitGradient<scalar_t>* of_rows;
 
   __device__ __forceinline__ bool begin() const { return true; }
