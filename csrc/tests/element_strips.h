@@ -2,6 +2,7 @@
 // and of their sums.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/elements/tiles.h"
@@ -20,12 +21,21 @@ void for_each_strip(const StripPlan& plan, const Body& body) {
       const Strip strip = Strip::of_sums(plan, tile, number);
       body(strip, tile);
       is_last = strip.is_last;
-      if (plan.summed == 1) {  // of all kernels that sum no gradient
-        const Strip plain = Strip::of(plan, tile);
-        CHECK(plain.column == strip.column && plain.walked == strip.walked);
-        CHECK(plain.rest == strip.rest && plain.rest_left == strip.rest_left);
-      }
     }
+  }
+}
+
+// Kernels that sum no gradient take the strips that those which sum one take.
+inline void check_plain_strips(const StripPlan& plan) {
+  CHECK(plan.tile_summed == 1);
+  for (int64_t tile = 0; tile < plan.tiles; ++tile) {
+    const Strip strip = Strip::of_sums(plan, tile, 0);
+    const Strip plain = Strip::of(plan, tile);
+    CHECK(strip.is_last);
+    CHECK(plain.column == strip.column && plain.walked == strip.walked);
+    CHECK(plain.columns_left == strip.columns_left && plain.walked_left == strip.walked_left);
+    CHECK(plain.rest == strip.rest);
+    CHECK(std::min(plain.rest_left, plan.side_kept) == std::min(strip.rest_left, plan.side_kept));
   }
 }
 

@@ -16,6 +16,7 @@ namespace {
 
 struct Seen {
   int column_walks = 0;
+  int summed = 0;         // plans whose tiles may have parts of a gradient's sums
   int sides = 0;          // plans with rows side by side along two dimensions
   int kinds[4] = {};      // by UnitKind
   int parts = 0;          // units of vectors that are not aligned
@@ -148,6 +149,8 @@ void check_strips(const Problem& problem, int at_once, Seen& seen) {
         other_plan.walks_columns == plan.walks_columns);
   CHECK(std::equal(plan.operands[kInput].strides, plan.operands[kInput].strides + kPlanDims,
                    other_plan.operands[kInput].strides));
+  check_plain_strips(plan);
+  seen.summed += plan.summed > 1 ? 1 : 0;
   std::vector<int> taken(problem.space.numel);
   check_strips<kWidth>(problem, plan, at_once, taken, seen);
   CHECK(are_taken(taken));
@@ -228,6 +231,27 @@ void check_far_sides() {
   CHECK(plan.operands[kInput].walk_stride == plan.side_walked.value * strides[1] * 4);
 }
 
+// Target is broadcast along the second dimension and along the fourth: more than a tile has of what
+// is kept between them.
+void check_parts(std::initializer_list<int64_t> sizes, DType dtype, int width) {
+  Problem problem(sizes);
+  const IterationSpace& space = problem.space;
+  int64_t strides[kMaxDims] = {1};
+  for (int dim = 1; dim < space.ndim; ++dim) {
+    strides[dim] = strides[dim - 1] * space.sizes[dim - 1];
+  }
+  problem.add(kInput, dtype, strides);
+  problem.add(kOutput, dtype, strides);
+  strides[1] = strides[3] = 0;
+  problem.add(kTarget, dtype, strides);
+  const Layout layout(space, problem.operands);
+  constexpr int64_t kBlocks = 528;
+  StripPlanner planner(layout, problem.operands);
+  const StripPlan& plan = planner.plan(width, 2, kBlocks);
+  CHECK(plan.summed > 1);
+  check_plain_strips(plan);
+}
+
 // Units of bfloat16, of rows in a stride of elements: whether they are neighbours.
 void check_type(int64_t columns, int64_t stride, bool joins) {
   Problem problem{columns, 1000};
@@ -270,6 +294,13 @@ int main() {
   cuda::check_sides({37, 52, 710});
   cuda::check_sides({43, 44, 629});
   cuda::check_far_sides();
+  test::subject() = "parts of sums";
+  for (const int64_t kept : {1000, 600, 997}) {
+    for (const int64_t columns : {9, 16, 36, 300}) {
+      cuda::check_parts({columns, 40, kept, 37}, DType::kFloat32, cuda::kVectorSize<float>);
+      cuda::check_parts({columns, 100, kept, 9}, DType::kBFloat16, cuda::kVectorSize<half_t>);
+    }
+  }
   test::subject() = "types of units";
   cuda::check_type(96, 96, true);
   cuda::check_type(93, 97, true);
@@ -277,6 +308,7 @@ int main() {
   cuda::check_type(7, 8, false);
   test::subject() = "all problems";
   CHECK(seen.column_walks > 5);
+  CHECK(seen.summed > 5);
   CHECK(seen.sides > 5);
   CHECK(seen.joined_rows > 100);
   CHECK(seen.parts > 100);

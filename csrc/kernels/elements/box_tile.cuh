@@ -70,7 +70,7 @@ class BoxTile {
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   static constexpr bool kKeeps = false;
-  static constexpr bool kFewWays = !kIsHalf;
+  static constexpr bool kFewWays = !kIsHalf;  // see Gradients
   using Values = BoxValues<BoxTile>;
 
   // All threads of the block.

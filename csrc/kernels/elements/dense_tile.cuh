@@ -33,7 +33,7 @@ struct DenseTraits {
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   static constexpr bool kKeeps = false;
-  static constexpr bool kFewWays = false;
+  static constexpr bool kFewWays = false;  // see Gradients
   __device__ __forceinline__ static bool is_half(Which /*which*/) { return kIsHalf; }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
   __device__ __forceinline__ static constexpr bool is_one(Which /*which*/) { return false; }

@@ -358,9 +358,9 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
 
   // A gradient that is summed as losses are. Half types have more elements at once, and no
   // registers for it.
-  constexpr bool kSumsColumns = Sums::kSums && Work::all().has(kSumsLosses) &&
-                                !Work::all().has(kHasGradOutputs) && !Tile::kIsHalf;
-  if constexpr (kSumsColumns) {
+  constexpr bool kSumsAtOnce = Sums::kSums && Work::all().has(kSumsLosses) &&
+                               !Work::all().has(kHasGradOutputs) && !Tile::kIsHalf;
+  if constexpr (kSumsAtOnce) {
     unsigned counted[Tile::kSteps];
 #pragma unroll
     for (int step = 0; step < Tile::kSteps; ++step) {
@@ -415,7 +415,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     gradients.factors[n] = own_scale ? at(operands.g, n) : scale;
   }
   const auto take_gradient = [&](Which which, acc_t(&results)[kCount]) {
-    if constexpr (Sums::kSums && !kSumsColumns) {
+    if constexpr (Sums::kSums && !kSumsAtOnce) {
       if (sums.takes(which)) {
         drop_uncounted(tile, results);
         sums.add(results, acc_t(1));
@@ -462,7 +462,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   };
   bool wants_input = work.has(kWantsGradInput);
   bool wants_target = work.has(kWantsGradTarget);
-  if constexpr (kSumsColumns) {
+  if constexpr (kSumsAtOnce) {
     wants_input = wants_input && !sums.takes(kGradInput);
     wants_target = wants_target && !sums.takes(kGradTarget);
   }

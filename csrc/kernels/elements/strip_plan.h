@@ -9,9 +9,9 @@
 //
 // A thread keeps its columns and walks along one dimension, from row to row, so that all the rest
 // is found once a tile: where its first unit lies, and which of its columns count. If strips are
-// short, several rows lie side by side in a block: neighbours, unless threads keep sums or read
-// across the rows. If rows are few and long, a thread walks along its row instead, from strip to
-// strip.
+// short, several rows lie side by side in a block: neighbours, but only a few of them where threads
+// share sums along them, and not where they read across the rows. If rows are few and long, a
+// thread walks along its row instead, from strip to strip.
 //
 // If fewer columns are left for the last unit of a row, or for the last share of a group, than it
 // has, it begins earlier and has columns of the one before, too: whatever is read is there, and
@@ -179,11 +179,14 @@ class StripPlanner {
     plan_.columns = space.sizes[layout.lead()];
     if (summed != kNumOperands) {
       must_sum_ = true;
-      sum_along(operands[summed]);
+      sum_along(operands[summed], true);
     } else if (layout.other() == layout.lead()) {
-      for (const Which which : {kInput, kTarget}) {
-        if (!sums_) {
-          sum_along(operands[which]);
+      // In whole sums, if there are such, rather than in parts.
+      for (const bool in_parts : {false, true}) {
+        for (const Which which : {kInput, kTarget}) {
+          if (!sums_) {
+            sum_along(operands[which], in_parts);
+          }
         }
       }
     }
@@ -267,17 +270,19 @@ class StripPlanner {
     int64_t kept = 1;  // of the rest
     int64_t side_walked = 1;
     int64_t side_kept = 1;
-    int64_t sides = 1;  // that there is room for
-    double use = 0;     // of the threads' time, between 0 and 1
+    int64_t sides = 1;        // that there is room for
+    bool has_summed = false;  // more of the rest
+    double use = 0;           // of the threads' time, between 0 and 1
   };
 
   bool is_along(const Operand& operand, int dim) const {
     return operand.strides[dim] == 0 && layout_->space().sizes[dim] > 1;
   }
 
-  // Plans for the sums of an operand's gradient, if the operand is broadcast. Sums along few rows,
-  // or of many parts of few terms, are left to a launch of their own, unless this is it.
-  void sum_along(const Operand& operand) {
+  // Plans for the sums of an operand's gradient, if the operand is broadcast. Sums along few rows
+  // are left to a launch of their own, unless this is it. in_parts: also sums along dimensions that
+  // are not neighbours, of which each tile then has parts.
+  void sum_along(const Operand& operand, bool in_parts) {
     constexpr int64_t kFewRows = 8;  // a choice, not measured
     const IterationSpace& space = layout_->space();
     const int lead = layout_->lead();
@@ -298,9 +303,9 @@ class StripPlanner {
     }
     const int64_t walked =
         (along_[lead] ? space.sizes[lead] : 1) * (walk_dim_ >= 0 ? space.sizes[walk_dim_] : 1);
-    // Tiles go through one index of the rest, and have parts of the sums.
+    // Along fewer terms, parts would be a burden. A choice, not measured.
     constexpr int64_t kTermsOfPart = 32;
-    sums_ = terms > 1 && (must_sum_ || walked == terms || walked >= kTermsOfPart);
+    sums_ = terms > 1 && (must_sum_ || walked == terms || (in_parts && walked >= kTermsOfPart));
     if (!sums_) {
       std::fill(std::begin(along_), std::end(along_), false);
       walk_dim_ = -1;
@@ -373,8 +378,18 @@ class StripPlanner {
     return best;
   }
 
-  // How many rows lie side by side where threads then share sums along them: a piece of memory that
-  // is not short, of rows that are. Threads fold these sums once a tile, after some steps.
+  // Kept indices side by side, at most so many. Kernels without sums number what is kept and what
+  // is summed as one run (Strip::of()): those of a tile must not reach into the next summed index.
+  int64_t kept_beside(const Walked& walked, int64_t most) const {
+    int64_t kept = even_share(walked.kept, most);
+    while (!must_sum_ && walked.has_summed && walked.kept % kept != 0) {
+      --kept;
+    }
+    return kept;
+  }
+  // Rows that lie side by side where threads walk along sums: a piece of memory that is not short,
+  // of rows that are. Threads fold the sums of these rows once a tile, after some steps. Choices,
+  // of which others were not measured.
   int64_t few_rows(int64_t rows) const {
     constexpr int64_t kFewBytes = 128;
     constexpr int64_t kFewestSteps = 8;
@@ -395,6 +410,7 @@ class StripPlanner {
     for (int other = 0; other < space.ndim; ++other) {
       const bool is_rest = other != layout_->lead() && other != dim;
       own.kept *= is_rest && !along_[other] ? space.sizes[other] : 1;
+      own.has_summed = own.has_summed || (is_rest && along_[other]);
     }
     if (dim < 0 || dim == layout_->lead()) {
       return own;
@@ -403,19 +419,19 @@ class StripPlanner {
     own.sides = std::min(kTileThreads / strip, own.kept * own.size);
     // Rows side by side are neighbours, so that the parts of sectors that they share are written
     // together: indices of the nearest dimension, whether it is this one or comes first of what is
-    // kept. Threads that read across the rows walk along neighbours instead; so do those that share
-    // sums with the rows beside them, but for a few.
+    // kept. Threads that read across the rows walk along neighbours instead. Threads that walk
+    // along sums have only few_rows() neighbours beside them.
     const bool reads_across = layout_->other() != layout_->lead();
-    const bool shares_sums = sums_ && (along_[dim] || !along_[layout_->lead()]);
+    const bool shares_sums = sums_ && along_[dim];
     const int64_t side_near = even_share(own.size, shares_sums ? few_rows(own.size) : own.sides);
     const bool is_near =
         dim == nearest_dim() && !reads_across && are_near(operands_, dim, side_near);
     if (is_near && !shares_sums) {
       own.side_walked = side_near;
-      own.side_kept = even_share(own.kept, own.sides / own.side_walked);
+      own.side_kept = kept_beside(own, own.sides / own.side_walked);
     } else {
       const int64_t most_kept = is_near ? std::max<int64_t>(own.sides / side_near, 1) : own.sides;
-      own.side_kept = even_share(own.kept, most_kept);
+      own.side_kept = kept_beside(own, most_kept);
       own.side_walked = even_share(own.size, own.sides / own.side_kept);
     }
     if (!are_near(operands_, dim, own.side_walked)) {

@@ -39,7 +39,7 @@ class StripTile {
   static constexpr int kSteps = kSteps_;
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
-  static constexpr bool kFewWays = false;
+  static constexpr bool kFewWays = false;  // see Gradients
 
   // turn: see Walk::end().
   __device__ __forceinline__ StripTile(const StripPlan& plan, const Walk<kWidth>& walk,

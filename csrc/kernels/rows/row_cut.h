@@ -247,8 +247,9 @@ struct RowPart {
 };
 
 // How short rows are dealt out in a forward pass: a block copies rows to shared memory, and gives
-// each some lanes of a warp, which take its elements in turn. Like a RowCut it follows from the
-// number of classes and the size of a logit alone, for the same bits in any batch and layout.
+// each some lanes of a warp, which take its elements in turn. The lanes and the rows of a block
+// follow from the number of classes and the size of a logit alone, like a RowCut, for the same bits
+// in any batch and layout. How rows are copied also follows from how they lie.
 struct ShortRows {
   // A row has a lane for each so many bytes. What a row costs beside its elements is multiplied by
   // its lanes.
@@ -290,8 +291,8 @@ struct ShortRows {
 
  private:
   // Whether four or more rows of a warp would begin in the same bank of shared memory. Then there
-  // is a word between rows for each lane of a row: lanes read neighbouring words. In a run that
-  // costs more than conflicts of fewer rows.
+  // is a word between rows for each lane of a row: lanes read neighbouring words. To copy a run
+  // word by word costs more than conflicts of fewer rows.
   bool needs_gaps(int64_t row_bytes) const {
     const int64_t banks =
         row_bytes % 4 != 0 ? 32 : 32 / std::gcd(row_bytes / 4, int64_t{32});  // of starts

@@ -3,9 +3,9 @@
 // number of classes and the dtype alone, so a row has the same bits in any batch and layout.
 //
 // A block first copies its rows to shared memory: by vectors where the rows follow one another,
-// which may begin anywhere, or by words if there are gaps between rows in shared memory. Of rows
-// with gaps in global memory, the lanes of each copy it by unaligned vectors; of classes that are
-// no neighbours, a block copies one element after the other. ShortRows of row_cut.h deals them out.
+// which may begin anywhere, or by words if there are to be gaps between rows in shared memory. Each
+// other row is copied by its lanes, by unaligned vectors, or element by element if its classes are
+// no neighbours. ShortRows of row_cut.h deals the rows out.
 //
 // What a row takes is computed in fp64, as in token_values_kernel, but with log_of_sum() and
 // inverse_of(): a logarithm of the library would take longer than a row of ten classes.
