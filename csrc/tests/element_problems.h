@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "kernels/elements/tiles.h"
@@ -91,6 +92,16 @@ inline Problem draw_problem(int most_dims) {
     }
   }
   return problem;
+}
+
+// Calls body(problem) with problems of three dimensions, and some of four.
+template <typename Body>
+void for_each_problem(const Body& body) {
+  for (int n = 0; n < 500; ++n) {
+    const Problem problem = draw_problem(n % 5 == 0 ? 4 : 3);
+    test::subject() = "problem " + std::to_string(n);
+    body(problem);
+  }
 }
 
 // The distance of element i of the space from an operand's first, in bytes.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "kernels/elements/tiles.h"
 #include "tests/check.h"
@@ -12,6 +13,16 @@
 namespace lossops::cuda {
 
 constexpr int64_t kResident = 2;
+
+// Calls body(problem, at_once) with problems, and how many steps a thread takes at once.
+template <typename Body>
+void for_each_problem_in_steps(const Body& body) {
+  for_each_problem([&](const Problem& problem) {
+    const int at_once = 1 << draw(0, 2);
+    test::subject() += ", " + std::to_string(at_once) + " at once";
+    body(problem, at_once);
+  });
+}
 
 template <typename Body>
 void for_each_strip(const StripPlan& plan, const Body& body) {

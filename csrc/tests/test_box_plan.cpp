@@ -192,11 +192,7 @@ void check_far_boxes(int64_t columns, int64_t rows, int64_t row_stride) {
 int main() {
   using namespace lossops;
   cuda::Seen seen;
-  for (int n = 0; n < 500; ++n) {
-    const cuda::Problem problem = cuda::draw_problem(n % 5 == 0 ? 4 : 3);
-    test::subject() = "problem " + std::to_string(n);
-    cuda::check_boxes(problem, seen);
-  }
+  cuda::for_each_problem([&](const cuda::Problem& problem) { cuda::check_boxes(problem, seen); });
   for (int n = 0; n < 100; ++n) {
     test::subject() = "transposed " + std::to_string(n);
     cuda::check_boxes(cuda::draw_transposed(), seen);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
-#include <string>
 #include <vector>
 
 #include "kernels/elements/tiles.h"
@@ -270,14 +269,11 @@ void check_type(int64_t columns, int64_t stride, bool joins) {
 int main() {
   using namespace lossops;
   cuda::Seen seen;
-  for (int n = 0; n < 500; ++n) {
-    const cuda::Problem problem = cuda::draw_problem(n % 5 == 0 ? 4 : 3);
-    const int at_once = 1 << cuda::draw(0, 2);
-    test::subject() = "problem " + std::to_string(n) + ", " + std::to_string(at_once) + " at once";
+  cuda::for_each_problem_in_steps([&](const cuda::Problem& problem, int at_once) {
     cuda::check_strips<1>(problem, at_once, seen);
     cuda::check_strips<cuda::kVectorSize<float>>(problem, at_once, seen);
     cuda::check_strips<cuda::kVectorSize<half_t>>(problem, at_once, seen);
-  }
+  });
   test::subject() = "long rows";
   cuda::check_long((int64_t{1} << 31) + 1, 3, (int64_t{1} << 31) + 8);
   test::subject() = "rows far apart";

@@ -116,14 +116,11 @@ void check_sums(const Problem& problem, int at_once, Seen& seen) {
 int main() {
   using namespace lossops;
   cuda::Seen seen;
-  for (int n = 0; n < 500; ++n) {
-    const cuda::Problem problem = cuda::draw_problem(n % 5 == 0 ? 4 : 3);
-    const int at_once = 1 << cuda::draw(0, 2);
-    test::subject() = "problem " + std::to_string(n) + ", " + std::to_string(at_once) + " at once";
+  cuda::for_each_problem_in_steps([&](const cuda::Problem& problem, int at_once) {
     cuda::check_sums<1>(problem, at_once, seen);
     cuda::check_sums<cuda::kVectorSize<float>>(problem, at_once, seen);
     cuda::check_sums<cuda::kVectorSize<half_t>>(problem, at_once, seen);
-  }
+  });
   for (int n = 0; n < 100; ++n) {
     const cuda::Problem problem = cuda::draw_far_sums();
     test::subject() = "far sums " + std::to_string(n);

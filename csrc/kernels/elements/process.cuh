@@ -298,9 +298,9 @@ struct Gradients {
   }
 };
 
-// The losses of a tile, two columns added up, and the derivatives for input, or else for target:
-// what both take of an element is computed once, and few losses are in registers at once. counted:
-// the columns of each step whose losses count.
+// What an element's loss and its derivative both take is computed once, and few losses are in
+// registers at once. pairs: the losses of two neighbouring columns, added up. derivatives: for
+// input, or else for target. counted: the columns of each step whose losses count.
 template <typename Tile, typename Work, typename Term>
 __device__ __forceinline__ void losses_and_derivatives(
     const Tile& tile, Work work, const Term& term, bool of_input, const Operands<Tile>& operands,
@@ -356,8 +356,8 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
     return values.at(n / kWidth, n % kWidth);
   };
 
-  // A gradient that is summed as losses are. Half types have more elements at once, and no
-  // registers for it.
+  // Losses and the gradient that is summed are computed at once, also in backward passes, where
+  // nobody takes the losses. Half types have more elements a thread, and no registers for it.
   constexpr bool kSumsAtOnce = Sums::kSums && Work::all().has(kSumsLosses) &&
                                !Work::all().has(kHasGradOutputs) && !Tile::kIsHalf;
   if constexpr (kSumsAtOnce) {

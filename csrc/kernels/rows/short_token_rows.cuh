@@ -56,32 +56,44 @@ __device__ __forceinline__ double log_of_sum(double rest) {
   return rest == -1.0 ? -math::infinity<double>() : rest;
 }
 
+// Calls put(v, load(v)) for v = begin, begin + stride, ... below end. A few loads are on their way
+// at once.
+template <typename Load, typename Put>
+__device__ __forceinline__ void copy_vectors(int begin, int end, int stride, const Load& load,
+                                             const Put& put) {
+  constexpr int kFlight = 4;
+#pragma unroll 1
+  for (int v = begin; v < end; v += kFlight * stride) {
+    RowVector loaded[kFlight];
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      if (v + u * stride < end) {
+        loaded[u] = load(v + u * stride);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      if (v + u * stride < end) {
+        put(v + u * stride, loaded[u]);
+      }
+    }
+  }
+}
+
 // Copies a row, whose classes are neighbours, by its lanes. to: at a word.
 template <typename scalar_t>
 __device__ __forceinline__ void copy_row(const scalar_t* row, int num_classes, int lane, int lanes,
                                          scalar_t* to) {
   constexpr int kSize = kVectorSize<scalar_t>;
   const int vectors = num_classes / kSize;
-  constexpr int kFlight = 4;
-#pragma unroll 1
-  for (int v = lane; v < vectors; v += kFlight * lanes) {
-    RowVector loaded[kFlight];
-#pragma unroll
-    for (int u = 0; u < kFlight; ++u) {
-      if (v + u * lanes < vectors) {
-        loaded[u] = RowVector::load_by_words(row + (v + u * lanes) * kSize);
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kFlight; ++u) {
-      if (v + u * lanes < vectors) {
+  copy_vectors(
+      lane, vectors, lanes, [&](int v) { return RowVector::load_by_words(row + v * kSize); },
+      [&](int v, const RowVector& vector) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          reinterpret_cast<uint32_t*>(to)[(v + u * lanes) * 4 + i] = loaded[u].words[i];
+          reinterpret_cast<uint32_t*>(to)[v * 4 + i] = vector.words[i];
         }
-      }
-    }
-  }
+      });
 #pragma unroll 1
   for (int c = vectors * kSize + lane; c < num_classes; c += lanes) {
     to[c] = row[c];
@@ -148,23 +160,7 @@ __device__ __forceinline__ const scalar_t* copy_rows(const RowSource& source, co
       }
     }
   };
-  constexpr int kFlight = 4;
-#pragma unroll 1
-  for (int v = thread + begin; v < end; v += kFlight * kRowThreads) {
-    RowVector loaded[kFlight];
-#pragma unroll
-    for (int u = 0; u < kFlight; ++u) {
-      if (v + u * kRowThreads < end) {
-        loaded[u] = aligned[v + u * kRowThreads];
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kFlight; ++u) {
-      if (v + u * kRowThreads < end) {
-        put(v + u * kRowThreads, loaded[u]);
-      }
-    }
-  }
+  copy_vectors(thread + begin, end, kRowThreads, [&](int v) { return aligned[v]; }, put);
   scalar_t* const own = has_gaps ? copies : copies + phase;
   // The slice's first vector and its last, element by element.
   if (thread < 2 * kSize) {
