@@ -716,6 +716,13 @@ FAULTS = [
         "test_cross_entropy_kernels.py::test_images",
     ),
     Fault(
+        "cuda: planes with an odd number of rows, the class index of the row before not left out",
+        "plane-words-shift",
+        "share.number_of(index_before)",
+        "-1",
+        "test_cross_entropy_kernels.py::test_losses_of_planes",
+    ),
+    Fault(
         "cuda: many strided classes, all turns of a share but the last one left out",
         "plane-words-turns",
         "sums[0].merged_with(of_turn)",

@@ -3,8 +3,11 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <vector>
@@ -390,31 +393,55 @@ CrossEntropyCase float_case(Random& random, int64_t rows, int64_t num_classes, C
 }
 
 // A row of a plane has the same bits in aligned memory, where plane_rows sums half types, and one
-// element further, where plane_words does; also where the last class of a share is not plain.
+// element further, where plane_words does; and in a plane with an odd number of rows. Also where
+// the last class of a share is not plain.
 void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes) {
   constexpr int64_t kRows = 32;
   CrossEntropyCase c;
-  c.rows = {kRows};
   c.num_classes = num_classes;
   c.reduction = Reduction::kNone;
-  c.input = test::class_tensor(dtype, c.rows, num_classes, ClassLayout::kOuter);
-  c.input.fill([&] { return random.uniform(-4, 4); });
+  std::vector<std::vector<double>> logits(kRows);
+  std::vector<double> targets(kRows);
   for (int64_t row = 0; row < kRows; ++row) {
-    c.input.set(row + (num_classes - 1 - random.below(4)) * kRows, -40);
+    for (int64_t k = 0; k < num_classes; ++k) {
+      logits[row].push_back(random.uniform(-4, 4));
+    }
+    logits[row][num_classes - 1 - random.below(4)] = -40;
+    targets[row] = static_cast<double>(random.below(num_classes));
   }
-  c.target = TestTensor(DType::kInt64, c.rows, Layout::kDense);
-  c.target.fill([&] { return static_cast<double>(random.below(num_classes)); });
-  test::subject() = c.describe() + ", bits";
-  const auto statistics = [&](int64_t shift) {
+  // Of the first rows.
+  const auto statistics = [&](int64_t rows, int64_t shift) {
+    c.rows = {rows};
+    c.input = test::class_tensor(dtype, c.rows, num_classes, ClassLayout::kOuter);
+    c.target = TestTensor(DType::kInt64, c.rows, Layout::kDense);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t k = 0; k < num_classes; ++k) {
+        c.input.set(row + k * rows, logits[row][k]);
+      }
+      c.target.set(row, targets[row]);
+    }
+    test::subject() = c.describe() + ", bits";
     c.output = TestTensor(dtype, c.rows, Layout::kDense);
-    c.row_stats = TestTensor(DType::kFloat32, {kRows, 2}, Layout::kDense);
+    c.row_stats = TestTensor(DType::kFloat32, {2, rows}, Layout::kDense);
     Device device(shift);
     const CrossEntropyForwardArgs args = c.forward_args(device.place());
     const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
     cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
-    return device.download(c.row_stats).bytes;
+    const TestTensor downloaded = device.download(c.row_stats);
+    std::vector<std::array<uint32_t, 2>> of_rows(rows);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t part = 0; part < 2; ++part) {
+        std::memcpy(&of_rows[row][part],
+                    downloaded.bytes.data() + (part * rows + row) * sizeof(float), sizeof(float));
+      }
+    }
+    return of_rows;
   };
-  CHECK(statistics(0) == statistics(1));
+  auto expected = statistics(kRows, 0);
+  CHECK(statistics(kRows, 1) == expected);
+  expected.pop_back();
+  CHECK(statistics(kRows - 1, 0) == expected);
+  CHECK(statistics(kRows - 1, 1) == expected);
 }
 
 // The gradients of float logits are within so many units in the last place.

@@ -229,6 +229,7 @@ void test_plane_words() {
           const plane_rows::Cut cut = plane_words::cut_of(args, device.limits);
           const RowPlan plan = plane_words::plan(problem);
           CHECK(plan.threads <= plane_words::kMostThreads && plan.threads % kWarpSize == 0);
+          CHECK(plane_words::shifts(args, cut) == (dtype != DType::kFloat32 && positions == 169));
           CHECK(cut.parts() % plan.team == 0);
           CHECK(plan.threads / plan.team >= plane_words::kLeastLanes);
           const int rows =

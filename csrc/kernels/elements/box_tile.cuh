@@ -71,6 +71,7 @@ class BoxTile {
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   static constexpr bool kKeeps = false;
   static constexpr bool kFewWays = !kIsHalf;  // see Gradients
+  static constexpr bool kLooksAhead = false;
   using Values = BoxValues<BoxTile>;
 
   // All threads of the block.

@@ -34,6 +34,7 @@ struct DenseTraits {
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   static constexpr bool kKeeps = false;
   static constexpr bool kFewWays = false;  // see Gradients
+  static constexpr bool kLooksAhead = false;
   __device__ __forceinline__ static bool is_half(Which /*which*/) { return kIsHalf; }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
   __device__ __forceinline__ static constexpr bool is_one(Which /*which*/) { return false; }

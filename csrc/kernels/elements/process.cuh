@@ -168,7 +168,9 @@ struct Operands {
   Values w;
   Values g;
 
-  // All reads are on their way before the first is waited for.
+  // All reads are on their way before the first is waited for. kLooksAhead: also those of the next
+  // turn, as far as to the L2 cache.
+  template <bool kLooksAhead>
   __device__ __forceinline__ void read(Tile& tile, bool takes_input, bool weighted,
                                        bool own_scale) {
     if (takes_input) {
@@ -180,6 +182,15 @@ struct Operands {
     }
     if (own_scale) {
       load(tile, kGradOutput, g);
+    }
+    if constexpr (kLooksAhead) {
+      if (takes_input) {
+        tile.ask_for_next(kInput);
+      }
+      tile.ask_for_next(kTarget);
+      if (own_scale) {
+        tile.ask_for_next(kGradOutput);
+      }
     }
     if (takes_input) {
       convert(tile, kInput, x);
@@ -351,7 +362,9 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   constexpr int kCount = Tile::kSteps * kWidth;
   const bool weighted = Terms::kHasWeight && work.has(kHasWeights);
   const bool own_scale = work.has(kHasGradOutputs);
-  operands.read(tile, !work.has(kIgnoresInput), weighted, own_scale);
+  // Forward passes that write no gradient gain nothing by it.
+  constexpr bool kLooksAhead = Tile::kLooksAhead && Work::all().has(kIsBackward);
+  operands.template read<kLooksAhead>(tile, !work.has(kIgnoresInput), weighted, own_scale);
   const auto at = [](const typename Tile::Values& values, int n) {
     return values.at(n / kWidth, n % kWidth);
   };

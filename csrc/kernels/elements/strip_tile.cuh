@@ -8,6 +8,7 @@
 #include "kernels/elements/tiles.h"
 #include "kernels/elements/unit_values.cuh"
 #include "kernels/primitives/any_half.cuh"
+#include "kernels/primitives/async_copy.cuh"
 
 namespace lossops::cuda {
 
@@ -40,6 +41,9 @@ class StripTile {
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   static constexpr bool kFewWays = false;  // see Gradients
+  // Of units that are spread, a warp asks for its cache lines column by column: with as many
+  // requests more, float32 was slower.
+  static constexpr bool kLooksAhead = kIsHalf;
 
   // turn: see Walk::end().
   __device__ __forceinline__ StripTile(const StripPlan& plan, const Walk<kWidth>& walk,
@@ -96,6 +100,18 @@ class StripTile {
     for (int step = 0; step < kSteps; ++step) {
       addresses[step] = begin + int64_t{indices_[step]} * operand(which).walk_stride;
       __builtin_assume(__isGlobal(addresses[step]));
+    }
+  }
+
+  // Asks for the units of the next turn, so that they are in the L2 cache when they are read.
+  __device__ __forceinline__ void ask_for_next(Which which) const {
+    if (moves(which)) {
+      const char* const begin = begins_.get(plan_.slot_of(which));
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int index = walk_.index(plan_, turn_ + plan_.walk_turn, step);
+        prefetch(begin + int64_t{index} * operand(which).walk_stride);
+      }
     }
   }
 

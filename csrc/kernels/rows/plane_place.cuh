@@ -117,6 +117,14 @@ struct WordPlace {
 
   __device__ __forceinline__ T* of_class(int c) const { return after(data, c, class_bytes); }
   __device__ __forceinline__ bool has_words() const { return sizeof(T) == 4 || is_whole; }
+  // Of half types: whether the first row, in class c, is the second half of a word.
+  __device__ __forceinline__ bool begins_in_word(int c) const {
+    return reinterpret_cast<uintptr_t>(of_class(c)) % 4 != 0;
+  }
+  // The word whose second row is the first one here.
+  __device__ __forceinline__ WordPlace row_before() const {
+    return {data - 1, class_bytes, next_row, true};
+  }
   // The address count * bytes behind `from`. The product of 32-bit numbers is one instruction.
   static __device__ __forceinline__ T* after(T* from, int count, uint32_t bytes) {
     return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(from) +

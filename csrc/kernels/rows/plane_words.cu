@@ -7,6 +7,11 @@
 //   2. A few threads a row merge its parts, and one of them computes the loss. Meanwhile the first
 //      turn of the next rows is on its way, if they are of fp32.
 // Shares and parts are those of plane_rows.cu where a block of it has room for the logits.
+//
+// Where planes of half types have an odd number of rows, every other class begins in the middle of
+// a word: all classes of a share do, or none. The grid then shifts: in such a share a thread sums
+// the two rows of the word that its first row lies in, and takes the sum of its second row from the
+// next lane.
 #include <cstdint>
 #include <type_traits>
 
@@ -41,6 +46,23 @@ struct WordGrid : PlaneGroups {
   int shares_of_part;
   int merging_bits;    // log2 of the threads that merge the parts of a row
   bool lies_in_words;  // the logits
+  bool shifts;         // see the top
+  // Of a grid that shifts: log2 of the lanes of a span. Its last lane has no next one to ask, so it
+  // has the word that the first lane of the next span has, too, and does not finish it.
+  int span_bits;
+  // Planes of which a last word, that has one row, may be read whole: there is more behind it.
+  uint32_t planes_before_others;
+
+  __device__ __forceinline__ bool finishes(int lane) const {
+    return !shifts || ((lane + 1) & ((1 << span_bits) - 1)) != 0;
+  }
+  // The word of a lane of the block whose first word is `first`.
+  __device__ __forceinline__ uint32_t word(uint32_t first, int lane) const {
+    return first + lane - (shifts ? lane >> span_bits : 0);
+  }
+  __device__ __forceinline__ uint32_t words_of_block() const {
+    return (1 << lane_bits) - (shifts ? 1 << (lane_bits - span_bits) : 0);
+  }
 };
 
 // A block's numbers of its rows in shared memory.
@@ -99,7 +121,11 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
 #pragma unroll 1
   for (int row = static_cast<int>(threadIdx.x) >> grid.merging_bits; row < numbers.rows;
        row += static_cast<int>(blockDim.x) >> grid.merging_bits) {
-    const auto of_row = PlaneRow::of<kRows>(args.rows, grid, first, row);
+    const int lane = row / kRows;
+    const PlaneRow of_row = {
+        PlanePlace::of<kRows>(args.rows, grid,
+                              grid.finishes(lane) ? grid.word(first, lane) : grid.groups),
+        row % kRows};
     const int index = numbers.index(row);
     const float weight = row_weight(args, index);
     const float x_at_index = index >= 0 ? numbers.logit(row) : 0.0f;
@@ -136,13 +162,17 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   const bool merges_own_rows = kRows == 1 && team == 1 && grid.merging_bits == 0;
   WordNumbers numbers{dynamic, lanes * kRows};
   const int floats_of_set = (kRowNumbers + 2 * grid.parts) * numbers.rows;
-  const auto place_of = [&](uint32_t word) { return PlanePlace::of<kRows>(args.rows, grid, word); };
-  const auto logits_of = [&](const PlanePlace& place) {
-    return WordPlace<const scalar_t>::of(place, args.input, args.input_class_stride,
-                                         grid.lies_in_words);
+  const auto place_of = [&](uint32_t first) {
+    return PlanePlace::of<kRows>(args.rows, grid, grid.word(first, lane));
   };
-  uint32_t first_word = blockIdx.x << grid.lane_bits;
-  const uint32_t words_at_once = gridDim.x << grid.lane_bits;
+  const auto logits_of = [&](const PlanePlace& place) {
+    auto logits = WordPlace<const scalar_t>::of(place, args.input, args.input_class_stride,
+                                                grid.lies_in_words || grid.shifts);
+    logits.is_whole = logits.is_whole || place.plane < grid.planes_before_others;
+    return logits;
+  };
+  uint32_t first_word = blockIdx.x * grid.words_of_block();
+  const uint32_t words_at_once = gridDim.x * grid.words_of_block();
   Partial partial;
   Turn turn;
   const auto load_turn = [&](const WordPlace<const scalar_t>& logits, const ShareClasses& share,
@@ -152,8 +182,8 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   };
   const auto load_first_turn = [&] {
     if constexpr (Turn::kLoadsAhead) {
-      load_turn(logits_of(place_of(first_word + lane)),
-                {grid, num_classes, member * grid.shares_of_part}, 0);
+      load_turn(logits_of(place_of(first_word)), {grid, num_classes, member * grid.shares_of_part},
+                0);
     }
   };
   load_first_turn();
@@ -161,7 +191,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   while (true) {
     bool is_loaded = Turn::kLoadsAhead;
     int indices[kRows];
-    const auto place = place_of(first_word + lane);
+    const auto place = place_of(first_word);
     const auto logits = logits_of(place);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -174,6 +204,9 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
         numbers.index(lane * kRows + i) = indices[i];
       }
     }
+    // The class index of the row before the thread's first.
+    const int index_before =
+        kRows > 1 && grid.shifts ? __shfl_up_sync(kAllLanes, indices[kRows - 1], 1) : kIgnoredRow;
 #pragma unroll 1
     for (int part = member; part < grid.parts; part += team) {
       typename Sum::OfShares of_shares[kRows];
@@ -187,13 +220,33 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
           at[i] = share.number_of(indices[i]);
         }
         Sum sums[kRows];
+        // The words that are summed, and the numbers of the class indices of their rows.
+        auto words = logits;
+        int at_of_words[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          at_of_words[i] = at[i];
+        }
+        const bool is_shifted = kRows > 1 && grid.shifts && logits.begins_in_word(share.first);
+        if (is_shifted) {
+          words = logits.row_before();
+          at_of_words[kRows - 1] = at[0];
+          at_of_words[0] = share.number_of(index_before);  // fault: plane-words-shift
+        }
 #pragma unroll 1
         for (int before = 0; before < share.count; before += Turn::kClasses) {
           if (!is_loaded) {
-            load_turn(logits, share, before);
+            load_turn(words, share, before);
           }
           is_loaded = false;
-          turn.add_to(sums, before, at);
+          turn.add_to(sums, before, at_of_words);
+        }
+        if (kRows > 1 && grid.shifts) {
+          const Sum of_next = shuffle_down(sums[0], 1);
+          if (is_shifted) {
+            sums[0] = sums[kRows - 1];
+            sums[kRows - 1] = of_next;
+          }
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -247,6 +300,9 @@ void launch_plane_words(const CrossEntropyForwardArgs& args, const RowPlan& plan
   grid.shares_of_part = cut.shares / cut.parts();
   grid.merging_bits = cut.merging_bits();
   grid.lies_in_words = side_by_side::lies_in_words(args, args.input, args.input_class_stride);
+  grid.shifts = shifts(args, cut);
+  grid.span_bits = std::min(grid.lane_bits, PlaneGrid::log2_of(kWarpSize));
+  grid.planes_before_others = grid.shifts ? planes_before_others(args) : 0;
   visit_float_or_half(args.input.dtype, [&](auto like) {
     launch_kernel("plane_words_kernel", plane_words_kernel<typename decltype(like)::type>,
                   {plan.blocks, plan.threads, plan.shared_bytes}, stream, args, grid, partials,

@@ -51,6 +51,25 @@ inline plane_rows::Cut cut_of(const CrossEntropyArgs& args, const DeviceLimits& 
   return {args.num_classes, element_size(args.input.dtype), device.shared_bytes};
 }
 
+// Whether a grid shifts: see plane_words.cu.
+inline bool shifts(const CrossEntropyArgs& args, const plane_rows::Cut& cut) {
+  return element_size(args.input.dtype) == 2 && args.input.strides[0] == 1 &&
+         side_by_side::positions_of(args) % 2 != 0 &&
+         args.input_class_stride * cut.shares % 2 == 0 &&
+         !side_by_side::lies_in_words(args, args.input, args.input_class_stride);
+}
+
+// Planes behind whose last row the logits have others: all but the last plane. With a stride of 0
+// each may be the last one in memory.
+inline uint32_t planes_before_others(const CrossEntropyArgs& args) {
+  for (int dim = 1; dim < args.rows.ndim; ++dim) {
+    if (args.input.strides[dim] == 0) {
+      return 0;
+    }
+  }
+  return static_cast<uint32_t>(args.rows.numel / side_by_side::positions_of(args) - 1);
+}
+
 // Whether plane_words.cu can sum these rows. The last condition is that of WordPlace::after(): the
 // bytes from a class of a share to the next are a 32-bit number.
 inline bool takes(const RowProblem& problem) {
@@ -95,6 +114,10 @@ inline RowPlan plan(const RowProblem& problem) {
   // How many blocks of so many threads the registers have room for.
   const int resident = resident_threads(problem.element_bytes);
   const auto blocks_at_once = [&](int threads) { return multiprocessors * (resident / threads); };
+  const bool is_shifting = shifts(problem.args, cut);
+  const auto words_of_block = [&](int lanes) {
+    return lanes - (is_shifting ? ceil_div(lanes, kWarpSize) : 0);
+  };
   const auto threads_at_once = [&](int team) {
     const int threads = lanes_of(team) * team;
     return blocks_at_once(threads) * threads;
@@ -102,7 +125,8 @@ inline RowPlan plan(const RowProblem& problem) {
   // The fraction of the threads of all resident blocks that have work, on average over all rounds.
   const auto use_of = [&](int team) {
     const int64_t at_once = threads_at_once(team);
-    const int64_t threads = words * team;
+    const int lanes = lanes_of(team);
+    const int64_t threads = ceil_div(words * lanes, int64_t{words_of_block(lanes)}) * team;
     return static_cast<double>(threads) / static_cast<double>(ceil_div(threads, at_once) * at_once);
   };
   // The numbers of all resident blocks must fit.
@@ -133,7 +157,7 @@ inline RowPlan plan(const RowProblem& problem) {
            (cut.merging_bits() == 0 || of_lanes * rows << cut.merging_bits() >= kWarpSize);
   };
   while (lanes > kLeastLanes && has_whole_warps(lanes / 2) &&
-         ceil_div(words, int64_t{lanes}) < 2 * multiprocessors) {
+         ceil_div(words, int64_t{words_of_block(lanes)}) < 2 * multiprocessors) {
     lanes /= 2;
   }
   plan.threads = lanes * plan.team;
@@ -143,7 +167,7 @@ inline RowPlan plan(const RowProblem& problem) {
       problem.device.resident_blocks(
           plan.threads, static_cast<int>(plan.shared_bytes) + plane_rows::kStaticBytes);
   plan.blocks =
-      std::clamp<int64_t>(ceil_div(words, int64_t{lanes}), 1,
+      std::clamp<int64_t>(ceil_div(words, int64_t{words_of_block(lanes)}), 1,
                           std::max<int64_t>(std::min(blocks_at_once(plan.threads), with_room), 1));
   return plan;
 }

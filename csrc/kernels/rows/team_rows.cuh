@@ -167,8 +167,8 @@ __device__ __forceinline__ State reduce_row(TeamReader<scalar_t, kUnroll>& reade
   return row.total();
 }
 
-// Writes the gradient of the team's row.
-template <typename scalar_t, int kUnroll, typename Gradient>
+// Writes the gradient of the team's row. kMayBeCached: the row may lie in `cache`.
+template <typename scalar_t, int kUnroll, bool kMayBeCached, typename Gradient>
 __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_classes, int lane,
                                                    int team, const Gradient& gradient,
                                                    scalar_t* grad_input, const scalar_t* cache) {
@@ -186,20 +186,17 @@ __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_
   const auto write = [&](int vector, const Vector<scalar_t>& x) {
     store_vector_at(grad_input + vector * kSize, width, gradient_of(gradient, x, vector * kSize));
   };
-  if constexpr (Gradient::kIsDense) {
-    // One vector at a time: its arithmetic, some 20 instructions a logit, takes as long as a load,
-    // and its machine code is 7 KB. Generic loads, for one loop over shared and global memory.
+  if constexpr (Gradient::kIsDense || kMayBeCached) {
+    // Generic loads, for one loop over shared and global memory. Of probabilities one vector at a
+    // time: its arithmetic, some 20 instructions a logit, takes as long as a load, and its machine
+    // code is 7 KB.
+    constexpr int kAtOnce = Gradient::kIsDense ? 1 : 2;
     const scalar_t* const source = unfolded(cache != nullptr ? cache : row);
     const int source_width = access_width(source);
     const int whole = unfolded(num_classes / kSize);
-#pragma unroll 1
+#pragma unroll kAtOnce
     for (int vector = lane; vector < whole; vector += team) {
       write(vector, load_vector_at(source + vector * kSize, source_width));
-    }
-  } else if (cache != nullptr) {
-#pragma unroll 2
-    for (int vector = lane; vector < num_classes / kSize; vector += team) {
-      write(vector, load_vector(cache, vector));
     }
   } else {
     TeamReader<scalar_t, kUnroll> reader(row, num_classes, lane, team);
@@ -260,7 +257,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kGradient ? kMinGradientBlocks
     if constexpr (kGradient) {
       const RowGradient<acc_t, kDense, kExactExponentials<scalar_t>> gradient(
           args, target, share_summary(summarize(state, x_at_index)), scale);
-      write_row_gradient<scalar_t, kRowUnroll<kDense>>(
+      write_row_gradient<scalar_t, kRowUnroll<kDense>, true>(
           logits, static_cast<int>(args.num_classes), lane, team, gradient,
           static_cast<scalar_t*>(args.grad_input.data) + offsets[3], cache);
     }
@@ -307,8 +304,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
       team_sync(team);
     }
     if (args.grad_target.data == nullptr) {
-      write_row_gradient<scalar_t, kRowUnroll<kDense>>(logits, static_cast<int>(args.num_classes),
-                                                       lane, team, gradient, grad_input, nullptr);
+      write_row_gradient<scalar_t, kRowUnroll<kDense>, false>(
+          logits, static_cast<int>(args.num_classes), lane, team, gradient, grad_input, nullptr);
       continue;
     }
     for (int c = lane; c < args.num_classes; c += team) {
