@@ -3,7 +3,7 @@
 // rows that lie side by side.
 //
 // A block has a tile (plane_gradients_plan.h). Its threads first compute the numbers of the tile's
-// rows, one row a thread, and then write the tile.
+// rows, one row a thread, then write the tile, and last the gradients at class indices.
 #include <cstdint>
 
 #include "kernels/grid/device.cuh"
@@ -40,18 +40,28 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   const StripNumbers<scalar_t> numbers{memory};
   const int before = Tile::rows_before(strip);
   const int rows = (strip.planes - 1) * grid.length + strip.length + before;
+  const TileClasses classes(grid, args.num_classes, tile);
+  const auto for_each_row = [&](const auto& body) {
 #pragma unroll 1
-  for (int n = static_cast<int>(threadIdx.x); n < rows; n += kThreads) {
-    const int row = n - before;
-    const int plane = row < 0 ? 0 : row / grid.length;
-    const PlaneRowPlace place = {args.rows, strip.begin + row - plane * grid.length,
-                                 strip.first_plane + plane};
+    for (int n = static_cast<int>(threadIdx.x); n < rows; n += kThreads) {
+      const int row = n - before;
+      const int plane = row < 0 ? 0 : row / grid.length;
+      body(n, PlaneRowPlace{args.rows, strip.begin + row - plane * grid.length,
+                            strip.first_plane + plane});
+    }
+  };
+  for_each_row([&](int n, const PlaneRowPlace& row) {
     numbers.put(
-        n, index_gradient<Tile::kExact>(args, place.row(grid.positions), place.offset(args.input),
-                                        place.offset(args.target), place.offset(args.grad_output)));
-  }
+        n, index_gradient<Tile::kExact>(args, row.row(grid.positions), row.offset(args.input),
+                                        row.offset(args.target), row.offset(args.grad_output)));
+  });
   __syncthreads();
-  Tile(args, grid, strip, tile, numbers).write(type);
+  Tile(args, grid, strip, classes, numbers).write(type);
+  __syncthreads();
+  for_each_row([&](int n, const PlaneRowPlace& row) {
+    const auto gradient = numbers.get(n);
+    write_at_index<scalar_t>(args, grid, strip, classes, row, gradient.index, gradient.at_index);
+  });
 }
 
 }  // namespace

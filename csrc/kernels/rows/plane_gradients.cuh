@@ -2,7 +2,8 @@
 //
 // A lane of a warp has a vector of the strip. The warp has every eighth class: their addresses
 // differ by multiples of a vector, so that a lane has the same rows in all of them, and keeps their
-// numbers in registers.
+// numbers in registers. Gradients at class indices are written over what the lanes have written,
+// one a row.
 #pragma once
 
 #include <cstdint>
@@ -126,43 +127,14 @@ struct UsualGradient<false> {
   }
 };
 
-// A warp takes one class a turn. A byte for each row of a vector says in which turn it is the row's
-// class index; kNone: in no turn.
-template <int kRows>
-class TurnsOfRows {
- public:
-  __device__ __forceinline__ TurnsOfRows() {
-#pragma unroll
-    for (unsigned& turns : turns_) {
-      turns = kNone * kEach;
-    }
-  }
-  // distance: from the warp's first class to the row's index. classes: that the warp goes through.
-  __device__ __forceinline__ void set(int row, int distance, int classes) {
-    if (distance >= 0 && distance < classes && distance % kWarps == 0) {
-      turns_[row / 4] ^= (kNone ^ static_cast<unsigned>(distance / kWarps)) << (row % 4 * 8);
-    }
-  }
-  // Whether it is the turn of any row.
-  __device__ __forceinline__ bool has(int turn) const {
-    unsigned zeros = 0;
-#pragma unroll
-    for (const unsigned turns : turns_) {
-      // The highest bit of a byte that is 0. It may be set in bytes above that one, too.
-      const unsigned distances = turns ^ static_cast<unsigned>(turn) * kEach;
-      zeros |= (distances - kEach) & ~distances & 0x80 * kEach;
-    }
-    return zeros != 0;
-  }
-  __device__ __forceinline__ bool is(int row, int turn) const {
-    return (turns_[row / 4] >> (row % 4 * 8) & 0xff) == static_cast<unsigned>(turn);
-  }
+// The classes of a tile.
+struct TileClasses {
+  int first;
+  int end;
 
- private:
-  static constexpr unsigned kNone = 0xff;
-  static constexpr unsigned kEach = 0x01010101;  // byte
-  static_assert(kTileClasses / kWarps <= kNone, "turns below kNone");
-  unsigned turns_[kRows / 4];
+  __device__ __forceinline__ TileClasses(const StripGrid& grid, int64_t num_classes, int tile)
+      : first(tile * grid.tile_classes),
+        end(min(first + grid.tile_classes, static_cast<int>(num_classes))) {}
 };
 
 template <typename scalar_t>
@@ -179,13 +151,14 @@ class GradientTile {
 
   // numbers: of the rows of the strip and, before those, rows_before().
   __device__ __forceinline__ GradientTile(const CrossEntropyBackwardArgs& args,
-                                          const StripGrid& grid, const Strip& strip, int tile,
+                                          const StripGrid& grid, const Strip& strip,
+                                          const TileClasses& classes,
                                           const StripNumbers<scalar_t>& numbers)
       : args_(args),
         grid_(grid),
         numbers_(numbers),
-        first_class_(tile * grid.tile_classes + static_cast<int>(threadIdx.x) / kWarpSize),
-        end_class_(min((tile + 1) * grid.tile_classes, static_cast<int>(args.num_classes))) {
+        first_class_(classes.first + static_cast<int>(threadIdx.x) / kWarpSize),
+        end_class_(classes.end) {
     const int lanes = kWarpSize / grid.planes_of_strip;
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int plane = lane / lanes;
@@ -210,19 +183,18 @@ class GradientTile {
     row_ = plane * grid.length + static_cast<int>(position_ - strip.begin) + rows_before(strip);
   }
 
+  // All gradients but those at class indices, of which it writes something.
   __device__ __forceinline__ void write(const RowType<scalar_t>& type) const {
     if (begin_ >= end_ || first_class_ >= end_class_) {
       return;
     }
     UsualGradient<kExact> usual[kVector];
     unsigned zeros = 0;  // a bit for each row whose gradients are 0, but for the class index's
-    TurnsOfRows<kVector> at_index;
     bool is_usual = true;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       if (i >= begin_ && i < end_) {
         const Gradient gradient = numbers_.get(row_ + i);
-        at_index.set(i, gradient.index - first_class_, end_class_ - first_class_);
         if (gradient.is_zero()) {
           zeros |= 1u << i;
         } else {
@@ -230,7 +202,6 @@ class GradientTile {
         }
       }
     }
-    int turn = 0;
     const auto replace = [&](float (&x)[kVector]) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -244,15 +215,6 @@ class GradientTile {
           x[i] = (zeros & 1u << i) != 0 ? 0.0f : x[i];
         }
       }
-      if (at_index.has(turn)) {
-        keep_apart();
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          // fault: plane-gradients-index
-          x[i] = at_index.is(i, turn) ? numbers_.get(row_ + i).at_index : x[i];
-        }
-      }
-      ++turn;
     };
     const bool is_whole = begin_ == 0 && end_ == kVector;
     if (is_whole && args_.input.strides[0] == 1) {
@@ -338,7 +300,6 @@ class GradientTile {
       for (int c = first_class_; c < end_class_; c += kWarps) {
         float x[1] = {to_acc_of<float>(*from, dtype)};
         gradient.replace(x);
-        x[0] = c == gradient.index ? gradient.at_index : x[0];
         *to = from_acc_of<scalar_t>(x[0], dtype);
         from += kWarps * args_.input_class_stride;
         to += kWarps * args_.grad_input_class_stride;
@@ -358,5 +319,25 @@ class GradientTile {
   int end_;
   int row_;  // of element 0, among `numbers`
 };
+
+// Writes the gradient at the class index of a row of the strip, or of one before it, if the tile
+// has the class and its threads the vector around the gradient.
+template <typename scalar_t>
+__device__ __forceinline__ void write_at_index(const CrossEntropyBackwardArgs& args,
+                                               const StripGrid& grid, const Strip& strip,
+                                               const TileClasses& classes, const PlaneRowPlace& row,
+                                               int index, float value) {
+  if (index < classes.first || index >= classes.end) {
+    return;
+  }
+  constexpr int kVector = kVectorSize<scalar_t>;
+  scalar_t* const to = static_cast<scalar_t*>(args.grad_input.data) + row.offset(args.grad_input) +
+                       index * args.grad_input_class_stride;
+  const int before = static_cast<int>(reinterpret_cast<uintptr_t>(to) / sizeof(scalar_t) % kVector);
+  const int64_t last = min(row.position - before + kVector, grid.positions) - 1;  // of the vector
+  if (last >= strip.begin && last < strip.end()) {
+    *to = from_acc_of<scalar_t>(value, args.input.dtype);  // fault: plane-gradients-index
+  }
+}
 
 }  // namespace lossops::cuda::plane_gradients
