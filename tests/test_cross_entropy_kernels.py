@@ -258,6 +258,8 @@ def test_planes_of_many_rows(dtype: torch.dtype) -> None:
             assert same_bits(part, losses[:, rows])
         expected = torch.nn.functional.cross_entropy(x.float(), t)
         assert torch.allclose(lossops.cross_entropy(x, t).float(), expected, rtol=4e-3)
+        total = lossops.cross_entropy(x, t, reduction="sum").float()
+        assert torch.allclose(total, losses.float().sum(), rtol=4e-3)
 
 
 @pytest.mark.parametrize("classes", [89, 512, 513, 1700])

@@ -444,6 +444,24 @@ void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes) {
   CHECK(statistics(kRows - 1, 1) == expected);
 }
 
+// Sums and means of planes with an odd number of rows, of more than a block's lanes have at once:
+// each row counts once.
+void test_sums_of_odd_planes(Random& random, DType dtype, int64_t num_classes,
+                             Reduction reduction) {
+  CrossEntropyCase c;
+  c.rows = {777, 3};
+  c.num_classes = num_classes;
+  c.reduction = reduction;
+  c.input = test::class_tensor(dtype, c.rows, num_classes, ClassLayout::kOuter);
+  c.input.fill([&] { return random.uniform(-4, 4); });
+  c.target = TestTensor(DType::kInt64, c.rows, Layout::kDense);
+  c.target.fill([&] { return static_cast<double>(random.below(num_classes)); });
+  c.output = TestTensor(DType::kFloat32, {}, Layout::kDense);
+  c.mean_terms = TestTensor(DType::kFloat64, {2}, Layout::kDense);
+  test::subject() = c.describe() + ", odd planes";
+  test_forward(c, 0);
+}
+
 // The gradients of float logits are within so many units in the last place.
 void check_last_places(CrossEntropyCase& c, double units) {
   c.grad_input = c.input;
@@ -628,6 +646,11 @@ int main() {
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
     for (const int64_t num_classes : {96, 97, 150, 389, 512}) {
       test_bits_of_planes(random, dtype, num_classes);
+    }
+    for (const int64_t num_classes : {96, 1500}) {
+      for (const Reduction reduction : {Reduction::kSum, Reduction::kMean}) {
+        test_sums_of_odd_planes(random, dtype, num_classes, reduction);
+      }
     }
   }
   for (const int64_t num_classes : {150, 1716, 8192}) {

@@ -229,7 +229,8 @@ void test_plane_words() {
           const plane_rows::Cut cut = plane_words::cut_of(args, device.limits);
           const RowPlan plan = plane_words::plan(problem);
           CHECK(plan.threads <= plane_words::kMostThreads && plan.threads % kWarpSize == 0);
-          CHECK(plane_words::shifts(args, cut) == (dtype != DType::kFloat32 && positions == 169));
+          const bool shifts = dtype != DType::kFloat32 && positions == 169;
+          CHECK(plane_words::shifts(args) == shifts);
           CHECK(cut.parts() % plan.team == 0);
           CHECK(plan.threads / plan.team >= plane_words::kLeastLanes);
           const int rows =
@@ -237,11 +238,36 @@ void test_plane_words() {
           CHECK(cut.merging_bits() == 0 || (rows << cut.merging_bits()) % kWarpSize == 0);
           CHECK(plan.shared_bytes <= plane_words::kMostBytes);
           CHECK(plan.blocks > 0);
+          // Large blocks only where one round takes all words.
+          const int lanes = plan.threads / plan.team;
+          const int64_t finished = lanes - (shifts ? ceil_div(lanes, kWarpSize) : 0);
+          CHECK(plan.threads <= plane_words::kUsualThreads ||
+                plan.blocks * finished >= plane_words::words_of(args));
         }
       }
     }
   }
   test::subject() = "";
+}
+
+// Of which planes plane_words may read a last word whole.
+void test_planes_before_last() {
+  CrossEntropyForwardArgs args = short_rows(DType::kBFloat16, 100, 1);
+  args.rows.ndim = 3;
+  const int64_t sizes[] = {7, 3, 2};
+  const int64_t strides[] = {1, 700, 2100};
+  for (int dim = 0; dim < 3; ++dim) {
+    args.rows.sizes[dim] = sizes[dim];
+    args.input.strides[dim] = strides[dim];
+  }
+  args.rows.numel = 7 * 3 * 2;
+  args.input_class_stride = 7;
+  CHECK(plane_words::planes_before_last(args) == 5);
+  args.input.strides[1] = 0;
+  CHECK(plane_words::planes_before_last(args) == 0);
+  args.rows.sizes[1] = 1;
+  args.rows.numel = 7 * 2;
+  CHECK(plane_words::planes_before_last(args) == 1);
 }
 
 // How plane_gradients cuts planes into strips: each position and each plane once, in no more
@@ -431,6 +457,7 @@ int main() {
   lossops::cuda::test_edges();
   lossops::cuda::test_plane_cuts();
   lossops::cuda::test_plane_words();
+  lossops::cuda::test_planes_before_last();
   lossops::cuda::test_strips();
   lossops::cuda::test_float_tile_lanes();
   lossops::cuda::test_tile_bytes();

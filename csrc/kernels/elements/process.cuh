@@ -168,8 +168,8 @@ struct Operands {
   Values w;
   Values g;
 
-  // All reads are on their way before the first is waited for. kLooksAhead: also those of the next
-  // turn, as far as to the L2 cache.
+  // All reads are on their way before the first is waited for. kLooksAhead: also asks the L2 cache
+  // for what the next turn reads. (Tiles that look ahead have no weights.)
   template <bool kLooksAhead>
   __device__ __forceinline__ void read(Tile& tile, bool takes_input, bool weighted,
                                        bool own_scale) {
@@ -362,7 +362,8 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   constexpr int kCount = Tile::kSteps * kWidth;
   const bool weighted = Terms::kHasWeight && work.has(kHasWeights);
   const bool own_scale = work.has(kHasGradOutputs);
-  // Forward passes that write no gradient gain nothing by it.
+  // Only kernels of backward passes, which forward passes with a summed gradient take, too: without
+  // gradients nothing was gained.
   constexpr bool kLooksAhead = Tile::kLooksAhead && Work::all().has(kIsBackward);
   operands.template read<kLooksAhead>(tile, !work.has(kIgnoresInput), weighted, own_scale);
   const auto at = [](const typename Tile::Values& values, int n) {

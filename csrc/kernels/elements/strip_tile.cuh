@@ -41,8 +41,7 @@ class StripTile {
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   static constexpr bool kFewWays = false;  // see Gradients
-  // Of units that are spread, a warp asks for its cache lines column by column: with as many
-  // requests more, float32 was slower.
+  // Not units that are spread: with a request for one column of each, float32 was slower.
   static constexpr bool kLooksAhead = kIsHalf;
 
   // turn: see Walk::end().

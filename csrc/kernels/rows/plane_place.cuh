@@ -105,9 +105,9 @@ struct WordPlace {
   T* data;               // of the first row, class 0
   uint32_t class_bytes;  // from a class to the next
   int64_t next_row;      // elements from the first row to the second; 0 if there is none
-  bool is_whole;         // an access of 4 bytes reads or writes both rows
+  bool is_whole;         // an access of 4 bytes may take the word, whatever its second half is
 
-  // aligned: the operand lies in words.
+  // aligned: the operand lies in words, or the caller asks begins_in_word() before it takes one.
   static __device__ __forceinline__ WordPlace of(const PlanePlace& place, const Operand& operand,
                                                  int64_t class_stride, bool aligned) {
     return {static_cast<T*>(operand.data) + place.offset(operand),
@@ -121,7 +121,8 @@ struct WordPlace {
   __device__ __forceinline__ bool begins_in_word(int c) const {
     return reinterpret_cast<uintptr_t>(of_class(c)) % 4 != 0;
   }
-  // The word whose second row is the first one here.
+  // The word whose second row is the first one here. Its own first row may lie before the operand,
+  // but in the same word of memory.
   __device__ __forceinline__ WordPlace row_before() const {
     return {data - 1, class_bytes, next_row, true};
   }

@@ -8,10 +8,11 @@
 //      turn of the next rows is on its way, if they are of fp32.
 // Shares and parts are those of plane_rows.cu where a block of it has room for the logits.
 //
-// Where planes of half types have an odd number of rows, every other class begins in the middle of
-// a word: all classes of a share do, or none. The grid then shifts: in such a share a thread sums
-// the two rows of the word that its first row lies in, and takes the sum of its second row from the
-// next lane.
+// Where planes of half types have an odd number of rows, the rows of every other class begin in the
+// middle of a word: of a share, those of all classes or of none. The grid then shifts. In such a
+// share a lane's words lie one row early: they have the row before its first one, and its first
+// one. It hands the sum of the early row to the lane before it. The last row of a plane is alone in
+// its word, so no sum goes from plane to plane.
 #include <cstdint>
 #include <type_traits>
 
@@ -47,14 +48,14 @@ struct WordGrid : PlaneGroups {
   int merging_bits;    // log2 of the threads that merge the parts of a row
   bool lies_in_words;  // the logits
   bool shifts;         // see the top
-  // Of a grid that shifts: log2 of the lanes of a span. Its last lane has no next one to ask, so it
-  // has the word that the first lane of the next span has, too, and does not finish it.
+  // Of a grid that shifts: log2 of the lanes of a span. Nobody hands the last lane of a span the
+  // sum of its second row. It is there for the lane before it; its own word is finished by the
+  // first lane of the next span, or of the next block.
   int span_bits;
-  // Planes of which a last word, that has one row, may be read whole: there is more behind it.
-  uint32_t planes_before_others;
+  uint32_t planes_before_last;  // see there
 
   __device__ __forceinline__ bool finishes(int lane) const {
-    return !shifts || ((lane + 1) & ((1 << span_bits) - 1)) != 0;
+    return !shifts || ((lane + 1) & ((1 << span_bits) - 1)) != 0;  // fault: plane-words-finishes
   }
   // The word of a lane of the block whose first word is `first`.
   __device__ __forceinline__ uint32_t word(uint32_t first, int lane) const {
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   const auto logits_of = [&](const PlanePlace& place) {
     auto logits = WordPlace<const scalar_t>::of(place, args.input, args.input_class_stride,
                                                 grid.lies_in_words || grid.shifts);
-    logits.is_whole = logits.is_whole || place.plane < grid.planes_before_others;
+    logits.is_whole = logits.is_whole || place.plane < grid.planes_before_last;
     return logits;
   };
   uint32_t first_word = blockIdx.x * grid.words_of_block();
@@ -220,7 +221,8 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
           at[i] = share.number_of(indices[i]);
         }
         Sum sums[kRows];
-        // The words that are summed, and the numbers of the class indices of their rows.
+        // What is summed: the lane's own words, or those one row early. at_of_words: at of their
+        // rows.
         auto words = logits;
         int at_of_words[kRows];
 #pragma unroll
@@ -300,9 +302,9 @@ void launch_plane_words(const CrossEntropyForwardArgs& args, const RowPlan& plan
   grid.shares_of_part = cut.shares / cut.parts();
   grid.merging_bits = cut.merging_bits();
   grid.lies_in_words = side_by_side::lies_in_words(args, args.input, args.input_class_stride);
-  grid.shifts = shifts(args, cut);
+  grid.shifts = shifts(args);
   grid.span_bits = std::min(grid.lane_bits, PlaneGrid::log2_of(kWarpSize));
-  grid.planes_before_others = grid.shifts ? planes_before_others(args) : 0;
+  grid.planes_before_last = grid.shifts ? planes_before_last(args) : 0;
   visit_float_or_half(args.input.dtype, [&](auto like) {
     launch_kernel("plane_words_kernel", plane_words_kernel<typename decltype(like)::type>,
                   {plan.blocks, plan.threads, plan.shared_bytes}, stream, args, grid, partials,

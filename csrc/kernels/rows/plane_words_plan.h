@@ -2,7 +2,9 @@
 // the device.
 //
 //   word   what a thread reads of a class: a row of fp32, two neighbouring rows of half types
-//   lane   the number of a word in a block
+//   lane   the number of a word in a block; where a grid shifts (plane_words.cu), some lanes have
+//   the
+//          word of the next one
 //   team   the threads of a word: each sums some of the parts of its rows
 //   turn   the classes of a share that a thread sums at a time: up to 48 of fp32, which it has in
 //          registers, and all of half types
@@ -51,19 +53,19 @@ inline plane_rows::Cut cut_of(const CrossEntropyArgs& args, const DeviceLimits& 
   return {args.num_classes, element_size(args.input.dtype), device.shared_bytes};
 }
 
-// Whether a grid shifts: see plane_words.cu.
-inline bool shifts(const CrossEntropyArgs& args, const plane_rows::Cut& cut) {
+// Whether a grid shifts: see plane_words.cu. Shares are a power of two, and more than one, so all
+// classes of one begin alike.
+inline bool shifts(const CrossEntropyArgs& args) {
   return element_size(args.input.dtype) == 2 && args.input.strides[0] == 1 &&
-         side_by_side::positions_of(args) % 2 != 0 &&
-         args.input_class_stride * cut.shares % 2 == 0 &&
-         !side_by_side::lies_in_words(args, args.input, args.input_class_stride);
+         side_by_side::positions_of(args) % 2 != 0;
 }
 
-// Planes behind whose last row the logits have others: all but the last plane. With a stride of 0
-// each may be the last one in memory.
-inline uint32_t planes_before_others(const CrossEntropyArgs& args) {
+// Of how many planes, the first ones, a last word of one row may be read whole: its other half is
+// the tensor's, too, as the last plane lies behind. None if a stride is 0: planes are then the
+// same.
+inline uint32_t planes_before_last(const CrossEntropyArgs& args) {
   for (int dim = 1; dim < args.rows.ndim; ++dim) {
-    if (args.input.strides[dim] == 0) {
+    if (args.rows.sizes[dim] > 1 && args.input.strides[dim] == 0) {
       return 0;
     }
   }
@@ -114,7 +116,7 @@ inline RowPlan plan(const RowProblem& problem) {
   // How many blocks of so many threads the registers have room for.
   const int resident = resident_threads(problem.element_bytes);
   const auto blocks_at_once = [&](int threads) { return multiprocessors * (resident / threads); };
-  const bool is_shifting = shifts(problem.args, cut);
+  const bool is_shifting = shifts(problem.args);
   const auto words_of_block = [&](int lanes) {
     return lanes - (is_shifting ? ceil_div(lanes, kWarpSize) : 0);
   };
@@ -122,11 +124,15 @@ inline RowPlan plan(const RowProblem& problem) {
     const int threads = lanes_of(team) * team;
     return blocks_at_once(threads) * threads;
   };
+  // Of all words.
+  const auto threads_of = [&](int team) {
+    const int lanes = lanes_of(team);
+    return ceil_div(words * lanes, int64_t{words_of_block(lanes)}) * team;
+  };
   // The fraction of the threads of all resident blocks that have work, on average over all rounds.
   const auto use_of = [&](int team) {
     const int64_t at_once = threads_at_once(team);
-    const int lanes = lanes_of(team);
-    const int64_t threads = ceil_div(words * lanes, int64_t{words_of_block(lanes)}) * team;
+    const int64_t threads = threads_of(team);
     return static_cast<double>(threads) / static_cast<double>(ceil_div(threads, at_once) * at_once);
   };
   // The numbers of all resident blocks must fit.
@@ -140,7 +146,8 @@ inline RowPlan plan(const RowProblem& problem) {
   constexpr double kEnough = 0.85;
   bool has_room = false;
   for (int team = 1; team <= parts; team *= 2) {
-    const int most_threads = words * team <= threads_at_once(team) ? kMostThreads : kUsualThreads;
+    const int most_threads =
+        threads_of(team) <= threads_at_once(team) ? kMostThreads : kUsualThreads;
     if (lanes_of(team) * team > most_threads || (has_room && use_of(plan.team) >= kEnough)) {
       break;
     }

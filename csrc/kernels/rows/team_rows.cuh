@@ -187,9 +187,9 @@ __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_
     store_vector_at(grad_input + vector * kSize, width, gradient_of(gradient, x, vector * kSize));
   };
   if constexpr (Gradient::kIsDense || kMayBeCached) {
-    // Generic loads, for one loop over shared and global memory. Of probabilities one vector at a
-    // time: its arithmetic, some 20 instructions a logit, takes as long as a load, and its machine
-    // code is 7 KB.
+    // Generic loads, for one loop over shared and global memory. With probabilities one vector at a
+    // time, else two: their arithmetic, some 20 instructions a logit, takes as long as a load, and
+    // its machine code is 7 KB.
     constexpr int kAtOnce = Gradient::kIsDense ? 1 : 2;
     const scalar_t* const source = unfolded(cache != nullptr ? cache : row);
     const int source_width = access_width(source);
