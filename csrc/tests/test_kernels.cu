@@ -409,7 +409,7 @@ void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes) {
     logits[row][num_classes - 1 - random.below(4)] = -40;
     targets[row] = static_cast<double>(random.below(num_classes));
   }
-  // Of the first rows.
+  // Those of the first `rows` rows.
   const auto statistics = [&](int64_t rows, int64_t shift) {
     c.rows = {rows};
     c.input = test::class_tensor(dtype, c.rows, num_classes, ClassLayout::kOuter);

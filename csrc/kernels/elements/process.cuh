@@ -362,7 +362,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   constexpr int kCount = Tile::kSteps * kWidth;
   const bool weighted = Terms::kHasWeight && work.has(kHasWeights);
   const bool own_scale = work.has(kHasGradOutputs);
-  // Only kernels of backward passes, which forward passes with a summed gradient take, too: without
+  // Only in kernels of backward passes, which forward passes with a summed gradient share: without
   // gradients nothing was gained.
   constexpr bool kLooksAhead = Tile::kLooksAhead && Work::all().has(kIsBackward);
   operands.template read<kLooksAhead>(tile, !work.has(kIgnoresInput), weighted, own_scale);

@@ -183,7 +183,7 @@ class GradientTile {
     row_ = plane * grid.length + static_cast<int>(position_ - strip.begin) + rows_before(strip);
   }
 
-  // All gradients but those at class indices, of which it writes something.
+  // Writes all gradients, those at class indices as any others. write_at_index() corrects these.
   __device__ __forceinline__ void write(const RowType<scalar_t>& type) const {
     if (begin_ >= end_ || first_class_ >= end_class_) {
       return;

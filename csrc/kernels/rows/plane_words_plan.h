@@ -2,9 +2,8 @@
 // the device.
 //
 //   word   what a thread reads of a class: a row of fp32, two neighbouring rows of half types
-//   lane   the number of a word in a block; where a grid shifts (plane_words.cu), some lanes have
-//   the
-//          word of the next one
+//   lane   the number of a word in a block. Where a grid shifts (plane_words.cu), a lane may have
+//          the same word as the next one
 //   team   the threads of a word: each sums some of the parts of its rows
 //   turn   the classes of a share that a thread sums at a time: up to 48 of fp32, which it has in
 //          registers, and all of half types
@@ -60,9 +59,9 @@ inline bool shifts(const CrossEntropyArgs& args) {
          side_by_side::positions_of(args) % 2 != 0;
 }
 
-// Of how many planes, the first ones, a last word of one row may be read whole: its other half is
-// the tensor's, too, as the last plane lies behind. None if a stride is 0: planes are then the
-// same.
+// How many planes lie before the last one in memory. Their last word, of one row, may be read
+// whole, as its other half belongs to the tensor, too. None where a stride is 0: planes share
+// memory there.
 inline uint32_t planes_before_last(const CrossEntropyArgs& args) {
   for (int dim = 1; dim < args.rows.ndim; ++dim) {
     if (args.rows.sizes[dim] > 1 && args.input.strides[dim] == 0) {
@@ -124,7 +123,7 @@ inline RowPlan plan(const RowProblem& problem) {
     const int threads = lanes_of(team) * team;
     return blocks_at_once(threads) * threads;
   };
-  // Of all words.
+  // The threads that all words take, with those of lanes that finish none.
   const auto threads_of = [&](int team) {
     const int lanes = lanes_of(team);
     return ceil_div(words * lanes, int64_t{words_of_block(lanes)}) * team;
