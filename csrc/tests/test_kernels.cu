@@ -388,7 +388,7 @@ CrossEntropyCase float_case(Random& random, int64_t rows, int64_t num_classes, C
   c.target.fill([&] { return static_cast<double>(random.below(num_classes)); });
   const bool none = reduction == Reduction::kNone;
   c.output = TestTensor(DType::kFloat32, none ? c.rows : std::vector<int64_t>{}, Layout::kDense);
-  c.row_stats = TestTensor(DType::kFloat32, {rows, 2}, Layout::kDense);
+  c.row_stats = TestTensor(DType::kFloat32, {2, rows}, Layout::kDense);
   return c;
 }
 
@@ -444,8 +444,8 @@ void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes) {
   CHECK(statistics(kRows - 1, 1) == expected);
 }
 
-// Sums and means of planes with an odd number of rows, of more than a block's lanes have at once:
-// each row counts once.
+// Sums and means of planes with an odd number of rows, and more rows than one block takes at a
+// time. Each row must count once.
 void test_sums_of_odd_planes(Random& random, DType dtype, int64_t num_classes,
                              Reduction reduction) {
   CrossEntropyCase c;

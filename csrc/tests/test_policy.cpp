@@ -231,6 +231,7 @@ void test_plane_words() {
           CHECK(plan.threads <= plane_words::kMostThreads && plan.threads % kWarpSize == 0);
           const bool shifts = dtype != DType::kFloat32 && positions == 169;
           CHECK(plane_words::shifts(args) == shifts);
+          CHECK(cut.shares % 2 == 0);
           CHECK(cut.parts() % plan.team == 0);
           CHECK(plan.threads / plan.team >= plane_words::kLeastLanes);
           const int rows =

@@ -169,7 +169,7 @@ struct Operands {
   Values g;
 
   // All reads are on their way before the first is waited for. kLooksAhead: also asks the L2 cache
-  // for what the next turn reads. (Tiles that look ahead have no weights.)
+  // for what the next turn reads.
   template <bool kLooksAhead>
   __device__ __forceinline__ void read(Tile& tile, bool takes_input, bool weighted,
                                        bool own_scale) {
@@ -362,9 +362,10 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   constexpr int kCount = Tile::kSteps * kWidth;
   const bool weighted = Terms::kHasWeight && work.has(kHasWeights);
   const bool own_scale = work.has(kHasGradOutputs);
-  // Only in kernels of backward passes, which forward passes with a summed gradient share: without
-  // gradients nothing was gained.
+  // Only backward kernels look ahead. Forward passes that sum a gradient use them, too. Forward
+  // passes that write none gained nothing; those that write one were not tried.
   constexpr bool kLooksAhead = Tile::kLooksAhead && Work::all().has(kIsBackward);
+  static_assert(!kLooksAhead || !Terms::kHasWeight, "weights are not asked for");
   operands.template read<kLooksAhead>(tile, !work.has(kIgnoresInput), weighted, own_scale);
   const auto at = [](const typename Tile::Values& values, int n) {
     return values.at(n / kWidth, n % kWidth);

@@ -41,7 +41,8 @@ class StripTile {
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   static constexpr bool kFewWays = false;  // see Gradients
-  // Not units that are spread: with a request for one column of each, float32 was slower.
+  // Only units of neighbours, which are the half types. Of units that are spread, a thread would
+  // ask for one column each, and float32 was slower so.
   static constexpr bool kLooksAhead = kIsHalf;
 
   // turn: see Walk::end().
@@ -102,7 +103,8 @@ class StripTile {
     }
   }
 
-  // Asks for the units of the next turn, so that they are in the L2 cache when they are read.
+  // Asks for the units of the next turn, so that they are in the L2 cache when they are read. After
+  // the last turn there are none, and it asks for some again.
   __device__ __forceinline__ void ask_for_next(Which which) const {
     if (moves(which)) {
       const char* const begin = begins_.get(plan_.slot_of(which));

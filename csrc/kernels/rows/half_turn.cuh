@@ -301,7 +301,7 @@ class HalfTurn {
   const scalar_t* from_;  // the first class of the turn
   uint32_t bytes_;        // from a class of the turn to the next
   int64_t next_row_;      // elements from the first row to the second
-  bool has_words_;        // an access of 4 bytes reads both rows
+  bool has_words_;        // one access of 4 bytes reads a word, whose second half may be no row
   int before_last_;       // classes of the turn but the last one
 };
 

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   });
   __syncthreads();
   Tile(args, grid, strip, classes, numbers).write(type);
-  __syncthreads();
+  __syncthreads();  // what the tile has at class indices is written over
   for_each_row([&](int n, const PlaneRowPlace& row) {
     const auto gradient = numbers.get(n);
     write_at_index<scalar_t>(args, grid, strip, classes, row, gradient.index, gradient.at_index);

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "kernels/primitives/integers.h"
+#include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/index_gradient.cuh"
 #include "kernels/rows/plane_gradients_plan.h"
 #include "kernels/rows/plane_place.cuh"
@@ -320,8 +321,9 @@ class GradientTile {
   int row_;  // of element 0, among `numbers`
 };
 
-// Writes the gradient at the class index of a row of the strip, or of one before it, if the tile
-// has the class and its threads the vector around the gradient.
+// Writes the gradient at a row's class index, if this tile owns it: the class is one of the tile,
+// and the vector that holds the gradient belongs to the strip, as in GradientTile. A row without a
+// loss has a negative index, which no tile has.
 template <typename scalar_t>
 __device__ __forceinline__ void write_at_index(const CrossEntropyBackwardArgs& args,
                                                const StripGrid& grid, const Strip& strip,

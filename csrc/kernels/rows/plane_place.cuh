@@ -107,7 +107,8 @@ struct WordPlace {
   int64_t next_row;      // elements from the first row to the second; 0 if there is none
   bool is_whole;         // an access of 4 bytes may take the word, whatever its second half is
 
-  // aligned: the operand lies in words, or the caller asks begins_in_word() before it takes one.
+  // aligned: the operand lies in words, or the caller checks begins_mid_word() before it reads a
+  // word.
   static __device__ __forceinline__ WordPlace of(const PlanePlace& place, const Operand& operand,
                                                  int64_t class_stride, bool aligned) {
     return {static_cast<T*>(operand.data) + place.offset(operand),
@@ -118,7 +119,7 @@ struct WordPlace {
   __device__ __forceinline__ T* of_class(int c) const { return after(data, c, class_bytes); }
   __device__ __forceinline__ bool has_words() const { return sizeof(T) == 4 || is_whole; }
   // Of half types: whether the first row, in class c, is the second half of a word.
-  __device__ __forceinline__ bool begins_in_word(int c) const {
+  __device__ __forceinline__ bool begins_mid_word(int c) const {
     return reinterpret_cast<uintptr_t>(of_class(c)) % 4 != 0;
   }
   // The word whose second row is the first one here. Its own first row may lie before the operand,

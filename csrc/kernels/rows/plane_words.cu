@@ -8,11 +8,13 @@
 //      turn of the next rows is on its way, if they are of fp32.
 // Shares and parts are those of plane_rows.cu where a block of it has room for the logits.
 //
-// Where planes of half types have an odd number of rows, the rows of every other class begin in the
-// middle of a word: of a share, those of all classes or of none. The grid then shifts. In such a
-// share a lane's words lie one row early: they have the row before its first one, and its first
-// one. It hands the sum of the early row to the lane before it. The last row of a plane is alone in
-// its word, so no sum goes from plane to plane.
+// With an odd number of rows in a plane of half types, a class may begin in the middle of a word.
+// Of a share, all classes do, or none. Such grids shift: where a share's classes begin in the
+// middle of a word, a lane reads the aligned words that hold the row before its first row, and its
+// first row. It gives the sum of the row before to the previous lane, and gets the sum of its
+// second row from the next lane. The last word of a plane has only one row: the sum that its lane
+// gets from the next plane is that of a row that does not exist, and is not used.
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -20,6 +22,7 @@
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/dynamic_shared.cuh"
+#include "kernels/primitives/warp_reduce.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/float_turn.cuh"
 #include "kernels/rows/half_turn.cuh"
@@ -48,11 +51,11 @@ struct WordGrid : PlaneGroups {
   int merging_bits;    // log2 of the threads that merge the parts of a row
   bool lies_in_words;  // the logits
   bool shifts;         // see the top
-  // Of a grid that shifts: log2 of the lanes of a span. Nobody hands the last lane of a span the
-  // sum of its second row. It is there for the lane before it; its own word is finished by the
-  // first lane of the next span, or of the next block.
+  // Of a grid that shifts: log2 of the lanes of a span, at most a warp. The last lane of a span has
+  // no next lane to get a sum from, so it finishes no word. It only gives a sum to the lane before
+  // it. The first lane of the next span, or of the next block, has the same word and finishes it.
   int span_bits;
-  uint32_t planes_before_last;  // see there
+  uint32_t planes_before_last;  // see planes_before_last() in plane_words_plan.h
 
   __device__ __forceinline__ bool finishes(int lane) const {
     return !shifts || ((lane + 1) & ((1 << span_bits) - 1)) != 0;  // fault: plane-words-finishes
@@ -123,6 +126,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
   for (int row = static_cast<int>(threadIdx.x) >> grid.merging_bits; row < numbers.rows;
        row += static_cast<int>(blockDim.x) >> grid.merging_bits) {
     const int lane = row / kRows;
+    // A lane that finishes no word gets a place without rows.
     const PlaneRow of_row = {
         PlanePlace::of<kRows>(args.rows, grid,
                               grid.finishes(lane) ? grid.word(first, lane) : grid.groups),
@@ -163,7 +167,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   const bool merges_own_rows = kRows == 1 && team == 1 && grid.merging_bits == 0;
   WordNumbers numbers{dynamic, lanes * kRows};
   const int floats_of_set = (kRowNumbers + 2 * grid.parts) * numbers.rows;
-  const auto place_of = [&](uint32_t first) {
+  const auto own_place = [&](uint32_t first) {
     return PlanePlace::of<kRows>(args.rows, grid, grid.word(first, lane));
   };
   const auto logits_of = [&](const PlanePlace& place) {
@@ -183,7 +187,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   };
   const auto load_first_turn = [&] {
     if constexpr (Turn::kLoadsAhead) {
-      load_turn(logits_of(place_of(first_word)), {grid, num_classes, member * grid.shares_of_part},
+      load_turn(logits_of(own_place(first_word)), {grid, num_classes, member * grid.shares_of_part},
                 0);
     }
   };
@@ -192,7 +196,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
   while (true) {
     bool is_loaded = Turn::kLoadsAhead;
     int indices[kRows];
-    const auto place = place_of(first_word);
+    const auto place = own_place(first_word);
     const auto logits = logits_of(place);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -205,7 +209,8 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
         numbers.index(lane * kRows + i) = indices[i];
       }
     }
-    // The class index of the row before the thread's first.
+    // The class index of the row before the thread's first. It is wrong in the first lane of a
+    // span, whose sum of that row nobody takes.
     const int index_before =
         kRows > 1 && grid.shifts ? __shfl_up_sync(kAllLanes, indices[kRows - 1], 1) : kIgnoredRow;
 #pragma unroll 1
@@ -229,7 +234,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
         for (int i = 0; i < kRows; ++i) {
           at_of_words[i] = at[i];
         }
-        const bool is_shifted = kRows > 1 && grid.shifts && logits.begins_in_word(share.first);
+        const bool is_shifted = kRows > 1 && grid.shifts && logits.begins_mid_word(share.first);
         if (is_shifted) {
           words = logits.row_before();
           at_of_words[kRows - 1] = at[0];

@@ -30,8 +30,9 @@ constexpr int kUsualThreads = 128;
 constexpr int kMostThreads = 512;
 // Resident threads of a multiprocessor. Those of fp32 have 128 registers, of which a turn is 48.
 // Those of half types have 96, of which 32 are words: the ones that are summed, and the next. With
-// 768 threads and half of the words 4x116x601x601 reached .40 of the floor instead of .36, but
-// 8x1203x160x160 .53 instead of .63, and 8x8192x4096 .64 instead of .79. (H200, 2026-11)
+// 768 threads and half of the words 4x116x601x601 reached .40 of the floor instead of .36 (before
+// grids shifted), but 8x1203x160x160 .53 instead of .63, and 8x8192x4096 .64 instead of .79. (H200,
+// 2026-11)
 constexpr int resident_threads(int64_t element_bytes) { return element_bytes == 4 ? 512 : 640; }
 constexpr int kMostLanes = 128;
 constexpr int kLeastLanes = 8;
@@ -52,8 +53,9 @@ inline plane_rows::Cut cut_of(const CrossEntropyArgs& args, const DeviceLimits& 
   return {args.num_classes, element_size(args.input.dtype), device.shared_bytes};
 }
 
-// Whether a grid shifts: see plane_words.cu. Shares are a power of two, and more than one, so all
-// classes of one begin alike.
+// Whether a grid shifts: see plane_words.cu. The number of shares is a power of two and at least 2,
+// so the classes of a share lie an even number of elements apart, and all begin in the same half of
+// a word.
 inline bool shifts(const CrossEntropyArgs& args) {
   return element_size(args.input.dtype) == 2 && args.input.strides[0] == 1 &&
          side_by_side::positions_of(args) % 2 != 0;
@@ -123,7 +125,7 @@ inline RowPlan plan(const RowProblem& problem) {
     const int threads = lanes_of(team) * team;
     return blocks_at_once(threads) * threads;
   };
-  // The threads that all words take, with those of lanes that finish none.
+  // Threads for all words, including lanes that finish no word.
   const auto threads_of = [&](int team) {
     const int lanes = lanes_of(team);
     return ceil_div(words * lanes, int64_t{words_of_block(lanes)}) * team;

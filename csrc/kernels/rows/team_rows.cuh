@@ -167,7 +167,8 @@ __device__ __forceinline__ State reduce_row(TeamReader<scalar_t, kUnroll>& reade
   return row.total();
 }
 
-// Writes the gradient of the team's row. kMayBeCached: the row may lie in `cache`.
+// Writes the gradient of the team's row. kMayBeCached: the row may lie in `cache`, which else is
+// null.
 template <typename scalar_t, int kUnroll, bool kMayBeCached, typename Gradient>
 __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_classes, int lane,
                                                    int team, const Gradient& gradient,
@@ -187,9 +188,9 @@ __device__ __forceinline__ void write_row_gradient(const scalar_t* row, int num_
     store_vector_at(grad_input + vector * kSize, width, gradient_of(gradient, x, vector * kSize));
   };
   if constexpr (Gradient::kIsDense || kMayBeCached) {
-    // Generic loads, for one loop over shared and global memory. With probabilities one vector at a
-    // time, else two: their arithmetic, some 20 instructions a logit, takes as long as a load, and
-    // its machine code is 7 KB.
+    // Generic loads, for one loop over shared and global memory. Dense targets, probabilities or
+    // smoothing, take one vector at a time: their arithmetic, some 20 instructions a logit, takes
+    // as long as a load, and its machine code is 7 KB. Class indices take two.
     constexpr int kAtOnce = Gradient::kIsDense ? 1 : 2;
     const scalar_t* const source = unfolded(cache != nullptr ? cache : row);
     const int source_width = access_width(source);
