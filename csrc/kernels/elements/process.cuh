@@ -365,7 +365,6 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
   // Only backward kernels look ahead. Forward passes that sum a gradient use them, too. Forward
   // passes that write none gained nothing; those that write one were not tried.
   constexpr bool kLooksAhead = Tile::kLooksAhead && Work::all().has(kIsBackward);
-  static_assert(!kLooksAhead || !Terms::kHasWeight, "weights are not asked for");
   operands.template read<kLooksAhead>(tile, !work.has(kIgnoresInput), weighted, own_scale);
   const auto at = [](const typename Tile::Values& values, int n) {
     return values.at(n / kWidth, n % kWidth);
