@@ -9,11 +9,11 @@
 // Shares and parts are those of plane_rows.cu where a block of it has room for the logits.
 //
 // With an odd number of rows in a plane of half types, a class may begin in the middle of a word.
-// Of a share, all classes do, or none. Such grids shift: where a share's classes begin in the
-// middle of a word, a lane reads the aligned words that hold the row before its first row, and its
-// first row. It gives the sum of the row before to the previous lane, and gets the sum of its
-// second row from the next lane. The last word of a plane has only one row: the sum that its lane
-// gets from the next plane is that of a row that does not exist, and is not used.
+// Either all classes of a share do, or none. A grid of such planes shifts: where the classes of a
+// share begin in the middle of a word, a lane reads the aligned words that hold the row before its
+// first row, and its first row. The lane gives the sum of the row before to the previous lane, and
+// gets the sum of its second row from the next lane. The last word of a plane has only one row: the
+// sum that its lane gets from the next plane is that of a row that does not exist, and is not used.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -51,9 +51,10 @@ struct WordGrid : PlaneGroups {
   int merging_bits;    // log2 of the threads that merge the parts of a row
   bool lies_in_words;  // the logits
   bool shifts;         // see the top
-  // Of a grid that shifts: log2 of the lanes of a span, at most a warp. The last lane of a span has
-  // no next lane to get a sum from, so it finishes no word. It only gives a sum to the lane before
-  // it. The first lane of the next span, or of the next block, has the same word and finishes it.
+  // If the grid shifts, this is log2 of the lanes of a span, at most a warp. The last lane of a
+  // span has no next lane to get a sum from, so it finishes no word. That lane only gives a sum to
+  // the lane before it. The first lane of the next span, or of the next block, has the same word
+  // and finishes it.
   int span_bits;
   uint32_t planes_before_last;  // see planes_before_last() in plane_words_plan.h
 
