@@ -1,16 +1,18 @@
 // Gradients of short rows that follow one another in memory, for every loss whose gradient of a
 // logit depends on that logit and on numbers of its row. A block has a tile of the gradients
-// (FlatTiles of row_cut.h). Its threads first compute the numbers of the tile's rows, one row a
-// thread, and then write the tile, one vector a thread at a time, whatever the number of classes.
+// (FlatTiles of row_cut.h). Its threads first compute the numbers of the tile's rows, then write
+// the tile, one vector a thread at a time, whatever the number of classes, and at last write the
+// gradients at class indices once more.
 //
 //   struct Gradients {
 //     using Gradient = ...;
-//     bool begin() const;            // whether there is anything to do
-//     Gradient of(place) const;      // by one thread
+//     bool begin() const;                    // whether there is anything to do
+//     int lanes() const;                     // threads that share of(), a power of two up to 32
+//     Gradient of(place, lane) const;        // by all lanes of a warp
+//     int indices() const;                   // class indices of a row, up to 32
+//     AtIndex at_index(place, const Gradient&, exists, own, k) const;  // by all lanes of a warp
 //   };
-//   struct Gradient {                // trivially copyable: it lies in shared memory
-//     int index;                     // the class whose gradient is at_index; negative: none
-//     acc_t at_index;
+//   struct Gradient {                        // trivially copyable: it lies in shared memory
 //     void replace(acc_t (&x)[kCount], map) const;  // logits by their gradients
 //   };
 #pragma once
@@ -20,14 +22,15 @@
 #include <cstring>
 
 #include "kernels/grid/launch.cuh"
+#include "kernels/primitives/async_copy.cuh"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/row_pass.cuh"
 #include "kernels/rows/row_reader.cuh"
 
 namespace lossops::cuda {
 
-// Resident blocks of a multiprocessor: 64 registers a thread.
-constexpr int kFlatBlocks = 4;
+// Resident blocks of a multiprocessor: 48 registers a thread.
+constexpr int kFlatBlocks = 10;
 
 // A vector of logits, element by element: of any layout, and where a vector reaches beyond the run.
 // first: the run's number of its first element, which may be negative.
@@ -66,6 +69,88 @@ enum class FlatLogits : int8_t {
   kApart,      // classes are not neighbours
 };
 
+// The gradient of a class index: of none, if that is negative.
+template <typename acc_t>
+struct AtIndex {
+  int64_t index = -1;
+  acc_t gradient = 0;
+};
+
+// The vectors of a thread, on their way from global memory while it does something else.
+template <typename scalar_t>
+class FlatVectors {
+ public:
+  static constexpr int kCount = FlatTiles::kThreadVectors;
+
+  // shared: of the block. Starts to load the tile's vectors of this thread whose logits are
+  // neighbours.
+  __device__ __forceinline__ FlatVectors(const RowSource& source, const RowGrid& grid,
+                                         const FlatTiles& plan, const FlatTiles::Tile& tile,
+                                         FlatLogits layout,
+                                         RowVector (&shared)[kCount * FlatTiles::kThreads])
+      : own_(shared + threadIdx.x) {
+    constexpr int kThreads = FlatTiles::kThreads;
+    const int v = tile.first_vector + static_cast<int>(threadIdx.x);
+    const auto* const data = static_cast<const scalar_t*>(source.input.data);
+    if (layout == FlatLogits::kInVectors) {
+      const auto* const logits = reinterpret_cast<const RowVector*>(data - plan.head);
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        if (v + u * kThreads < tile.end_vector && plan.is_whole(v + u * kThreads)) {
+          loaded_ |= 1u << u;
+          start_own_copy(own_ + u * kThreads, logits + v + u * kThreads);
+        }
+      }
+      return;
+    }
+    RowVector vectors[kCount] = {};
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      const int vector = v + u * kThreads;
+      const scalar_t* const logits =
+          vector < tile.end_vector ? neighbours(source, grid, plan, layout, vector) : nullptr;
+      if (logits != nullptr) {
+        loaded_ |= 1u << u;
+        vectors[u] = RowVector::load_by_words(logits);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      own_[u * kThreads] = vectors[u];
+    }
+  }
+
+  __device__ __forceinline__ bool is_loaded(int u) const { return (loaded_ >> u & 1) != 0; }
+  // After wait_for_own_copies().
+  __device__ __forceinline__ const RowVector& operator[](int u) const {
+    return own_[u * FlatTiles::kThreads];
+  }
+
+ private:
+  // The first logit of a vector of gradients, if its logits are neighbours; else null.
+  static __device__ __forceinline__ const scalar_t* neighbours(const RowSource& source,
+                                                               const RowGrid& grid,
+                                                               const FlatTiles& plan,
+                                                               FlatLogits layout, int vector) {
+    const auto* const logits = static_cast<const scalar_t*>(source.input.data);
+    const int first = plan.first_element(vector);
+    if (!plan.is_whole(vector) || layout == FlatLogits::kApart) {
+      return nullptr;
+    }
+    if (layout == FlatLogits::kInRun) {
+      return logits + first;
+    }
+    const int row = plan.row_of(first);
+    const int c = first - row * static_cast<int>(plan.classes.value);
+    return c + kVectorSize<scalar_t> > static_cast<int>(plan.classes.value)
+               ? nullptr
+               : logits + grid.place(static_cast<uint32_t>(row)).offset(source.input) + c;
+  }
+
+  RowVector* own_;
+  unsigned loaded_ = 0;  // bit u: vector u is
+};
+
 // gradients: element 0 of the run.
 template <typename Gradients, typename scalar_t, typename Map>
 __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
@@ -78,118 +163,111 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
   using Gradient = typename Gradients::Gradient;
   constexpr int kSize = kVectorSize<scalar_t>;
   constexpr int kThreads = FlatTiles::kThreads;
-  constexpr int kVectors = FlatTiles::kThreadVectors;
   __shared__ uint4 memory[FlatTiles::kMostRows * sizeof(Gradient) / sizeof(uint4)];
+  __shared__ RowVector logits[kThreads * FlatTiles::kThreadVectors];
   auto* const of_rows = reinterpret_cast<Gradient*>(memory);
+  auto* const results = static_cast<scalar_t*>(gradients);
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (!rows.begin()) {
     return;
   }
-  const int num_classes = static_cast<int>(plan.classes.value);
   const FlatTiles::Tile tile = plan.tile(static_cast<int>(blockIdx.x));
   const auto thread = static_cast<int>(threadIdx.x);
-  int v = tile.first_vector + thread;
-
-  // The first logit of a vector of gradients, if its logits are neighbours; else null. Not of
-  // kInVectors.
-  const auto logits_of = [&](int vector) -> const scalar_t* {
-    const auto* const logits = static_cast<const scalar_t*>(source.input.data);
-    const int first = plan.first_element(vector);
-    if (!plan.is_whole(vector) || layout == FlatLogits::kApart) {
-      return nullptr;
-    }
-    if (layout == FlatLogits::kInRun) {
-      return logits + first;
-    }
-    const int row = plan.row_of(first);
-    const int c = first - row * num_classes;
-    return c + kSize > num_classes
-               ? nullptr
-               : logits + grid.place(static_cast<uint32_t>(row)).offset(source.input) + c;
+  const int lane = thread % kWarpSize;
+  const auto place_of = [&](int row) {
+    return grid.place(static_cast<uint32_t>(tile.first_row + min(row, tile.rows - 1)));
   };
-  // On their way while the numbers of the rows are computed.
-  RowVector vectors[kVectors] = {};
-  unsigned loaded = 0;  // bit u: vectors[u] is
-  if (layout == FlatLogits::kInVectors) {
-    const auto* const logits = reinterpret_cast<const RowVector*>(
-        static_cast<const scalar_t*>(source.input.data) - plan.head);
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      if (v + u * kThreads < tile.end_vector && plan.is_whole(v + u * kThreads)) {
-        loaded |= 1u << u;
-        vectors[u] = logits[v + u * kThreads];
-      }
-    }
-  } else {
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      const int vector = v + u * kThreads;
-      const scalar_t* const logits = vector < tile.end_vector ? logits_of(vector) : nullptr;
-      if (logits != nullptr) {
-        loaded |= 1u << u;
-        vectors[u] = RowVector::load_by_words(logits);
-      }
-    }
-  }
+
+  const FlatVectors<scalar_t> vectors(source, grid, plan, tile, layout, logits);
+  const int lanes = rows.lanes();
+  const int shift = __ffs(lanes) - 1;
 #pragma unroll 1
-  for (int i = thread; i < tile.rows; i += kThreads) {
-    of_rows[i] = rows.of(grid.place(static_cast<uint32_t>(tile.first_row + i)));
+  for (int first = 0; first < tile.rows; first += kThreads >> shift) {
+    const int i = first + (thread >> shift);
+    if (first + ((thread - lane) >> shift) < tile.rows) {  // a row of the warp's
+      const Gradient gradient = rows.of(place_of(i), thread & (lanes - 1));
+      if (i < tile.rows && (thread & (lanes - 1)) == 0) {
+        of_rows[i] = gradient;
+      }
+    }
   }
   __syncthreads();
+  wait_for_own_copies();
 
+  // In registers, or each turn would load them again.
+  const int end = unfolded(min(plan.first_element(tile.end_vector), plan.elements));
+  const int last_whole = unfolded(plan.elements - kSize);
+  const int first_row = unfolded(tile.first_row);
+  Divisor classes = plan.classes;
+  classes.value = unfolded(classes.value);
+  classes.multiplier = unfolded(classes.multiplier);
+  classes.shift = unfolded(classes.shift);
+  const auto row_of = [&](int element) {
+    return static_cast<int>(classes.quotient(static_cast<uint32_t>(element)));
+  };
+  int u = 0;
 #pragma unroll 1
-  for (; v < tile.end_vector; v += kThreads, loaded >>= 1) {
-    const int first = plan.first_element(v);
-    if (first >= plan.elements) {
-      return;
-    }
-    if ((loaded & 1) == 0) {
-      vectors[0] = gather_run<scalar_t>(source, grid, plan, first);
+  for (int first = unfolded(plan.first_element(tile.first_vector + thread));
+       first - lane * kSize < end; first += kThreads * kSize, ++u) {
+    const bool exists = first < end;
+    const bool is_whole = 0 <= first && first <= last_whole;
+    const int row = row_of(min(max(first, 0), end - 1));
+    const int left = (row + 1) * static_cast<int>(classes.value) - first;  // of the row
+    RowVector vector = vectors[u];
+    if (exists && !vectors.is_loaded(u)) {
+      vector = gather_run<scalar_t>(source, grid, plan, first);
     }
     acc_t x[kSize];
-    vectors[0].unpack(type, x);
-    int row = plan.row_of(first < 0 ? 0 : first);
-    int c = first - row * num_classes;  // of element 0
-    row -= tile.first_row;
-    acc_t results[kSize] = {};
-    // A row of the vector after the other. Those after the first take over its later elements.
-#pragma unroll 1
-    do {
-      const Gradient gradient = of_rows[row];
-      acc_t own[kSize];
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        own[i] = x[i];
-      }
-      gradient.replace(own, map);
-      const int at_index = gradient.index - c;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        own[i] = i == at_index ? gradient.at_index : own[i];
-        results[i] = i >= -c ? own[i] : results[i];
-      }
-      c -= num_classes;
-      ++row;
-    } while (c > -kSize && row < tile.rows);
-
-    const RowVector packed = RowVector::pack(type, results);
-    scalar_t* const to = static_cast<scalar_t*>(gradients) + first;
-    if (plan.is_whole(v)) {
-      *reinterpret_cast<RowVector*>(to) = packed;
+    vector.unpack(type, x);
+    if (__all_sync(kAllLanes, (is_whole && left >= kSize) || !exists)) {
+      const Gradient gradient = of_rows[row - first_row];
+      gradient.replace(x, map);
     } else {
+      // Element by element. To take the vector row by row would take all of its elements as often.
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const Gradient gradient = of_rows[row_of(min(max(first + i, 0), end - 1)) - first_row];
+        acc_t element[1] = {x[i]};
+        gradient.replace(element, map);
+        x[i] = element[0];
+      }
+    }
+    const RowVector packed = RowVector::pack(type, x);
+    if (exists && is_whole) {
+      *reinterpret_cast<RowVector*>(results + first) = packed;
+    } else if (exists) {
       scalar_t elements[kSize];
       memcpy(elements, &packed, sizeof(packed));
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         if (first + i >= 0 && first + i < plan.elements) {
-          to[i] = elements[i];
+          results[first + i] = elements[i];
         }
       }
     }
-#pragma unroll
-    for (int u = 0; u + 1 < kVectors; ++u) {
-      vectors[u] = vectors[u + 1];
+  }
+  __syncthreads();
+
+  // A lane has a class index of a row, a warp those of several rows.
+  const int indices = rows.indices();
+  if (indices == 0) {
+    return;
+  }
+  const int warp_rows = kWarpSize / indices;
+  const int own = lane / indices;
+  const int begin = max(plan.first_element(tile.first_vector), 0);
+#pragma unroll 1
+  for (int first = thread / kWarpSize * warp_rows; first < tile.rows;
+       first += kThreads / kWarpSize * warp_rows) {
+    const int i = min(first + own, tile.rows - 1);
+    const bool exists = own < warp_rows && first + own < tile.rows;
+    const auto at = rows.at_index(place_of(i), of_rows[i], exists, own, lane - own * indices);
+    const int64_t element = int64_t{tile.first_row + i} * plan.classes.value + at.index;
+    if (exists && at.index >= 0 && begin <= element && element < end) {
+      type.visit([&](auto like) {
+        results[element] = bits_as<scalar_t>(from_acc<decltype(like)>(at.gradient));
+      });
     }
   }
 }

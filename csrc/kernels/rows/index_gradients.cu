@@ -33,6 +33,18 @@ struct IndexGradients {
                                   place.offset(args.target), place.offset(args.grad_output));
   }
 
+  // For flat_gradients_kernel.
+  __device__ __forceinline__ int lanes() const { return 1; }
+  __device__ __forceinline__ Gradient of(const RowGrid::Place& place, int /*lane*/) const {
+    return of(place);
+  }
+  __device__ __forceinline__ int indices() const { return 1; }
+  __device__ __forceinline__ AtIndex<float> at_index(const RowGrid::Place& /*place*/,
+                                                     const Gradient& gradient, bool /*exists*/,
+                                                     int /*own*/, int /*k*/) const {
+    return {gradient.index, gradient.at_index};
+  }
+
   // The class index once more, by the warp that wrote it.
   __device__ __forceinline__ void finish(const RowGrid::Place& place, const RowPart& part,
                                          const Gradient& gradient) const {

@@ -255,15 +255,19 @@ struct ShortRows {
   // its lanes.
   static constexpr int kLaneBytes = 128;
   static constexpr int kBlockBytes = kRowThreads * kLaneBytes;
+  // Rows, what lies between them, and a vector for those that begin within one.
+  static constexpr int kSharedBytes =
+      kBlockBytes + kRowThreads * kRowVectorBytes + kRowVectorBytes;
 
   Divisor classes;
-  Divisor words;  // of 4 bytes in a row, if there are some between rows
+  Divisor vectors;  // of 16 bytes in a row, if rows are whole vectors
   int num_classes = 0;
-  int pitch = 0;        // elements from a row to the next in shared memory
-  int gap_words = 0;    // between rows in shared memory, of 4 bytes
-  int lanes = 1;        // of a row
-  int rows = 0;         // of a block
-  bool is_run = false;  // rows are copied as a run; else each begins at a word in shared memory
+  int pitch = 0;            // elements from a row to the next in shared memory
+  int gap_vectors = 0;      // between rows that are whole vectors there
+  int lanes = 1;            // of a row
+  int rows = 0;             // of a block
+  bool is_run = false;      // rows are copied as a run
+  bool in_vectors = false;  // rows are whole vectors, and begin at one in shared memory
 
   // 4 KB.
   static bool are_short(int64_t num_classes, int64_t element_bytes) {
@@ -279,24 +283,42 @@ struct ShortRows {
     }
     rows = kRowThreads / lanes;
     const int64_t bytes = num_classes_ * element_bytes;
-    words = Divisor(static_cast<uint32_t>(ceil_div(bytes, 4)));
-    // Rows with gaps are copied word by word.
-    is_run = are_run && (!needs_gaps(bytes) || reinterpret_cast<uintptr_t>(data) % 4 == 0);
+    in_vectors = bytes % kRowVectorBytes == 0;
+    if (in_vectors) {
+      const auto count = static_cast<int>(bytes / kRowVectorBytes);
+      vectors = Divisor(static_cast<uint32_t>(count));
+      is_run = are_run && reinterpret_cast<uintptr_t>(data) % kRowVectorBytes == 0;
+      gap_vectors = gap_of_vectors(count);
+      pitch = static_cast<int>((count + gap_vectors) * kRowVectorBytes / element_bytes);
+      return;
+    }
+    is_run = are_run;
     const int64_t row_bytes = is_run ? bytes : round_up(bytes, 4);
-    gap_words = needs_gaps(row_bytes) ? lanes : 0;
-    pitch = static_cast<int>((row_bytes + gap_words * 4) / element_bytes);
+    const int64_t gap_bytes = is_run ? 0 : gap_of_words(row_bytes / 4) * 4;
+    pitch = static_cast<int>((row_bytes + gap_bytes) / element_bytes);
+  }
+
+  // Where a vector of the block's rows lies in shared memory.
+  LOSSOPS_HOST_DEVICE int place(int vector) const {
+    return gap_vectors == 0
+               ? vector
+               : vector + gap_vectors * static_cast<int>(
+                                            vectors.quotient(static_cast<uint32_t>(vector)));
   }
 
   int64_t blocks(int64_t of_rows) const { return ceil_div(of_rows, rows); }
 
  private:
-  // Whether four or more rows of a warp would begin in the same bank of shared memory. Then there
-  // is a word between rows for each lane of a row: lanes read neighbouring words. To copy a run
-  // word by word costs more than conflicts of fewer rows.
-  bool needs_gaps(int64_t row_bytes) const {
-    const int64_t banks =
-        row_bytes % 4 != 0 ? 32 : 32 / std::gcd(row_bytes / 4, int64_t{32});  // of starts
-    return 4 * banks <= 32 / lanes;
+  // Eight lanes at a time read a vector each. Rows that lie so many vectors apart, and an odd
+  // multiple of their lanes, are in different banks then.
+  int gap_of_vectors(int count) const {
+    return lanes < 8 ? (lanes - count % (2 * lanes) + 2 * lanes) % (2 * lanes) : 0;
+  }
+  // A word between rows for each lane of a row, which read neighbouring words, if four or more rows
+  // of a warp would begin in the same bank of shared memory.
+  int64_t gap_of_words(int64_t words) const {
+    const int64_t banks = 32 / std::gcd(words, int64_t{32});  // of starts
+    return 4 * banks <= 32 / lanes ? lanes : 0;
   }
 };
 
@@ -304,8 +326,8 @@ struct ShortRows {
 // rows follow one another in memory, so their gradients are one run of elements. A tile has whole
 // vectors of it, of 16 aligned bytes, which may begin and end within a row.
 struct FlatTiles {
-  static constexpr int kThreads = 256;
-  // Vectors of a thread: 16 KB of a block are then in flight, while it computes what it needs of
+  static constexpr int kThreads = 128;
+  // Vectors of a thread: 8 KB of a block are then in flight, while it computes what it needs of
   // its rows.
   static constexpr int kThreadVectors = 4;
   // Rows that a tile touches: a block keeps some numbers of each in shared memory.

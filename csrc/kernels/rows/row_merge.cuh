@@ -39,8 +39,9 @@ __device__ __forceinline__ State exchange(const State& state, int bit) {
   return other;
 }
 
-// Lanes that merge the states of a row: by its pieces alone, as all that decides about bits.
-inline int merging_lanes(int pieces) {
+// Lanes for so many pieces of a row, a power of two: by the pieces alone, as all that decides about
+// bits.
+inline int merging_lanes(int64_t pieces) {
   int lanes = 1;
   while (lanes < pieces && lanes < 32) {
     lanes *= 2;

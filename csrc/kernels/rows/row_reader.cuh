@@ -170,18 +170,16 @@ __device__ __forceinline__ int take_equals(const RowType<scalar_t>& type,
   return type.visit([&](auto like) {
     using own_t = decltype(like);
     if constexpr (sizeof(own_t) == 2) {
-      const uint32_t wanted = from_acc<own_t>(top).bits * 0x10001u;
-      uint32_t counts = 0;  // of both elements of a word
+      const uint32_t wanted = word_to_take<own_t>(top);
+      uint32_t taken = 0;
 #pragma unroll
       for (RowVector& vector : vectors) {
 #pragma unroll
         for (uint32_t& word : vector.words) {
-          const uint32_t equal = equal_elements<own_t>(word, wanted);
-          counts += equal & 0x10001u;
-          word = (word & ~equal) | (lowest_word<own_t>() & equal);
+          word = take_equals<own_t>(word, wanted, taken);
         }
       }
-      return static_cast<int>((counts & 0xffffu) + (counts >> 16));
+      return sum_of_taken<own_t>(taken);
     } else {
       int count = 0;
 #pragma unroll

@@ -132,11 +132,99 @@ __device__ __forceinline__ uint32_t equal_elements(uint32_t a, uint32_t b) {
 #endif
 }
 
+// What take_equals() compares a word with, to take elements that are `top`: none, unless that is
+// finite.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t word_to_take(float top) {
+  const bool is_finite = ::fabsf(top) < math::infinity<float>();
+  const float taken = is_finite ? top : math::quiet_nan<float>();
+  if constexpr (sizeof(scalar_t) == 4) {
+    return __float_as_uint(taken);
+  } else {
+    return from_acc<scalar_t>(taken).bits * 0x10001u;
+  }
+}
+// Elements of a word that are the number in `wanted` become -inf, and are counted in `taken`: in
+// each half of it those at that place of a word, of half types.
+template <typename scalar_t>
+__device__ __forceinline__ uint32_t take_equals(uint32_t word, uint32_t wanted, uint32_t& taken) {
+  if constexpr (sizeof(scalar_t) == 4) {
+    const bool is_equal = __uint_as_float(word) == __uint_as_float(wanted);
+    taken += is_equal ? 1 : 0;
+    return is_equal ? lowest_word<scalar_t>() : word;
+  } else {
+    const uint32_t equal = equal_elements<scalar_t>(word, wanted);
+    taken += equal & 0x10001u;
+    return (word & ~equal) | (lowest_word<scalar_t>() & equal);
+  }
+}
+template <typename scalar_t>
+__device__ __forceinline__ int sum_of_taken(uint32_t taken) {
+  return static_cast<int>(sizeof(scalar_t) == 4 ? taken : (taken & 0xffffu) + (taken >> 16));
+}
+
 // Word k of a row whose first element lies in words[0]: in its upper half if kOdd.
 template <bool kOdd>
 __device__ __forceinline__ uint32_t row_word(const uint32_t* words, int k) {
   return kOdd ? __funnelshift_r(words[k], words[k + 1], 16) : words[k];
 }
+
+// A row in shared memory, by words of 32 bits that count from its first element.
+template <typename scalar_t>
+class RowWords {
+ public:
+  // The row begins at element `offset` of a buffer.
+  __device__ __forceinline__ RowWords(scalar_t* buffer, int offset, bool splits_words)
+      : row_(buffer + offset),
+        words_(reinterpret_cast<uint32_t*>(buffer) + offset / kWordElements<scalar_t>),
+        shift_(offset % kWordElements<scalar_t> * 16),
+        splits_words_(sizeof(scalar_t) == 2 && splits_words) {}
+
+  __device__ __forceinline__ scalar_t& operator[](int c) const { return row_[c]; }
+
+  // Words that are `distance` apart.
+  template <int kCount>
+  __device__ __forceinline__ void load(int k, int distance, uint32_t (&words)[kCount]) const {
+    if (splits_words_) {
+      keep_apart();
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        const uint32_t* const word = words_ + k + u * distance;
+        words[u] = __funnelshift_r(word[0], word[1], shift_);
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        words[u] = words_[k + u * distance];
+      }
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ void store(int k, int distance,
+                                        const uint32_t (&words)[kCount]) const {
+    if (splits_words_) {
+      keep_apart();
+      auto* const halves = reinterpret_cast<uint16_t*>(row_);
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        const int c = 2 * (k + u * distance);
+        halves[c] = static_cast<uint16_t>(words[u]);
+        halves[c + 1] = static_cast<uint16_t>(words[u] >> 16);
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        words_[k + u * distance] = words[u];
+      }
+    }
+  }
+
+ private:
+  scalar_t* row_;
+  uint32_t* words_;
+  int shift_;
+  bool splits_words_;
+};
 
 // ---------------------------------------------------------- sums of exponentials
 

@@ -39,63 +39,6 @@ struct SoftShape {
   Smoothing smoothing;
 };
 
-// A row in shared memory, by words of 32 bits that count from its first element.
-template <typename scalar_t>
-class RowWords {
- public:
-  // The row begins at element `offset` of a buffer.
-  __device__ __forceinline__ RowWords(scalar_t* buffer, int offset, bool splits_words)
-      : row_(buffer + offset),
-        words_(reinterpret_cast<uint32_t*>(buffer) + offset / kWordElements<scalar_t>),
-        shift_(offset % kWordElements<scalar_t> * 16),
-        splits_words_(sizeof(scalar_t) == 2 && splits_words) {}
-
-  __device__ __forceinline__ scalar_t& operator[](int c) const { return row_[c]; }
-
-  // Words that are `distance` apart.
-  template <int kCount>
-  __device__ __forceinline__ void load(int k, int distance, uint32_t (&words)[kCount]) const {
-    if (splits_words_) {
-      keep_apart();
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-        const uint32_t* const word = words_ + k + u * distance;
-        words[u] = __funnelshift_r(word[0], word[1], shift_);
-      }
-    } else {
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-        words[u] = words_[k + u * distance];
-      }
-    }
-  }
-  template <int kCount>
-  __device__ __forceinline__ void store(int k, int distance,
-                                        const uint32_t (&words)[kCount]) const {
-    if (splits_words_) {
-      keep_apart();
-      auto* const halves = reinterpret_cast<uint16_t*>(row_);
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-        const int c = 2 * (k + u * distance);
-        halves[c] = static_cast<uint16_t>(words[u]);
-        halves[c + 1] = static_cast<uint16_t>(words[u] >> 16);
-      }
-    } else {
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-        words_[k + u * distance] = words[u];
-      }
-    }
-  }
-
- private:
-  scalar_t* row_;
-  uint32_t* words_;
-  int shift_;
-  bool splits_words_;
-};
-
 // Gives each class of a row its coefficient: a class index or a probability, smoothed, times the
 // class weight.
 template <typename scalar_t>

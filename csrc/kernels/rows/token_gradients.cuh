@@ -16,74 +16,113 @@
 
 namespace lossops::cuda {
 
-// The class index k of a row, and its gradient; operands are those of a slice.
+// The class index k of a row; operands are those of a slice.
 __device__ __forceinline__ int64_t load_index(const TokenBackwardArgs& args,
                                               const RowGrid::Place& place, int64_t k) {
   return load_class_index(args.index, place.offset(args.index) + k * args.index_stride);
 }
-__device__ __forceinline__ double load_grad(const TokenBackwardArgs& args,
-                                            const RowGrid::Place& place, int64_t k) {
-  return load_value(args, args.grad_log_probs,
-                    place.offset(args.grad_log_probs) + k * args.grad_log_probs_stride);
+// The gradient of its log-probability. acc_t: the dtype of statistics.
+template <typename acc_t>
+__device__ __forceinline__ acc_t load_grad(const TokenBackwardArgs& args,
+                                           const RowGrid::Place& place, int64_t k) {
+  const Operand& grads = args.grad_log_probs;
+  return static_cast<const acc_t*>(
+      grads.data)[place.offset(grads) + k * args.grad_log_probs_stride];
 }
 
 // The gradient of a row's entropy or lse.
-__device__ __forceinline__ double load_row_grad(const TokenBackwardArgs& args,
-                                                const RowGrid::Place& place, const Operand& grad) {
-  return grad.data != nullptr ? load_value(args, grad, place.offset(grad)) : 0.0;
+template <typename acc_t>
+__device__ __forceinline__ acc_t load_row_grad(const RowGrid::Place& place, const Operand& grad) {
+  return grad.data != nullptr ? static_cast<const acc_t*>(grad.data)[place.offset(grad)] : acc_t(0);
 }
 
-// So few class indices are added up by a thread, one after the other; more by a warp.
-constexpr int64_t kFewIndices = 32;
+// Class indices whose gradients a lane adds up at a time, and the lanes that share those of a row.
+constexpr int kLaneIndices = 4;
+inline int lanes_of_sum(int64_t num_indices) {
+  return merging_lanes(ceil_div(num_indices, int64_t{kLaneIndices}));
+}
 
-// What the gradient of a row that counts is made of. By all lanes of a warp, if the row has more
-// than kFewIndices. What a row takes is computed in fp64, as in token_values_kernel.
-__device__ __forceinline__ TokenGradient<double> load_gradient(const TokenBackwardArgs& args,
-                                                               const RowGrid::Place& place) {
-  double of_softmax = 0;
+// TokenGradient::of_softmax of a row, in each of the lanes_of_sum() that share it. By all lanes of
+// a warp.
+template <typename acc_t>
+__device__ __forceinline__ double gradient_of_softmax(const TokenBackwardArgs& args,
+                                                      const RowGrid::Place& place, int lane,
+                                                      int lanes) {
+  double sum = 0;
   const int64_t count = args.grad_log_probs.data != nullptr ? args.num_indices : 0;
-  const bool is_shared = args.num_indices > kFewIndices;
 #pragma unroll 1
-  for (int64_t k = is_shared ? threadIdx.x % kWarpSize : 0; k < count;
-       k += is_shared ? kWarpSize : 1) {
-    const int64_t c = load_index(args, place, k);
-    of_softmax -=
-        c >= 0 && c < args.num_classes ? load_grad(args, place, k) : math::quiet_nan<double>();
+  for (int64_t first = lane; first < count; first += kLaneIndices * lanes) {
+#pragma unroll
+    for (int u = 0; u < kLaneIndices; ++u) {
+      const int64_t k = first + u * lanes;
+      if (k < count) {
+        const int64_t c = load_index(args, place, k);
+        const acc_t grad = load_grad<acc_t>(args, place, k);
+        sum -= c >= 0 && c < args.num_classes ? grad : math::quiet_nan<acc_t>();
+      }
+    }
   }
-  of_softmax = is_shared ? warp_sum(of_softmax) : of_softmax;
-  of_softmax += load_row_grad(args, place, args.grad_lse);
-  const auto kept = [&](int64_t plane) {
-    return load_as<double>(args.row_stats, stats_dtype(args), plane * args.rows.numel + place.row);
-  };
-  return TokenGradient<double>::of({kept(0), kept(1), kept(2)}, of_softmax,
-                                   load_row_grad(args, place, args.grad_entropy));
+#pragma unroll 1
+  for (int bit = lanes / 2; bit > 0; bit /= 2) {
+    sum += __shfl_xor_sync(kAllLanes, sum, bit);
+  }
+  return sum + load_row_grad<acc_t>(place, args.grad_lse);
 }
 
-// TokenGradient::of_class() in few operations.
-constexpr int kGradientNumbers = 4;
+// What the gradient of a row that counts is made of.
+template <typename acc_t>
+__device__ __forceinline__ TokenGradient<acc_t> token_gradient(const TokenBackwardArgs& args,
+                                                               const RowGrid::Place& place,
+                                                               acc_t of_softmax) {
+  const auto* const kept = static_cast<const acc_t*>(args.row_stats) + place.row;
+  const int64_t rows = args.rows.numel;
+  return TokenGradient<acc_t>::of({kept[0], kept[rows], kept[2 * rows]}, of_softmax,
+                                  load_row_grad<acc_t>(place, args.grad_entropy));
+}
+
+// The gradient at a class index of mapped logit z. slope: of the map; sum: of the gradients of its
+// log-probabilities. gradient_of_softmax() is of fp64, as it nearly cancels that sum.
+template <typename acc_t>
+__device__ __forceinline__ acc_t gradient_at(const TokenBackwardArgs& args,
+                                             const RowGrid::Place& place, acc_t z, acc_t slope,
+                                             double sum, double of_softmax) {
+  const auto common = static_cast<acc_t>(of_softmax + sum);
+  return token_gradient(args, place, common).at_index(z, static_cast<acc_t>(sum), common) * slope;
+}
+
+// TokenGradient::of_class() in few operations: what multiplies the exponential is
+// of_softmax + of_entropy ((max - z) - mean_distance), over the sum of exponentials.
+constexpr int kGradientNumbers = 3;
 template <typename scalar_t>
 struct TokenLogitGradient {
   using acc_t = acc_type_t<scalar_t>;
   using Term = RowTerm<scalar_t>;
   acc_t max = 0;
-  acc_t mean_distance = 0;
-  acc_t of_softmax = 0;  // over the sum of exponentials
-  acc_t of_entropy = 0;  // likewise
-  static_assert(kGradientNumbers == 4, "the four above");
+  acc_t at_max = 0;    // that at the maximum
+  acc_t per_unit = 0;  // and for each unit of RowTerm above it
+  static_assert(kGradientNumbers == 3, "the three above");
+
+  // The derivative of a linear map is a factor of the last two; that of others is not.
+  template <typename Map>
+  static constexpr bool kHasSlope = std::is_same_v<Map, LinearMap<acc_t>>;
+  template <typename Map>
+  static LOSSOPS_HOST_DEVICE acc_t slope_of(const Map& map) {
+    return kHasSlope<Map> ? map.derivative(0) : acc_t(1);
+  }
 
   template <int kCount, typename Map>
   __device__ __forceinline__ void replace(acc_t (&x)[kCount], const Map& map) const {
 #pragma unroll
     for (acc_t& value : x) {
-      value = of_mapped(map.map(value)) * map.derivative(value);
+      const acc_t gradient = of_mapped(map.map(value));
+      value = kHasSlope<Map> ? gradient : gradient * map.derivative(value);
     }
   }
 
  private:
   __device__ __forceinline__ acc_t of_mapped(acc_t z) const {
     const acc_t difference = Term::bounded((z - max) * Term::kPerUnit);
-    const acc_t below_mean = -Term::kUnit * difference - mean_distance;
-    return Term::exp(difference) * (of_softmax + of_entropy * below_mean);
+    return Term::exp(difference) * math::product_plus(per_unit, difference, at_max);
   }
 };
 
@@ -101,40 +140,40 @@ struct TokenGradients {
                                          const Gradient&) const {}
 };
 
-// The numbers of a TokenLogitGradient.
-__device__ __forceinline__ void numbers_of(const TokenGradient<double>& gradient,
-                                           double (&numbers)[kGradientNumbers]) {
+// The numbers of a TokenLogitGradient. unit: RowTerm's; slope: slope_of() the map.
+template <typename acc_t>
+__device__ __forceinline__ void numbers_of(const TokenGradient<acc_t>& gradient, acc_t unit,
+                                           acc_t slope, acc_t (&numbers)[kGradientNumbers]) {
+  const acc_t of_entropy = gradient.of_entropy * gradient.inverse_sum;
+  const acc_t of_softmax = gradient.of_softmax * gradient.inverse_sum;
   numbers[0] = gradient.stats.max;
-  numbers[1] = gradient.stats.mean_distance;
-  numbers[2] = gradient.of_softmax * gradient.inverse_sum;
-  numbers[3] = gradient.of_entropy * gradient.inverse_sum;
+  numbers[1] = math::difference_of_products(of_softmax, acc_t(1), of_entropy,
+                                            gradient.stats.mean_distance) *
+               slope;
+  numbers[2] = -of_entropy * unit * slope;
 }
 
-// The gradient at a class index of logit z after the map; slope: of the map; sum: of the gradients
-// of its log-probabilities.
-__device__ __forceinline__ double gradient_at(const TokenGradient<double>& gradient, double z,
-                                              double slope, double sum) {
-  return gradient.at_index(z, sum, gradient.of_softmax + sum) * slope;
-}
-
-// Leaves what the kernels of gradients take of each row, (rows,) TokenLogitGradient. lanes: of a
-// row; a warp, if it has more than kFewIndices.
-static __global__ void __launch_bounds__(kRowThreads)
+// Leaves what the kernels of gradients take of each row, (rows,) TokenLogitGradient, and what that of
+// class indices takes, (rows,) gradient_of_softmax(). lanes: lanes_of_sum().
+template <typename acc_t>
+__global__ void __launch_bounds__(kRowThreads)
     token_gradients_kernel(const __grid_constant__ TokenBackwardArgs args,
                            const __grid_constant__ RowSource source,
-                           const __grid_constant__ RowGrid grid, int lanes, void* of_rows) {
+                           const __grid_constant__ RowGrid grid, int lanes, acc_t unit, acc_t slope,
+                           acc_t* of_rows, double* of_softmax) {
   let_next_kernel_start();
   const uint32_t group = group_of_thread(lanes);
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   const RowGrid::Place place = grid.place(group);
-  const TokenGradient<double> gradient = load_gradient(args, place);
-  if ((threadIdx.x & (lanes - 1)) == 0 && group < grid.groups) {
+  const double sum = gradient_of_softmax<acc_t>(args, place, lane, lanes);
+  if (lane == 0 && group < grid.groups) {
     const bool counts = source.counts(place);
-    double numbers[kGradientNumbers];
-    numbers_of(gradient, numbers);
+    of_softmax[place.row] = sum;
+    acc_t numbers[kGradientNumbers];
+    numbers_of(token_gradient(args, place, static_cast<acc_t>(sum)), unit, slope, numbers);
 #pragma unroll
     for (int i = 0; i < kGradientNumbers; ++i) {
-      store_as(of_rows, stats_dtype(args), place.row * kGradientNumbers + i,
-               counts ? numbers[i] : 0.0);
+      of_rows[place.row * kGradientNumbers + i] = counts ? numbers[i] : acc_t(0);
     }
   }
 }
@@ -143,33 +182,24 @@ static __global__ void __launch_bounds__(kRowThreads)
 // before the other gradients are written over the logits, and kept until these are.
 enum class AtIndices : int8_t { kRewrite, kKeep, kRestore };
 
-// Lanes that share the class indices of a row: a warp, if there are more than kFewIndices; else
-// about one for five indices, because each lane repeats the work that a row has beside them. Step
-// of 157 classes with 20 indices: 1.9 ms in this kernel, 2.8 with a lane for each index (H200,
-// 2026-11).
-inline int lanes_of_indices(int64_t num_indices) {
-  return num_indices > kFewIndices
-             ? kWarpSize
-             : merging_lanes(static_cast<int>(std::max<int64_t>(num_indices / 5, 1)));
-}
-
 // Rewrites the gradients at class indices. Those of repeated indices add up: the first of them
-// writes the sum. Like token_values_kernel for all dtypes. lanes: lanes_of_indices(). kept:
-// (rows, indices), unless kRewrite.
-static __global__ void __launch_bounds__(kRowThreads)
+// writes the sum. lanes: of a row; each repeats the work that a row has beside its indices.
+// of_softmax: what token_gradients_kernel leaves. kept: (rows, indices), unless kRewrite.
+template <typename acc_t>
+__global__ void __launch_bounds__(kRowThreads)
     token_classes_kernel(const __grid_constant__ TokenBackwardArgs args,
                          const __grid_constant__ RowSource source,
                          const __grid_constant__ RowGrid grid, int lanes, AtIndices todo,
-                         double* kept) {
+                         const double* of_softmax, double* kept) {
   const uint32_t group = group_of_thread(lanes);
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   const RowGrid::Place place = grid.place(group);
-  const TokenGradient<double> gradient = load_gradient(args, place);
   wait_for_previous_kernel();
   if (group >= grid.groups || !source.counts(place)) {
     return;
   }
 #pragma unroll 1
-  for (int64_t k = threadIdx.x & (lanes - 1); k < args.num_indices; k += lanes) {
+  for (int64_t k = lane; k < args.num_indices; k += lanes) {
     const int64_t c = load_index(args, place, k);
     if (c < 0 || c >= args.num_classes) {
       continue;
@@ -180,7 +210,7 @@ static __global__ void __launch_bounds__(kRowThreads)
     for (int64_t other = 0; other < args.num_indices; ++other) {
       if (load_index(args, place, other) == c) {
         is_first = is_first && other >= k;
-        sum += load_grad(args, place, other);
+        sum += load_grad<acc_t>(args, place, other);
       }
     }
     if (is_first) {
@@ -189,10 +219,11 @@ static __global__ void __launch_bounds__(kRowThreads)
         value = kept[place.row * args.num_indices + k];
       } else {
         const int64_t offset = place.offset(source.input) + c * source.class_stride;
-        const auto x = load_operand<double>(source.input, offset);
-        double slope = 0;
-        visit_logit_map<double>(args.map, [&](const auto& map) { slope = map.derivative(x); });
-        value = gradient_at(gradient, mapped_logit(args, source, offset), slope, sum);
+        const auto x = load_operand<acc_t>(source.input, offset);
+        visit_logit_map<acc_t>(args.map, [&](const auto& map) {
+          value =
+              gradient_at(args, place, map.map(x), map.derivative(x), sum, of_softmax[place.row]);
+        });
       }
       if (todo == AtIndices::kKeep) {
         kept[place.row * args.num_indices + k] = value;
@@ -204,20 +235,18 @@ static __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// TokenLogitGradient of a short row, for flat_gradients_kernel: by a thread, with the gradient at
-// the class index, if a row has one.
+// What the gradients of a short row are made of, for flat_gradients_kernel and a linear map.
 template <typename scalar_t>
 struct FlatTokenGradient {
-  static constexpr int kDoesNotCount = -2;
   using acc_t = acc_type_t<scalar_t>;
   TokenLogitGradient<scalar_t> of_logit;
-  acc_t at_index;
-  int index;
+  int counts;         // 0: the row does not
+  double of_softmax;  // gradient_of_softmax()
 
-  template <int kCount, typename Map>
-  __device__ __forceinline__ void replace(acc_t (&x)[kCount], const Map& map) const {
+  template <int kCount>
+  __device__ __forceinline__ void replace(acc_t (&x)[kCount], const LinearMap<acc_t>& map) const {
     of_logit.replace(x, map);
-    if (index == kDoesNotCount) {
+    if (counts == 0) {
 #pragma unroll
       for (acc_t& value : x) {
         value = 0;
@@ -226,8 +255,8 @@ struct FlatTokenGradient {
   }
 };
 
-// As token_gradients_kernel and token_classes_kernel, with types that are known: a switch over
-// dtypes and the constants of a map would take most of a short row's time.
+// As token_gradients_kernel and token_classes_kernel, for up to kFewIndices indices: the same bits.
+constexpr int64_t kFewIndices = kWarpSize;
 template <typename scalar_t>
 struct FlatTokenGradients {
   using Gradient = FlatTokenGradient<scalar_t>;
@@ -236,43 +265,53 @@ struct FlatTokenGradients {
   RowSource source;
   RowType<scalar_t> type;
   LinearMap<acc_t> map;
-  LinearMap<double> wide_map;  // the same in fp64
-  // What token_gradients_kernel has left of each row; null: threads compute it themselves. See
-  // takes_numbers().
-  const TokenLogitGradient<scalar_t>* of_rows;
+  int sum_lanes;  // lanes_of_sum()
 
   __device__ __forceinline__ bool begin() const { return true; }
+  __device__ __forceinline__ int lanes() const { return sum_lanes; }
+  __device__ __forceinline__ int indices() const {
+    return args.grad_log_probs.data != nullptr ? static_cast<int>(args.num_indices) : 0;
+  }
 
-  __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
-    Gradient result{{}, acc_t(0), Gradient::kDoesNotCount};
-    if (!source.counts(place)) {
-      return result;
-    }
-    result.index = -1;
-    if (of_rows != nullptr) {
-      result.of_logit = of_rows[place.row];
-      return result;
-    }
-    const TokenGradient<double> gradient = load_gradient(args, place);
-    double numbers[kGradientNumbers];
-    numbers_of(gradient, numbers);
-    result.of_logit.max = static_cast<acc_t>(numbers[0]);
-    result.of_logit.mean_distance = static_cast<acc_t>(numbers[1]);
-    result.of_logit.of_softmax = static_cast<acc_t>(numbers[2]);
-    result.of_logit.of_entropy = static_cast<acc_t>(numbers[3]);
-    if (args.grad_log_probs.data != nullptr && args.num_indices == 1) {
-      const int64_t c = load_index(args, place, 0);
-      if (c >= 0 && c < args.num_classes) {
-        const auto* const logits = static_cast<const scalar_t*>(source.input.data);
-        const scalar_t logit = logits[place.offset(source.input) + c * source.class_stride];
-        const acc_t x =
-            type.visit([&](auto like) { return to_acc<acc_t>(bits_as<decltype(like)>(logit)); });
-        result.index = static_cast<int>(c);
-        result.at_index = static_cast<acc_t>(
-            gradient_at(gradient, map.map(x), wide_map.derivative(x), load_grad(args, place, 0)));
+  __device__ __forceinline__ Gradient of(const RowGrid::Place& place, int lane) const {
+    const double of_softmax = gradient_of_softmax<acc_t>(args, place, lane, sum_lanes);
+    acc_t numbers[kGradientNumbers];
+    numbers_of(token_gradient(args, place, static_cast<acc_t>(of_softmax)),
+               RowTerm<scalar_t>::kUnit, TokenLogitGradient<scalar_t>::slope_of(map), numbers);
+    return {{numbers[0], numbers[1], numbers[2]}, source.counts(place) ? 1 : 0, of_softmax};
+  }
+
+  __device__ __forceinline__ AtIndex<acc_t> at_index(const RowGrid::Place& place,
+                                                     const Gradient& row, bool exists, int own,
+                                                     int k) const {
+    const int64_t c = load_index(args, place, k);
+    const bool is_there = exists && row.counts != 0 && c >= 0 && c < args.num_classes;
+    const acc_t grad = is_there ? load_grad<acc_t>(args, place, k) : acc_t(0);
+    double sum = grad;
+    bool is_first = true;
+    if (args.num_indices > 1) {
+      const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+      // Neither rows nor classes of short rows have more than 16 bits.
+      const uint32_t key = is_there ? static_cast<uint32_t>(own) << 16 | static_cast<uint32_t>(c)
+                                    : 0x80000000u | static_cast<uint32_t>(lane);
+      uint32_t same = __match_any_sync(kAllLanes, key);
+      is_first = __ffs(same) - 1 == lane;
+      sum = 0;
+#pragma unroll 1
+      while (__any_sync(kAllLanes, same != 0)) {
+        const acc_t next = __shfl_sync(kAllLanes, grad, same != 0 ? __ffs(same) - 1 : lane);
+        sum += same != 0 ? next : acc_t(0);
+        same &= same - 1;
       }
     }
-    return result;
+    if (!is_there || !is_first) {
+      return {};
+    }
+    const auto* const logits = static_cast<const scalar_t*>(source.input.data);
+    const scalar_t logit = logits[place.offset(source.input) + c * source.class_stride];
+    const acc_t x =
+        type.visit([&](auto like) { return to_acc<acc_t>(bits_as<decltype(like)>(logit)); });
+    return {c, gradient_at(args, place, map.map(x), map.derivative(x), sum, row.of_softmax)};
   }
 };
 

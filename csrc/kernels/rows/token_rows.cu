@@ -78,13 +78,14 @@ bool takes_short_rows(const TokenArgs& args) {
          ShortRows::are_short(args.num_classes, element_bytes);
 }
 
-// Whether launches of their own compute the numbers of short rows with class indices, and the
-// gradients at these. Of several indices, a thread of a tile would wait for one after the other. Of
-// longer rows a tile has few, and its other threads would wait for theirs: steps of rows of 800
-// bytes and more take .8 of the time, of 514 bytes the same (H200, 2026-11).
-bool takes_numbers(const TokenBackwardArgs& args) {
-  constexpr int64_t kLongBytes = 400;
-  return args.num_indices > 1 || args.num_classes * element_size(args.input.dtype) >= kLongBytes;
+// Whether backward is flat_gradients_kernel's. In place, a block would read logits of a row that the
+// block beside it has overwritten.
+bool takes_flat_gradients(const TokenBackwardArgs& args) {
+  const int64_t element_bytes = element_size(args.input.dtype);
+  return element_bytes < 8 && args.map.softcap == 0 && !args.is_in_place() &&
+         args.num_classes * element_bytes <= kMostFlatTokenBytes &&
+         args.num_indices <= kFewIndices &&
+         is_run(args.rows, args.grad_input, args.grad_input_class_stride, args.num_classes);
 }
 
 }  // namespace
@@ -136,15 +137,18 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
   });
 }
 
-// Doubles of what token_gradients_kernel leaves.
+// Doubles of the TokenLogitGradient of all rows.
 static int64_t gradient_doubles(const TokenBackwardArgs& args) {
-  return args.rows.numel * kGradientNumbers * element_size(stats_dtype(args)) /
-         static_cast<int64_t>(sizeof(double));
+  return ceil_div(args.rows.numel * kGradientNumbers * element_size(stats_dtype(args)),
+                  static_cast<int64_t>(sizeof(double)));
 }
 
 int64_t token_backward_scratch(const TokenBackwardArgs& args) {
+  if (takes_flat_gradients(args)) {
+    return 0;
+  }
   const bool keeps = args.is_in_place() && args.grad_log_probs.data != nullptr;
-  return gradient_doubles(args) + (keeps ? args.rows.numel * args.num_indices : 0);
+  return gradient_doubles(args) + args.rows.numel + (keeps ? args.rows.numel * args.num_indices : 0);
 }
 
 void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Context context) {
@@ -152,55 +156,23 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
   if (args.num_classes == 0) {
     return;
   }
-  const bool has_indices = args.grad_log_probs.data != nullptr;
-  const int index_lanes = lanes_of_indices(args.num_indices);
-  double* const kept = scratch + gradient_doubles(args);
-  const auto launch_classes = [&](const RowSlice& slice, const RowSource& source, AtIndices todo) {
-    if (!has_indices) {
-      return;
-    }
-    const RowGrid rows(slice, 1);
-    LaunchShape shape = {rows.blocks(index_lanes), kRowThreads};
-    shape.overlap = todo != AtIndices::kKeep;  // else the kernel before it may write the logits
-    launch_kernel("token_classes_kernel", token_classes_kernel, shape, stream,
-                  slice_of(slice, args), source, rows, index_lanes, todo, kept);
-  };
-  // What the gradients of each row are made of.
-  const auto launch_row_gradients = [&](const RowSlice& slice, const RowSource& source) {
-    const int lanes = args.num_indices > kFewIndices ? kWarpSize : 1;
-    const RowGrid rows(slice, 1);
-    launch_kernel("token_gradients_kernel", token_gradients_kernel,
-                  {rows.blocks(lanes), kRowThreads}, stream, slice_of(slice, args), source, rows,
-                  lanes, scratch);
-  };
+  const int lanes = lanes_of_sum(args.num_indices);
+  double* const of_softmax = scratch + gradient_doubles(args);
+  double* const kept = of_softmax + args.rows.numel;
   const AtIndices at_end = args.is_in_place() ? AtIndices::kRestore : AtIndices::kRewrite;
-  // In place, a block would read logits of a row that the block beside it has overwritten.
-  const bool is_flat =
-      !args.is_in_place() &&
-      args.num_classes * element_size(args.input.dtype) <= kMostFlatTokenBytes &&
-      args.num_indices <= kFewIndices &&
-      is_run(args.rows, args.grad_input, args.grad_input_class_stride, args.num_classes);
   visit_logits(args, args.map, [&](auto type, const auto& map) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Map = std::decay_t<decltype(map)>;
-    const auto* const of_rows = reinterpret_cast<TokenLogitGradient<scalar_t>*>(scratch);
+    using acc_t = acc_type_t<scalar_t>;
+    using Gradient = TokenLogitGradient<scalar_t>;
     if constexpr (kHasShortKernels<scalar_t, Map>) {
-      if (is_flat) {
-        const LinearMap<double> wide(args.map);
-        const bool has_numbers = has_indices && takes_numbers(args);
+      if (takes_flat_gradients(args)) {
         for_each_slice(args.rows, most_flat_rows(args.num_classes), [&](const RowSlice& slice) {
           const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
-          if (has_numbers) {
-            launch_row_gradients(slice, source);
-          }
-          using Gradients = FlatTokenGradients<scalar_t>;
-          const Gradients rows{slice_of(slice, args),          source, type, map, wide,
-                               has_numbers ? of_rows : nullptr};
+          const FlatTokenGradients<scalar_t> rows{slice_of(slice, args), source, type, map,
+                                                  lanes_of_sum(args.num_indices)};
           launch_flat_gradients_of(slice, rows, source, rows.args.grad_input, args.num_classes,
                                    type, map, stream);
-          if (has_numbers) {
-            launch_classes(slice, source, at_end);
-          }
         });
         return;
       }
@@ -214,17 +186,30 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
       const RowGrid grid(slice, plan.parts);
       const TokenBackwardArgs own = slice_of(slice, args);
       const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
+      const RowGrid rows(slice, 1);
+      const auto launch_classes = [&](AtIndices todo) {
+        LaunchShape shape = {rows.blocks(lanes), kRowThreads};
+        shape.overlap = todo != AtIndices::kKeep;  // else the kernel before may write the logits
+        if (args.grad_log_probs.data != nullptr) {
+          launch_kernel("token_classes_kernel", token_classes_kernel<acc_t>, shape, stream, own,
+                        source, rows, lanes, todo, of_softmax, kept);
+        }
+      };
+      launch_kernel("token_gradients_kernel", token_gradients_kernel<acc_t>,
+                    {rows.blocks(lanes), kRowThreads}, stream, own, source, rows, lanes,
+                    RowTerm<scalar_t>::kUnit, Gradient::slope_of(map),
+                    reinterpret_cast<acc_t*>(scratch), of_softmax);
       if (args.is_in_place()) {
-        launch_classes(slice, source, AtIndices::kKeep);
+        launch_classes(AtIndices::kKeep);
       }
-      launch_row_gradients(slice, source);
       LaunchShape passing = {grid.blocks(kWarpSize), kRowThreads};
       passing.overlap = true;
       launch_kernel("row_gradients_kernel",
                     row_gradients_kernel<TokenGradients<scalar_t>, scalar_t, Map>, passing, stream,
-                    TokenGradients<scalar_t>{of_rows}, source, own.grad_input,
+                    TokenGradients<scalar_t>{reinterpret_cast<const Gradient*>(scratch)}, source,
+                    own.grad_input,
                     args.grad_input_class_stride, grid, plan, type, map);
-      launch_classes(slice, source, at_end);
+      launch_classes(at_end);
     });
   });
 }

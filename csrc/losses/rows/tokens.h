@@ -85,13 +85,14 @@ struct TokenStats {
   acc_t rest;
   acc_t mean_distance;  // D; 0 where no entropy is wanted
 
-  LOSSOPS_HOST_DEVICE acc_t log_prob(acc_t z) const { return (z - max) - math::log1p(rest); }
+  LOSSOPS_HOST_DEVICE acc_t log_sum() const { return math::log1p(rest); }
+  LOSSOPS_HOST_DEVICE acc_t log_prob(acc_t z) const { return (z - max) - log_sum(); }
   // -inf of a row of -inf only.
-  LOSSOPS_HOST_DEVICE acc_t lse() const { return max + math::log1p(rest); }
+  LOSSOPS_HOST_DEVICE acc_t lse() const { return max + log_sum(); }
   // A row of -inf only, or of NaN, has no softmax, and its entropy is NaN.
   LOSSOPS_HOST_DEVICE acc_t entropy() const {
     const acc_t empty_row = rest > acc_t(-1) ? acc_t(0) : math::quiet_nan<acc_t>();
-    return math::log1p(rest) + mean_distance + empty_row;
+    return log_sum() + mean_distance + empty_row;
   }
 };
 
