@@ -169,9 +169,12 @@ def test_layouts_have_equal_bits(dtype: torch.dtype, shape: tuple[int, ...], dev
             assert same_bits(ours, theirs), f"index {name}"
 
 
-@pytest.mark.parametrize("num_classes", [13, 50, 1000, 3000, 70000])
-def test_rows_do_not_depend_on_their_batch_nor_on_threads(num_classes: int, device: str) -> None:
-    logits, index = draw(70, num_classes, device=device)
+@pytest.mark.parametrize("num_classes", [13, 50, 811, 1000, 3000, 70000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_do_not_depend_on_their_batch_nor_on_threads(
+    dtype: torch.dtype, num_classes: int, device: str
+) -> None:
+    logits, index = draw(70, num_classes, dtype=dtype, device=device)
     logits.requires_grad_()
     results = []
     for threads in (1, 2):
@@ -355,6 +358,30 @@ def test_confident_rows(dtype: torch.dtype, rest: float, num_classes: int, devic
     torch.testing.assert_close(gradient.double(), truth, rtol=8 * tolerance, atol=0)
 
 
+@pytest.mark.parametrize("num_classes", [100, 5000])
+@pytest.mark.parametrize("strides", ["rows", "columns"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_confident_rows_of_a_temperature(
+    dtype: torch.dtype, strides: str, num_classes: int, device: str
+) -> None:
+    """The mapped logit of the true class is the maximum, to the bit."""
+    logits = torch.full((16, num_classes), -2.0, dtype=torch.float64)
+    logits[:, 0] = torch.linspace(7.0, 8.0, 16).bfloat16()
+    logits = logits.to(dtype).to(device)
+    logits = logits if strides == "rows" else logits.t().contiguous().t()
+    options = {"temperature": 0.45}
+    exact = logits.double().requires_grad_()
+    expected = -torch.log1p(((exact[:, 1:] - exact[:, :1]) / 0.45).exp().sum(-1))
+    index = torch.zeros(16, dtype=torch.int64, device=device)
+    logits.requires_grad_()
+    log_probs = lossops.selective_log_softmax(logits, index, **options)
+    torch.testing.assert_close(log_probs.double(), expected, rtol=2e-5, atol=0)
+    (gradient,) = torch.autograd.grad(log_probs.sum(), logits)
+    (truth,) = torch.autograd.grad(expected.sum(), exact)
+    tolerance = max(2e-5, torch.finfo(dtype).eps / 2)
+    torch.testing.assert_close(gradient.double(), truth, rtol=1.01 * tolerance, atol=0)
+
+
 @pytest.mark.parametrize("num_classes", [64, 4096])
 def test_near_uniform_rows(num_classes: int, device: str) -> None:
     logits = 1e-3 * torch.randn(8, num_classes)
@@ -382,6 +409,22 @@ def test_large_logits_cost_no_accuracy(dtype: torch.dtype, num_classes: int, dev
     assert exact_log_probs is not None
     assert_within(log_probs, exact_log_probs, 2.0**-19, "log_probs")
     assert_within(entropy, exact_entropy, 2.0**-19, "entropy")
+
+
+@pytest.mark.parametrize("k", [2, 5, 31, 32, 33, 70])
+@pytest.mark.parametrize("num_classes", [3, 50, 1030])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_many_indices(dtype: torch.dtype, num_classes: int, k: int, device: str) -> None:
+    """As near to float64 as few, and with equal bits in any layout."""
+    logits, index = draw(300, num_classes, dtype=dtype, device=device, k=k)
+    check(logits, index)
+    grads = torch.randn(index.shape, device=device)
+    gradients = []
+    for order in (logits, logits.t().contiguous().t()):
+        leaf = order.detach().requires_grad_()
+        log_probs = lossops.selective_log_softmax(leaf, index)
+        gradients += torch.autograd.grad(log_probs, leaf, grads)
+    assert same_bits(*gradients)
 
 
 @pytest.mark.parametrize("num_classes", [13, 2147, 20481])

@@ -107,15 +107,57 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
     CHECK(num_classes == 0 || num_classes * element_bytes > 4096);
     return;
   }
-  alignas(4) const char data[4] = {};
-  const bool are_run = draw(0, 1) == 0;
-  const ShortRows plan(num_classes, element_bytes, are_run, data + draw(0, 1) * element_bytes % 4);
   const int64_t bytes = num_classes * element_bytes;
+  ShortRows::Layout layout;
+  layout.are_aligned = draw(0, 1) == 0;
+  switch (draw(0, 3)) {
+    case 0:
+      layout.run_stride = num_classes;
+      layout.are_aligned = layout.are_aligned && bytes % 16 == 0;
+      break;
+    case 1:
+      layout.run_stride = num_classes + draw(1, 32 / element_bytes);
+      layout.are_aligned = layout.are_aligned && layout.run_stride * element_bytes % 16 == 0;
+      break;
+    case 2:
+      layout.are_apart = true;
+      break;
+    default:
+      break;
+  }
+  const ShortRows plan(num_classes, element_bytes, layout);
   CHECK(plan.lanes <= 32 && plan.rows * plan.lanes == kRowThreads);
   CHECK(plan.rows * bytes <= ShortRows::kBlockBytes);
-  CHECK(plan.rows * plan.pitch * element_bytes <= ShortRows::kBlockBytes + kRowThreads * 4);
-  CHECK(plan.is_run ? are_run : plan.pitch * element_bytes % 4 == 0);
+  const int64_t pitch_bytes = plan.pitch * element_bytes;
+  CHECK(plan.rows * pitch_bytes + 16 <= ShortRows::kSharedBytes);
   CHECK(plan.pitch >= num_classes);
+  CHECK(plan.in_vectors == (bytes % 16 == 0));
+  CHECK(plan.run_stride == 0 || plan.run_stride == layout.run_stride);
+  if (plan.run_stride > 0 && !plan.is_aligned) {
+    // As in global memory.
+    CHECK(plan.pitch == plan.run_stride && plan.gap_vectors == 0 && !plan.has_phases);
+  } else {
+    CHECK(pitch_bytes % 16 == 0);
+    CHECK(plan.is_aligned == (plan.in_vectors && (layout.are_aligned || layout.are_apart)));
+    CHECK(plan.has_phases == (!layout.are_aligned && !layout.are_apart));
+    // Where a row may begin within a vector, its last elements need one more.
+    CHECK(!plan.has_phases || plan.pitch >= num_classes + 16 / element_bytes - 1);
+    // Eight lanes at a time read a vector each, from different banks.
+    std::vector<int> banks(8);
+    for (int lane = 0; lane < 8; ++lane) {
+      ++banks[(lane / plan.lanes * (pitch_bytes / 16) + lane % plan.lanes) % 8];
+    }
+    CHECK(all_once(banks));
+  }
+  if (plan.run_stride > 0 && plan.is_aligned) {
+    // Rows follow one another with their gaps.
+    const auto vectors = static_cast<int>(bytes / 16);
+    for (int v = 0; v < 3 * vectors; ++v) {
+      CHECK(plan.place(v) == v / vectors * (pitch_bytes / 16) + v % vectors);
+    }
+  } else if (plan.run_stride > 0) {
+    CHECK(plan.place(5) == 5);
+  }
   // Lanes would idle.
   CHECK(plan.lanes == 1 || plan.lanes / 2 * ShortRows::kLaneBytes < bytes);
   const int64_t rows = draw(1, 10000);

@@ -256,18 +256,26 @@ struct ShortRows {
   static constexpr int kLaneBytes = 128;
   static constexpr int kBlockBytes = kRowThreads * kLaneBytes;
   // Rows, what lies between them, and a vector for those that begin within one.
-  static constexpr int kSharedBytes =
-      kBlockBytes + kRowThreads * kRowVectorBytes + kRowVectorBytes;
+  static constexpr int kSharedBytes = kBlockBytes + kRowThreads * kRowVectorBytes + kRowVectorBytes;
+
+  // How the rows lie in global memory.
+  struct Layout {
+    int64_t run_stride = 0;    // from a row to the next, if they are copied as one run; else 0
+    bool are_aligned = false;  // each begins at a vector
+    bool are_apart = false;    // classes are not neighbours
+  };
 
   Divisor classes;
   Divisor vectors;  // of 16 bytes in a row, if rows are whole vectors
   int num_classes = 0;
-  int pitch = 0;            // elements from a row to the next in shared memory
-  int gap_vectors = 0;      // between rows that are whole vectors there
+  int run_stride = 0;       // elements from a row to the next of a run; 0: each row is copied alone
+  int pitch = 0;            // the same in shared memory
+  int gap_vectors = 0;      // between rows in shared memory
   int lanes = 1;            // of a row
   int rows = 0;             // of a block
-  bool is_run = false;      // rows are copied as a run
-  bool in_vectors = false;  // rows are whole vectors, and begin at one in shared memory
+  bool in_vectors = false;  // rows are whole vectors
+  bool is_aligned = false;  // and begin at one in shared memory
+  bool has_phases = false;  // rows begin within a vector in shared memory as in global memory
 
   // 4 KB.
   static bool are_short(int64_t num_classes, int64_t element_bytes) {
@@ -275,50 +283,54 @@ struct ShortRows {
   }
 
   ShortRows() = default;
-  // are_run: rows follow one another in global memory. data: of the first.
-  ShortRows(int64_t num_classes_, int64_t element_bytes, bool are_run, const void* data)
+  ShortRows(int64_t num_classes_, int64_t element_bytes, const Layout& layout)
       : classes(static_cast<uint32_t>(num_classes_)), num_classes(static_cast<int>(num_classes_)) {
     while (lanes * kLaneBytes < num_classes_ * element_bytes) {
       lanes *= 2;
     }
     rows = kRowThreads / lanes;
     const int64_t bytes = num_classes_ * element_bytes;
+    const auto count = static_cast<int>(ceil_div(bytes, int64_t{kRowVectorBytes}));
+    vectors = Divisor(static_cast<uint32_t>(count));
     in_vectors = bytes % kRowVectorBytes == 0;
-    if (in_vectors) {
-      const auto count = static_cast<int>(bytes / kRowVectorBytes);
-      vectors = Divisor(static_cast<uint32_t>(count));
-      is_run = are_run && reinterpret_cast<uintptr_t>(data) % kRowVectorBytes == 0;
-      gap_vectors = gap_of_vectors(count);
-      pitch = static_cast<int>((count + gap_vectors) * kRowVectorBytes / element_bytes);
+    is_aligned = in_vectors && (layout.are_aligned || layout.are_apart);
+    const bool is_dense = is_aligned && layout.run_stride == num_classes;
+    if (is_dense || (!is_aligned && fits_as_run(layout.run_stride * element_bytes))) {
+      run_stride = static_cast<int>(layout.run_stride);
+    }
+    if (run_stride > 0 && !is_dense) {
+      pitch = run_stride;
       return;
     }
-    is_run = are_run;
-    const int64_t row_bytes = is_run ? bytes : round_up(bytes, 4);
-    const int64_t gap_bytes = is_run ? 0 : gap_of_words(row_bytes / 4) * 4;
-    pitch = static_cast<int>((row_bytes + gap_bytes) / element_bytes);
+    has_phases = !layout.are_aligned && !layout.are_apart;
+    const int all = count + (has_phases ? 1 : 0);
+    gap_vectors = gap_of(all);
+    pitch = static_cast<int>((all + gap_vectors) * kRowVectorBytes / element_bytes);
   }
 
   // Where a vector of the block's rows lies in shared memory.
   LOSSOPS_HOST_DEVICE int place(int vector) const {
     return gap_vectors == 0
                ? vector
-               : vector + gap_vectors * static_cast<int>(
-                                            vectors.quotient(static_cast<uint32_t>(vector)));
+               : vector + gap_vectors *
+                              static_cast<int>(vectors.quotient(static_cast<uint32_t>(vector)));
   }
 
   int64_t blocks(int64_t of_rows) const { return ceil_div(of_rows, rows); }
 
  private:
-  // Eight lanes at a time read a vector each. Rows that lie so many vectors apart, and an odd
-  // multiple of their lanes, are in different banks then.
-  int gap_of_vectors(int count) const {
+  // Vectors to add to so many of a row. Eight lanes at a time read a vector each: rows that lie an
+  // odd multiple of their lanes apart are in different banks then.
+  int gap_of(int count) const {
     return lanes < 8 ? (lanes - count % (2 * lanes) + 2 * lanes) % (2 * lanes) : 0;
   }
-  // A word between rows for each lane of a row, which read neighbouring words, if four or more rows
-  // of a warp would begin in the same bank of shared memory.
-  int64_t gap_of_words(int64_t words) const {
-    const int64_t banks = 32 / std::gcd(words, int64_t{32});  // of starts
-    return 4 * banks <= 32 / lanes ? lanes : 0;
+  // Whether rows so many bytes apart may lie in shared memory as they do in global memory: there is
+  // room, and fewer than four rows of a warp begin in the same bank.
+  bool fits_as_run(int64_t stride_bytes) const {
+    const int64_t banks =  // of starts
+        stride_bytes % 4 != 0 ? 32 : 32 / std::gcd(stride_bytes / 4, int64_t{32});
+    return 0 < stride_bytes && rows * stride_bytes + kRowVectorBytes <= kSharedBytes &&
+           4 * banks > 32 / lanes;
   }
 };
 
@@ -403,6 +415,16 @@ inline bool is_run(const RowSlice& slice, const Operand& operand, int64_t class_
 inline bool is_run(const IterationSpace& rows, const Operand& operand, int64_t class_stride,
                    int64_t num_classes) {
   return is_run(rows.sizes, rows.ndim, operand, class_stride, num_classes);
+}
+
+// Whether each row of a slice begins at a vector.
+inline bool begin_at_vectors(const RowSlice& slice, const Operand& operand) {
+  bool do_all = reinterpret_cast<uintptr_t>(operand.data) % kRowVectorBytes == 0;
+  for (int dim = 0; dim < 2; ++dim) {
+    do_all = do_all && (slice.sizes[dim] == 1 ||
+                        operand.strides[dim] * element_size(operand.dtype) % kRowVectorBytes == 0);
+  }
+  return do_all;
 }
 
 }  // namespace lossops::cuda

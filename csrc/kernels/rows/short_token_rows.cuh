@@ -26,90 +26,86 @@
 
 namespace lossops::cuda {
 
-// Calls put(v, load(v)) for v = begin, begin + stride, ... below end. A few loads are on their way
-// at once.
-template <typename Load, typename Put>
-__device__ __forceinline__ void copy_vectors(int begin, int end, int stride, const Load& load,
-                                             const Put& put) {
-  constexpr int kFlight = 4;
-#pragma unroll 1
-  for (int v = begin; v < end; v += kFlight * stride) {
-    RowVector loaded[kFlight];
-#pragma unroll
-    for (int u = 0; u < kFlight; ++u) {
-      if (v + u * stride < end) {
-        loaded[u] = load(v + u * stride);
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kFlight; ++u) {
-      if (v + u * stride < end) {
-        put(v + u * stride, loaded[u]);
-      }
-    }
-  }
-}
-
-// Copies a row, whose classes are neighbours, by its lanes. to: at a vector if rows are whole
-// vectors, else at a word.
+// Copies a row, whose classes are neighbours, by its lanes: in vectors, but for elements of vectors
+// that may not be the row's alone. phase: elements of the first vector before the row. to: where
+// that vector goes.
 template <typename scalar_t>
-__device__ __forceinline__ void copy_row(const scalar_t* row, const ShortRows& plan, int lane,
-                                         scalar_t* to) {
+__device__ __forceinline__ void copy_row(const scalar_t* row, int phase, const ShortRows& plan,
+                                         int lane, RowVector* to) {
   constexpr int kSize = kVectorSize<scalar_t>;
-  const int vectors = plan.num_classes / kSize;
-  copy_vectors(
-      lane, vectors, plan.lanes, [&](int v) { return RowVector::load_by_words(row + v * kSize); },
-      [&](int v, const RowVector& vector) {
-        if (plan.in_vectors) {
-          reinterpret_cast<RowVector*>(to)[v] = vector;
-          return;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          reinterpret_cast<uint32_t*>(to)[v * 4 + i] = vector.words[i];
-        }
-      });
-#pragma unroll 1
-  for (int c = vectors * kSize + lane; c < plan.num_classes; c += plan.lanes) {
-    to[c] = row[c];
+  const scalar_t* const first = row - phase;
+  const int end = phase + plan.num_classes;
+  const int whole_begin = phase > 0 ? 1 : 0;
+  const int whole_end = max(end / kSize, whole_begin);
+#pragma unroll 4
+  for (int v = whole_begin + lane; v < whole_end; v += plan.lanes) {
+    start_own_copy(to + v, reinterpret_cast<const RowVector*>(first) + v);
   }
+  auto* const elements = reinterpret_cast<scalar_t*>(to);
+  const auto copy_elements = [&](int begin, int end_) {
+#pragma unroll 1
+    for (int e = begin + lane; e < end_; e += plan.lanes) {
+      elements[e] = first[e];
+    }
+  };
+  copy_elements(phase, min(whole_begin * kSize, end));
+  copy_elements(whole_end * kSize, end);
 }
 
-// Copies the rows of this block, as far as this thread does, and returns where the first begins: so
-// many elements behind the beginning of shared memory.
+// The number of the block's row r in a slice.
+__device__ __forceinline__ uint32_t number_of(int r, const ShortRows& plan) {
+  return blockIdx.x * static_cast<uint32_t>(plan.rows) + static_cast<uint32_t>(r);
+}
+// Its logits in global memory.
+template <typename scalar_t>
+__device__ __forceinline__ const scalar_t* logits_of(int r, const RowSource& source,
+                                                     const RowGrid& grid, const ShortRows& plan) {
+  return static_cast<const scalar_t*>(source.input.data) +
+         grid.place(number_of(r, plan)).offset(source.input);
+}
+// Elements of a vector before a row that is copied alone.
+template <typename scalar_t>
+__device__ __forceinline__ int phase_of(const scalar_t* row, const ShortRows& plan) {
+  const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row));
+  return plan.has_phases ? static_cast<int>(address % kVectorBytes / sizeof(scalar_t)) : 0;
+}
+
+// Copies the rows of this block, as far as this thread does. Returns the elements of a vector
+// before the first row of a run; else 0.
 template <typename scalar_t>
 __device__ __forceinline__ int copy_rows(const RowSource& source, const RowGrid& grid,
                                          const ShortRows& plan, RowVector* shared) {
   constexpr int kSize = kVectorSize<scalar_t>;
   const auto thread = static_cast<int>(threadIdx.x);
-  const uint32_t first_row = blockIdx.x * static_cast<uint32_t>(plan.rows);
+  const uint32_t first_row = number_of(0, plan);
   const auto rows =
       static_cast<int>(min(static_cast<uint32_t>(plan.rows), grid.groups - first_row));
-  const int elements = rows * plan.num_classes;
-  const auto* const data = static_cast<const scalar_t*>(source.input.data);
   auto* const copies = reinterpret_cast<scalar_t*>(shared);
-  if (!plan.is_run && source.class_stride == 1) {
-    const auto own = static_cast<int>(group_of_thread(plan.lanes) - first_row);
+  if (plan.run_stride == 0 && source.class_stride == 1) {
+    const int own = thread >> (__ffs(plan.lanes) - 1);
     if (own < rows) {
-      const RowGrid::Place place = grid.place(first_row + own);
-      copy_row(data + place.offset(source.input), plan, thread & (plan.lanes - 1),
-               copies + own * plan.pitch);
+      const auto* const row = logits_of<scalar_t>(own, source, grid, plan);
+      copy_row(row, phase_of(row, plan), plan, thread & (plan.lanes - 1),
+               shared + own * (plan.pitch / kSize));
     }
+    wait_for_own_copies();
     return 0;
   }
-  if (!plan.is_run) {
+  if (plan.run_stride == 0) {
 #pragma unroll 4
-    for (int e = thread; e < elements; e += kRowThreads) {
-      const uint32_t row = plan.classes.quotient(static_cast<uint32_t>(e));
-      const int64_t c = e - static_cast<int>(row) * plan.num_classes;
-      copies[static_cast<int>(row) * plan.pitch + c] =
-          data[grid.place(first_row + row).offset(source.input) + c * source.class_stride];
+    for (int e = thread; e < rows * plan.num_classes; e += kRowThreads) {
+      const auto r = static_cast<int>(plan.classes.quotient(static_cast<uint32_t>(e)));
+      const int64_t c = e - r * plan.num_classes;
+      copies[r * plan.pitch + c] =
+          logits_of<scalar_t>(r, source, grid, plan)[c * source.class_stride];
     }
     return 0;
   }
-  const int64_t before = int64_t{first_row} * plan.num_classes;
-  const int64_t left = int64_t{grid.groups} * plan.num_classes - before;
-  const scalar_t* const first = data + before;
+  const int elements = (rows - 1) * plan.run_stride + plan.num_classes;
+  const int64_t before = int64_t{first_row} * plan.run_stride;
+  const int64_t left =
+      int64_t{grid.groups - 1} * plan.run_stride + plan.num_classes - before;  // of the slice
+  const scalar_t* const first = static_cast<const scalar_t*>(source.input.data) + before;
   const auto phase =
       static_cast<int>(reinterpret_cast<uintptr_t>(first) % kVectorBytes / sizeof(scalar_t));
   const auto* const aligned = reinterpret_cast<const RowVector*>(first - phase);
@@ -155,7 +151,7 @@ class LaneWords {
 #pragma unroll 1
     for (; k + (kBatch - 1) * distance < whole; k += kBatch * plan_.lanes) {
       uint32_t words[kBatch];
-      if (plan_.in_vectors) {
+      if (plan_.is_aligned) {
         const RowVector vector = reinterpret_cast<const RowVector*>(&row_[0])[k / kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -245,6 +241,12 @@ __device__ __forceinline__ EntropySoftmax<float> state_of_row(const RowType<scal
   return state;
 }
 
+// What the log-probabilities of a row take of it.
+struct ShortRowValues {
+  TokenValues<float> values;
+  int counts;  // 0: the row does not
+};
+
 // pass_map: of logits whose signs have changed, if changes_signs; map: of the logits.
 // value_lanes: threads that share the values of a row, a power of two.
 template <typename scalar_t, typename Map>
@@ -256,11 +258,14 @@ __global__ void __launch_bounds__(kRowThreads, 5)
                               const RowType<scalar_t> type, const Map pass_map, const Map map,
                               bool changes_signs) {
   __shared__ RowVector shared[ShortRows::kSharedBytes / kVectorBytes];
-  __shared__ EntropySoftmax<float> states[kRowThreads];  // of the block's rows
+  __shared__ uint4 of_rows[kRowThreads];  // the state of each row, and then its values
+  auto* const states = reinterpret_cast<EntropySoftmax<float>*>(of_rows);
+  auto* const values = reinterpret_cast<ShortRowValues*>(of_rows);
+  static_assert(sizeof(*states) == sizeof(uint4) && sizeof(*values) == sizeof(uint4));
   let_next_kernel_start();
   const int lanes = plan.lanes;
   const auto thread = static_cast<int>(threadIdx.x);
-  const uint32_t first_row = blockIdx.x * static_cast<uint32_t>(plan.rows);
+  const uint32_t first_row = number_of(0, plan);
   const auto rows =
       static_cast<int>(min(static_cast<uint32_t>(plan.rows), grid.groups - first_row));
   const int value_shift = __ffs(value_lanes) - 1;
@@ -271,30 +276,37 @@ __global__ void __launch_bounds__(kRowThreads, 5)
   };
   RowGrid::Place place = grid.place(first_row + value_row);
   // On its way while the rows are copied.
-  int64_t c = value_row < rows && value_lane < args.num_indices ? load_index(place, value_lane) : -1;
+  int64_t c =
+      value_row < rows && value_lane < args.num_indices ? load_index(place, value_lane) : -1;
 
-  const int first = copy_rows<scalar_t>(source, grid, plan, shared);
+  const int phase = copy_rows<scalar_t>(source, grid, plan, shared);
   __syncthreads();
   const uint32_t flip = changes_signs ? sign_bits<scalar_t>(0) : 0;
   if (changes_signs) {
     auto* const words = reinterpret_cast<uint32_t*>(shared);
-    const int used = (first + rows * plan.pitch) * static_cast<int>(sizeof(scalar_t)) / 4 + 1;
 #pragma unroll 1
-    for (int i = thread; i < used; i += kRowThreads) {
+    for (int i = thread; i < ShortRows::kSharedBytes / 4; i += kRowThreads) {
       words[i] ^= flip;
     }
     __syncthreads();
   }
-  auto* const elements = reinterpret_cast<scalar_t*>(shared) + first;
-  const bool splits_words = sizeof(scalar_t) == 2 && (first % 2 != 0 || plan.pitch % 2 != 0);
-  const int own = thread >> (__ffs(lanes) - 1);
-  // Lanes without a row have the block's first, for shuffles.
-  const LaneWords<scalar_t> row(reinterpret_cast<scalar_t*>(shared),
-                                first + (own < rows ? own : 0) * plan.pitch, plan,
-                                thread & (lanes - 1), splits_words);
+  auto* const elements = reinterpret_cast<scalar_t*>(shared);
+  // Where row r of the block begins.
+  const auto begin_of = [&](int r) {
+    int own_phase = phase;
+    if (plan.has_phases) {
+      own_phase = phase_of(logits_of<scalar_t>(r, source, grid, plan), plan);
+    }
+    return r * plan.pitch + own_phase;
+  };
+  const bool splits_words =
+      sizeof(scalar_t) == 2 && (plan.has_phases || phase % 2 != 0 || plan.pitch % 2 != 0);
+  // Lanes without a row have the block's last, for shuffles.
+  const int own = min(thread >> (__ffs(lanes) - 1), rows - 1);
+  const LaneWords<scalar_t> row(elements, begin_of(own), plan, thread & (lanes - 1), splits_words);
   const EntropySoftmax<float> state =
       state_of_row(type, row, pass_map, lanes, args.entropy.data != nullptr);
-  if ((thread & (lanes - 1)) == 0) {
+  if ((thread & (lanes - 1)) == 0 && thread < rows * lanes) {
     states[own] = state;
   }
   __syncthreads();
@@ -303,25 +315,24 @@ __global__ void __launch_bounds__(kRowThreads, 5)
     const RowGrid::Place own_place = value_lanes == 1 ? place : grid.place(first_row + thread);
     const bool counts = source.counts(own_place);
     const EntropySoftmax<float> of_row = states[thread];
-    const TokenStats<float> stats = {
-        of_row.max, of_row.rest(), args.entropy.data != nullptr ? of_row.mean_distance() : 0.0f};
+    const TokenStats<float> stats = {of_row.max, of_row.rest(),
+                                     args.entropy.data != nullptr ? of_row.mean_distance() : 0.0f};
+    const ShortRowValues own_values = {stats.values(), counts ? 1 : 0};
+    values[thread] = own_values;
     const auto store = [&](void* data, int64_t at, float value) {
       static_cast<float*>(data)[at] = counts ? value : 0.0f;
     };
     if (args.entropy.data != nullptr) {
-      store(args.entropy.data, own_place.offset(args.entropy), stats.entropy());
+      store(args.entropy.data, own_place.offset(args.entropy), own_values.values.entropy());
     }
     if (args.lse.data != nullptr) {
-      store(args.lse.data, own_place.offset(args.lse), stats.lse());
+      store(args.lse.data, own_place.offset(args.lse), own_values.values.lse());
     }
     if (args.row_stats != nullptr) {
       store(args.row_stats, own_place.row, stats.max);
       store(args.row_stats, args.rows.numel + own_place.row, stats.rest);
       store(args.row_stats, 2 * args.rows.numel + own_place.row, stats.mean_distance);
     }
-    // What log-probabilities take of the row.
-    states[thread].below = stats.log_sum();
-    states[thread].ones = counts ? 1.0f : 0.0f;
   }
   if (value_lanes > 1) {
     __syncthreads();
@@ -332,7 +343,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
       place = grid.place(first_row + value_row);
       c = value_lane < args.num_indices ? load_index(place, value_lane) : -1;
     }
-    const bool counts = states[value_row].ones != 0.0f;
+    const ShortRowValues of_row = values[value_row];
 #pragma unroll 1
     for (int64_t k = value_lane; k < args.num_indices; k += value_lanes) {
       if (k != value_lane) {
@@ -341,14 +352,15 @@ __global__ void __launch_bounds__(kRowThreads, 5)
       float log_prob = math::quiet_nan<float>();
       if (c >= 0 && c < plan.num_classes) {
         using bits_t = std::conditional_t<sizeof(scalar_t) == 2, uint16_t, uint32_t>;
-        const scalar_t logit = elements[value_row * plan.pitch + static_cast<int>(c)];
+        const scalar_t logit = elements[begin_of(value_row) + static_cast<int>(c)];
         const auto bits = static_cast<bits_t>(bits_as<bits_t>(logit) ^ flip);
         const float z = type.visit(
             [&](auto like) { return map.map(to_acc<float>(bits_as<decltype(like)>(bits))); });
-        log_prob = (z - states[value_row].max) - states[value_row].below;
+        log_prob = of_row.values.log_prob(z);
       }
-      static_cast<float*>(args.log_probs.data)[place.offset(args.log_probs) +
-                                               k * args.log_probs_stride] = counts ? log_prob : 0.0f;
+      static_cast<float*>(
+          args.log_probs.data)[place.offset(args.log_probs) + k * args.log_probs_stride] =
+          of_row.counts != 0 ? log_prob : 0.0f;
     }
   }
 }
@@ -359,9 +371,20 @@ void launch_short_token_values(const RowSlice& slice, const TokenForwardArgs& ar
                                const RowSource& source, const RowType<scalar_t>& type,
                                const Map& pass_map, const Map& map, bool changes_signs,
                                cudaStream_t stream) {
-  const ShortRows plan(args.num_classes, sizeof(scalar_t),
-                       is_run(slice, source.input, source.class_stride, args.num_classes),
-                       source.input.data);
+  // Memory reads whole sectors, so small gaps between rows are read as well.
+  const int64_t stride = slice.sizes[0] > 1 ? source.input.strides[0] : args.num_classes;
+  const int64_t gap_bytes = (stride - args.num_classes) * static_cast<int64_t>(sizeof(scalar_t));
+  const bool is_strided_run = source.class_stride == 1 && slice.sizes[1] == 1 && gap_bytes >= 0 &&
+                              gap_bytes <= kSectorBytes;
+  ShortRows::Layout layout;
+  layout.are_apart = source.class_stride != 1;
+  layout.are_aligned = begin_at_vectors(slice, source.input);
+  if (is_run(slice, source.input, source.class_stride, args.num_classes)) {
+    layout.run_stride = args.num_classes;
+  } else if (is_strided_run) {
+    layout.run_stride = stride;
+  }
+  const ShortRows plan(args.num_classes, sizeof(scalar_t), layout);
   // A few indices a lane: it has some work beside them.
   const int value_lanes = merging_lanes(ceil_div(args.num_indices, int64_t{4}));
   launch_kernel("short_token_values_kernel", short_token_values_kernel<scalar_t, Map>,

@@ -37,7 +37,7 @@ __device__ __forceinline__ acc_t load_row_grad(const RowGrid::Place& place, cons
 }
 
 // Class indices whose gradients a lane adds up at a time, and the lanes that share those of a row.
-constexpr int kLaneIndices = 4;
+constexpr int kLaneIndices = 2;
 inline int lanes_of_sum(int64_t num_indices) {
   return merging_lanes(ceil_div(num_indices, int64_t{kLaneIndices}));
 }
@@ -49,6 +49,7 @@ __device__ __forceinline__ double gradient_of_softmax(const TokenBackwardArgs& a
                                                       const RowGrid::Place& place, int lane,
                                                       int lanes) {
   double sum = 0;
+  const double of_lse = load_row_grad<acc_t>(place, args.grad_lse);
   const int64_t count = args.grad_log_probs.data != nullptr ? args.num_indices : 0;
 #pragma unroll 1
   for (int64_t first = lane; first < count; first += kLaneIndices * lanes) {
@@ -66,19 +67,25 @@ __device__ __forceinline__ double gradient_of_softmax(const TokenBackwardArgs& a
   for (int bit = lanes / 2; bit > 0; bit /= 2) {
     sum += __shfl_xor_sync(kAllLanes, sum, bit);
   }
-  return sum + load_row_grad<acc_t>(place, args.grad_lse);
+  return sum + of_lse;
 }
 
-// What the gradient of a row that counts is made of.
+// What the gradient of a row takes from memory beside the gradients at its indices.
 template <typename acc_t>
-__device__ __forceinline__ TokenGradient<acc_t> token_gradient(const TokenBackwardArgs& args,
-                                                               const RowGrid::Place& place,
-                                                               acc_t of_softmax) {
-  const auto* const kept = static_cast<const acc_t*>(args.row_stats) + place.row;
-  const int64_t rows = args.rows.numel;
-  return TokenGradient<acc_t>::of({kept[0], kept[rows], kept[2 * rows]}, of_softmax,
-                                  load_row_grad<acc_t>(place, args.grad_entropy));
-}
+struct TokenNumbers {
+  TokenStats<acc_t> stats;
+  acc_t of_entropy;
+
+  __device__ __forceinline__ TokenNumbers(const TokenBackwardArgs& args,
+                                          const RowGrid::Place& place)
+      : of_entropy(load_row_grad<acc_t>(place, args.grad_entropy)) {
+    const auto* const kept = static_cast<const acc_t*>(args.row_stats) + place.row;
+    stats = {kept[0], kept[args.rows.numel], kept[2 * args.rows.numel]};
+  }
+  __device__ __forceinline__ TokenGradient<acc_t> gradient(acc_t of_softmax) const {
+    return TokenGradient<acc_t>::of(stats, of_softmax, of_entropy);
+  }
+};
 
 // The gradient at a class index of mapped logit z. slope: of the map; sum: of the gradients of its
 // log-probabilities. gradient_of_softmax() is of fp64, as it nearly cancels that sum.
@@ -87,7 +94,8 @@ __device__ __forceinline__ acc_t gradient_at(const TokenBackwardArgs& args,
                                              const RowGrid::Place& place, acc_t z, acc_t slope,
                                              double sum, double of_softmax) {
   const auto common = static_cast<acc_t>(of_softmax + sum);
-  return token_gradient(args, place, common).at_index(z, static_cast<acc_t>(sum), common) * slope;
+  const auto gradient = TokenNumbers<acc_t>(args, place).gradient(common);
+  return gradient.at_index(z, static_cast<acc_t>(sum), common) * slope;
 }
 
 // TokenGradient::of_class() in few operations: what multiplies the exponential is
@@ -147,14 +155,14 @@ __device__ __forceinline__ void numbers_of(const TokenGradient<acc_t>& gradient,
   const acc_t of_entropy = gradient.of_entropy * gradient.inverse_sum;
   const acc_t of_softmax = gradient.of_softmax * gradient.inverse_sum;
   numbers[0] = gradient.stats.max;
-  numbers[1] = math::difference_of_products(of_softmax, acc_t(1), of_entropy,
-                                            gradient.stats.mean_distance) *
-               slope;
+  numbers[1] =
+      math::difference_of_products(of_softmax, acc_t(1), of_entropy, gradient.stats.mean_distance) *
+      slope;
   numbers[2] = -of_entropy * unit * slope;
 }
 
-// Leaves what the kernels of gradients take of each row, (rows,) TokenLogitGradient, and what that of
-// class indices takes, (rows,) gradient_of_softmax(). lanes: lanes_of_sum().
+// Leaves what the kernels of gradients take of each row, (rows,) TokenLogitGradient, and what that
+// of class indices takes, (rows,) gradient_of_softmax(). lanes: lanes_of_sum().
 template <typename acc_t>
 __global__ void __launch_bounds__(kRowThreads)
     token_gradients_kernel(const __grid_constant__ TokenBackwardArgs args,
@@ -165,12 +173,13 @@ __global__ void __launch_bounds__(kRowThreads)
   const uint32_t group = group_of_thread(lanes);
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   const RowGrid::Place place = grid.place(group);
+  const TokenNumbers<acc_t> of_row(args, place);
   const double sum = gradient_of_softmax<acc_t>(args, place, lane, lanes);
   if (lane == 0 && group < grid.groups) {
     const bool counts = source.counts(place);
     of_softmax[place.row] = sum;
     acc_t numbers[kGradientNumbers];
-    numbers_of(token_gradient(args, place, static_cast<acc_t>(sum)), unit, slope, numbers);
+    numbers_of(of_row.gradient(static_cast<acc_t>(sum)), unit, slope, numbers);
 #pragma unroll
     for (int i = 0; i < kGradientNumbers; ++i) {
       of_rows[place.row * kGradientNumbers + i] = counts ? numbers[i] : acc_t(0);
@@ -274,11 +283,14 @@ struct FlatTokenGradients {
   }
 
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place, int lane) const {
+    // All loads at once, as the block waits for them.
+    const bool counts = source.counts(place);
+    const TokenNumbers<acc_t> of_row(args, place);
     const double of_softmax = gradient_of_softmax<acc_t>(args, place, lane, sum_lanes);
     acc_t numbers[kGradientNumbers];
-    numbers_of(token_gradient(args, place, static_cast<acc_t>(of_softmax)),
-               RowTerm<scalar_t>::kUnit, TokenLogitGradient<scalar_t>::slope_of(map), numbers);
-    return {{numbers[0], numbers[1], numbers[2]}, source.counts(place) ? 1 : 0, of_softmax};
+    numbers_of(of_row.gradient(static_cast<acc_t>(of_softmax)), RowTerm<scalar_t>::kUnit,
+               TokenLogitGradient<scalar_t>::slope_of(map), numbers);
+    return {{numbers[0], numbers[1], numbers[2]}, counts ? 1 : 0, of_softmax};
   }
 
   __device__ __forceinline__ AtIndex<acc_t> at_index(const RowGrid::Place& place,

@@ -78,8 +78,8 @@ bool takes_short_rows(const TokenArgs& args) {
          ShortRows::are_short(args.num_classes, element_bytes);
 }
 
-// Whether backward is flat_gradients_kernel's. In place, a block would read logits of a row that the
-// block beside it has overwritten.
+// Whether backward is flat_gradients_kernel's. In place, a block would read logits of a row that
+// the block beside it has overwritten.
 bool takes_flat_gradients(const TokenBackwardArgs& args) {
   const int64_t element_bytes = element_size(args.input.dtype);
   return element_bytes < 8 && args.map.softcap == 0 && !args.is_in_place() &&
@@ -148,7 +148,8 @@ int64_t token_backward_scratch(const TokenBackwardArgs& args) {
     return 0;
   }
   const bool keeps = args.is_in_place() && args.grad_log_probs.data != nullptr;
-  return gradient_doubles(args) + args.rows.numel + (keeps ? args.rows.numel * args.num_indices : 0);
+  return gradient_doubles(args) + args.rows.numel +
+         (keeps ? args.rows.numel * args.num_indices : 0);
 }
 
 void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Context context) {
@@ -207,8 +208,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
       launch_kernel("row_gradients_kernel",
                     row_gradients_kernel<TokenGradients<scalar_t>, scalar_t, Map>, passing, stream,
                     TokenGradients<scalar_t>{reinterpret_cast<const Gradient*>(scratch)}, source,
-                    own.grad_input,
-                    args.grad_input_class_stride, grid, plan, type, map);
+                    own.grad_input, args.grad_input_class_stride, grid, plan, type, map);
       launch_classes(at_end);
     });
   });

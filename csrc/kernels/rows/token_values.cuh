@@ -109,6 +109,7 @@ static __global__ void __launch_bounds__(kRowThreads)
   if (counts) {
     stats = {state.max, state.rest(), args.entropy.data != nullptr ? state.mean_distance() : 0.0};
   }
+  const TokenValues<double> values = stats.values();
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
 #pragma unroll 1
   for (int64_t k = lane; k < args.num_indices; k += lanes) {
@@ -118,7 +119,7 @@ static __global__ void __launch_bounds__(kRowThreads)
           load_class_index(args.index, place.offset(args.index) + k * args.index_stride);
       log_prob = math::quiet_nan<double>();
       if (c >= 0 && c < args.num_classes) {
-        log_prob = stats.log_prob(
+        log_prob = values.log_prob(
             mapped_logit(args, source, place.offset(source.input) + c * source.class_stride));
       }
     }
@@ -127,10 +128,10 @@ static __global__ void __launch_bounds__(kRowThreads)
   }
   if (lane == 0) {
     if (args.entropy.data != nullptr) {
-      store_value(args, args.entropy, place.offset(args.entropy), counts ? stats.entropy() : 0.0);
+      store_value(args, args.entropy, place.offset(args.entropy), counts ? values.entropy() : 0.0);
     }
     if (args.lse.data != nullptr) {
-      store_value(args, args.lse, place.offset(args.lse), counts ? stats.lse() : 0.0);
+      store_value(args, args.lse, place.offset(args.lse), counts ? values.lse() : 0.0);
     }
     if (args.row_stats != nullptr) {
       const DType dtype = stats_dtype(args);

@@ -78,21 +78,33 @@ struct EntropySoftmax : OnlineSoftmax<acc_t> {
   }
 };
 
-// What forward leaves of a row to its backward pass, and what the values of a row follow from.
+// What the values of a row follow from.
+template <typename acc_t>
+struct TokenValues {
+  acc_t max;
+  acc_t log_sum;        // log1p(rest)
+  acc_t mean_distance;  // D; 0 where no entropy is wanted
+
+  LOSSOPS_HOST_DEVICE acc_t log_prob(acc_t z) const { return math::difference(z, max) - log_sum; }
+  // -inf of a row of -inf only.
+  LOSSOPS_HOST_DEVICE acc_t lse() const { return max + log_sum; }
+  // A row of -inf only, or of NaN, has no softmax, and its entropy is NaN.
+  LOSSOPS_HOST_DEVICE acc_t entropy() const {
+    const acc_t empty_row =
+        log_sum > -math::infinity<acc_t>() ? acc_t(0) : math::quiet_nan<acc_t>();
+    return log_sum + mean_distance + empty_row;
+  }
+};
+
+// What forward leaves of a row to its backward pass.
 template <typename acc_t>
 struct TokenStats {
   acc_t max;
   acc_t rest;
-  acc_t mean_distance;  // D; 0 where no entropy is wanted
+  acc_t mean_distance;  // as above
 
-  LOSSOPS_HOST_DEVICE acc_t log_sum() const { return math::log1p(rest); }
-  LOSSOPS_HOST_DEVICE acc_t log_prob(acc_t z) const { return (z - max) - log_sum(); }
-  // -inf of a row of -inf only.
-  LOSSOPS_HOST_DEVICE acc_t lse() const { return max + log_sum(); }
-  // A row of -inf only, or of NaN, has no softmax, and its entropy is NaN.
-  LOSSOPS_HOST_DEVICE acc_t entropy() const {
-    const acc_t empty_row = rest > acc_t(-1) ? acc_t(0) : math::quiet_nan<acc_t>();
-    return log_sum() + mean_distance + empty_row;
+  LOSSOPS_HOST_DEVICE TokenValues<acc_t> values() const {
+    return {max, math::log1p(rest), mean_distance};
   }
 };
 
@@ -118,7 +130,7 @@ struct TokenGradient {
   // Of a class among the indices; grad: the sum of their grad_log_prob; common: of_softmax + grad,
   // added up in fp64, as they nearly cancel. 1 - softmax is computed from the other classes.
   LOSSOPS_HOST_DEVICE acc_t at_index(acc_t z, acc_t grad, acc_t common) const {
-    const acc_t e = math::exp(z - stats.max);
+    const acc_t e = math::exp(math::difference(z, stats.max));
     const acc_t others = (acc_t(1) - e + stats.rest) * inverse_sum;
     return grad * others + of_exp<true>(e, z, common);
   }
