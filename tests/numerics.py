@@ -131,6 +131,13 @@ def _padded_rows(x: Tensor) -> Tensor:
     return buffer[..., : x.shape[-1]].copy_(x)
 
 
+def _aligned_rows(x: Tensor) -> Tensor:
+    """Unit stride within rows, each of which begins at a multiple of 16 bytes."""
+    vector = max(16 // x.element_size(), 1)
+    buffer = x.new_full((*x.shape[:-1], (x.shape[-1] // vector + 2) * vector), 77)
+    return buffer[..., : x.shape[-1]].copy_(x)
+
+
 def _gap_outer(x: Tensor) -> Tensor:
     """Every second slice of the first dimension."""
     buffer = x.new_full((2 * x.shape[0], *x.shape[1:]), 77)
@@ -144,7 +151,12 @@ def layouts_of(x: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
         "misaligned": _misaligned,
     }
     if x.dim() >= 1:
-        found |= {"gap_inner": _gap_inner, "gap_outer": _gap_outer, "padded_rows": _padded_rows}
+        found |= {
+            "gap_inner": _gap_inner,
+            "gap_outer": _gap_outer,
+            "padded_rows": _padded_rows,
+            "aligned_rows": _aligned_rows,
+        }
     if x.dim() >= 2:
         found["reversed"] = _reversed
     if x.dim() >= 3:

@@ -252,8 +252,8 @@ __device__ __forceinline__ double product_plus(double a, double b, double c) {
   return ::fma(a, b, c);
 }
 
-// a - b with a rounding of its own. The compiler would make one multiply-add of it and of the
-// product that a is: a product minus its rounded self would then not be 0.
+// a - b, rounded by itself. Where a is a product, the compiler would otherwise make one
+// multiply-add of both, and a - b would not be 0 where b is the rounded a.
 __device__ __forceinline__ float difference(float a, float b) { return __fsub_rn(a, b); }
 __device__ __forceinline__ double difference(double a, double b) { return __dsub_rn(a, b); }
 

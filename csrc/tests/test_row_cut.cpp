@@ -101,7 +101,7 @@ void check_parts(int64_t rows, int64_t num_classes, int64_t element_bytes) {
   }
 }
 
-// The lanes of a row have all its elements, and the rows of a block fit its memory.
+// The rows of a block fit its memory, and lie there so that lanes read from different banks.
 void check_short_rows(int64_t num_classes, int64_t element_bytes) {
   if (!ShortRows::are_short(num_classes, element_bytes)) {
     CHECK(num_classes == 0 || num_classes * element_bytes > 4096);
@@ -111,18 +111,18 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
   ShortRows::Layout layout;
   layout.are_aligned = draw(0, 1) == 0;
   switch (draw(0, 3)) {
-    case 0:
-      layout.run_stride = num_classes;
+    case 0:  // rows follow one another
+      layout.row_stride = num_classes;
       layout.are_aligned = layout.are_aligned && bytes % 16 == 0;
       break;
-    case 1:
-      layout.run_stride = num_classes + draw(1, 32 / element_bytes);
-      layout.are_aligned = layout.are_aligned && layout.run_stride * element_bytes % 16 == 0;
+    case 1:  // with small gaps
+      layout.row_stride = num_classes + draw(1, 32 / element_bytes);
+      layout.are_aligned = layout.are_aligned && layout.row_stride * element_bytes % 16 == 0;
       break;
-    case 2:
+    case 2:  // classes are not neighbours
       layout.are_apart = true;
       break;
-    default:
+    default:  // anywhere
       break;
   }
   const ShortRows plan(num_classes, element_bytes, layout);
@@ -132,7 +132,12 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
   CHECK(plan.rows * pitch_bytes + 16 <= ShortRows::kSharedBytes);
   CHECK(plan.pitch >= num_classes);
   CHECK(plan.in_vectors == (bytes % 16 == 0));
-  CHECK(plan.run_stride == 0 || plan.run_stride == layout.run_stride);
+  CHECK(plan.run_stride == 0 || plan.run_stride == layout.row_stride);
+  // Of rows that follow one another: whole vectors at any distance of banks, others where no two
+  // rows begin in the same.
+  if (layout.row_stride == num_classes) {
+    CHECK(plan.run_stride > 0 || (!plan.is_aligned && bytes % 8 == 0));
+  }
   if (plan.run_stride > 0 && !plan.is_aligned) {
     // As in global memory.
     CHECK(plan.pitch == plan.run_stride && plan.gap_vectors == 0 && !plan.has_phases);
@@ -158,7 +163,7 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
   } else if (plan.run_stride > 0) {
     CHECK(plan.place(5) == 5);
   }
-  // Lanes would idle.
+  // With half the lanes, each would have more than kLaneBytes.
   CHECK(plan.lanes == 1 || plan.lanes / 2 * ShortRows::kLaneBytes < bytes);
   const int64_t rows = draw(1, 10000);
   CHECK(plan.blocks(rows) * plan.rows >= rows && (plan.blocks(rows) - 1) * plan.rows < rows);

@@ -52,7 +52,7 @@ struct RowBlock {
   __attribute__((noinline)) void entropies(int width, acc_t* values) const {
     with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       for (int j = 0; j < width; ++j) {
-        const acc_t entropy = stats(j).values().entropy();
+        const acc_t entropy = stats(j).normalizer().entropy();
         values[j] = is_counted[j] != acc_t(0) ? entropy : acc_t(0);
       }
     });
@@ -61,7 +61,7 @@ struct RowBlock {
   __attribute__((noinline)) void lses(int width, acc_t* values) const {
     with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       for (int j = 0; j < width; ++j) {
-        const acc_t lse = stats(j).values().lse();
+        const acc_t lse = stats(j).normalizer().lse();
         values[j] = is_counted[j] != acc_t(0) ? lse : acc_t(0);
       }
     });
@@ -71,7 +71,7 @@ struct RowBlock {
   __attribute__((noinline)) void log_probs(int width, const acc_t* z, acc_t* values) const {
     with_widest_vectors<acc_t>([&]() LOSSOPS_ALWAYS_INLINE {
       for (int j = 0; j < width; ++j) {
-        const acc_t log_prob = stats(j).values().log_prob(z[j]);
+        const acc_t log_prob = stats(j).normalizer().log_prob(z[j]);
         values[j] = is_counted[j] != acc_t(0) ? log_prob : acc_t(0);
       }
     });

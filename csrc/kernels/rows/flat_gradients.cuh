@@ -1,16 +1,19 @@
 // Gradients of short rows that follow one another in memory, for every loss whose gradient of a
 // logit depends on that logit and on numbers of its row. A block has a tile of the gradients
 // (FlatTiles of row_cut.h). Its threads first compute the numbers of the tile's rows, then write
-// the tile, one vector a thread at a time, whatever the number of classes, and at last write the
+// the tile, one vector a thread at a time, whatever the number of classes, and finally write the
 // gradients at class indices once more.
 //
 //   struct Gradients {
 //     using Gradient = ...;
-//     bool begin() const;                    // whether there is anything to do
-//     int lanes() const;                     // threads that share of(), a power of two up to 32
-//     Gradient of(place, lane) const;        // by all lanes of a warp
-//     int indices() const;                   // class indices of a row, up to 32
-//     AtIndex at_index(place, const Gradient&, exists, own, k) const;  // by all lanes of a warp
+//     bool begin() const;   // whether there is anything to do
+//     int lanes() const;    // neighbours that share a row in of(), a power of two up to 32
+//     // By all lanes of a warp. The result of the row's lane 0 counts.
+//     Gradient of(place, lane) const;
+//     int indices() const;  // class indices of a row, up to 32
+//     // Of class index k of the warp's row `own`; exists: else there is none. By all lanes of a
+//     // warp. The index is negative where nothing is to be written: it is out of range, or
+//     repeated. IndexedGradient at_index(place, const Gradient&, exists, own, k) const;
 //   };
 //   struct Gradient {                        // trivially copyable: it lies in shared memory
 //     void replace(acc_t (&x)[kCount], map) const;  // logits by their gradients
@@ -29,33 +32,42 @@
 
 namespace lossops::cuda {
 
-// Resident blocks of a multiprocessor: 48 registers a thread.
-constexpr int kFlatBlocks = 10;
+// Resident blocks of a multiprocessor: 40 registers a thread.
+constexpr int kFlatBlocks = 12;
 
 // A vector of logits, element by element: of any layout, and where a vector reaches beyond the run.
-// first: the run's number of its first element, which may be negative.
+// Elements outside the run are 0. first: the run's number of its first element, which may be
+// negative.
 template <typename scalar_t>
 __device__ __forceinline__ RowVector gather_run(const RowSource& source, const RowGrid& grid,
                                                 const FlatTiles& plan, int first) {
   constexpr int kSize = kVectorSize<scalar_t>;
-  const int num_classes = static_cast<int>(plan.classes.value);
+  const auto num_classes = static_cast<int>(plan.classes.value);
   const auto* const data = static_cast<const scalar_t*>(source.input.data);
+  const int row = plan.row_of(max(first, 0));
+  const int c = first - row * num_classes;
+  const RowGrid::Place place = grid.place(static_cast<uint32_t>(row));
+  // Class c + i of the row is at i class strides from here.
+  const scalar_t* logits = data + place.offset(source.input) + c * source.class_stride;
+  // From a row's end to the next row: in the slice's first dimension, and in its second.
+  const int64_t* const strides = source.input.strides;
+  const int64_t next = strides[0] - num_classes * source.class_stride;
+  const int64_t wrapped = next + strides[1] - grid.size0.value * strides[0];
+  int row_end = num_classes - c;
+  uint32_t i0 = place.i0;
   scalar_t elements[kSize] = {};
-  int row = plan.row_of(first < 0 ? 0 : first);
-  int c = first - row * num_classes;
-#pragma unroll 1
-  do {
-    const RowGrid::Place place = grid.place(static_cast<uint32_t>(row));
-    const scalar_t* const logits = data + place.offset(source.input) + c * source.class_stride;
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (c + i >= 0 && c + i < num_classes) {
-        elements[i] = logits[i * source.class_stride];
-      }
+  for (int i = 0; i < kSize; ++i) {
+    if (i == row_end) {
+      row_end += num_classes;
+      const bool wraps = ++i0 == grid.size0.value;
+      logits += wraps ? wrapped : next;
+      i0 = wraps ? 0 : i0;
     }
-    c -= num_classes;
-    ++row;
-  } while (c > -kSize && row * num_classes < plan.elements);
+    if (first + i >= 0 && first + i < plan.elements) {
+      elements[i] = logits[i * source.class_stride];
+    }
+  }
   RowVector vector;
   memcpy(&vector, elements, sizeof(vector));
   return vector;
@@ -69,14 +81,16 @@ enum class FlatLogits : int8_t {
   kApart,      // classes are not neighbours
 };
 
-// The gradient of a class index: of none, if that is negative.
+// A class index and the gradient there. A negative index: there is nothing to write.
 template <typename acc_t>
-struct AtIndex {
+struct IndexedGradient {
   int64_t index = -1;
   acc_t gradient = 0;
 };
 
-// The vectors of a thread, on their way from global memory while it does something else.
+// The logits of a thread's vectors of gradients, in shared memory. In kInVectors they are on their
+// way while the thread does something else. A vector is not loaded where its logits are no
+// neighbours or reach beyond the run: what lies there is then undefined.
 template <typename scalar_t>
 class FlatVectors {
  public:
@@ -137,21 +151,24 @@ class FlatVectors {
     if (!plan.is_whole(vector) || layout == FlatLogits::kApart) {
       return nullptr;
     }
-    if (layout == FlatLogits::kInRun) {
-      return logits + first;
-    }
     const int row = plan.row_of(first);
     const int c = first - row * static_cast<int>(plan.classes.value);
-    return c + kVectorSize<scalar_t> > static_cast<int>(plan.classes.value)
-               ? nullptr
-               : logits + grid.place(static_cast<uint32_t>(row)).offset(source.input) + c;
+    const scalar_t* found = logits + first;
+    if (layout != FlatLogits::kInRun) {
+      if (c + kVectorSize<scalar_t> > static_cast<int>(plan.classes.value)) {
+        return nullptr;
+      }
+      found = logits + grid.place(static_cast<uint32_t>(row)).offset(source.input) + c;
+    }
+    // The word around the first logit may begin before the logits.
+    return first == 0 && reinterpret_cast<uintptr_t>(found) % 4 != 0 ? nullptr : found;
   }
 
   RowVector* own_;
-  unsigned loaded_ = 0;  // bit u: vector u is
+  unsigned loaded_ = 0;  // bit u: vector u is loaded
 };
 
-// gradients: element 0 of the run.
+// Writes a tile of gradients a block. rows: the functor; gradients: element 0 of the run.
 template <typename Gradients, typename scalar_t, typename Map>
 __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
     flat_gradients_kernel(const __grid_constant__ Gradients rows,
@@ -185,7 +202,7 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
 #pragma unroll 1
   for (int first = 0; first < tile.rows; first += kThreads >> shift) {
     const int i = first + (thread >> shift);
-    if (first + ((thread - lane) >> shift) < tile.rows) {  // a row of the warp's
+    if (first + ((thread - lane) >> shift) < tile.rows) {  // the warp has a row
       const Gradient gradient = rows.of(place_of(i), thread & (lanes - 1));
       if (i < tile.rows && (thread & (lanes - 1)) == 0) {
         of_rows[i] = gradient;
@@ -213,7 +230,7 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
     const bool exists = first < end;
     const bool is_whole = 0 <= first && first <= last_whole;
     const int row = row_of(min(max(first, 0), end - 1));
-    const int left = (row + 1) * static_cast<int>(classes.value) - first;  // of the row
+    const int left = (row + 1) * static_cast<int>(classes.value) - first;  // elements of the row
     RowVector vector = vectors[u];
     if (exists && !vectors.is_loaded(u)) {
       vector = gather_run<scalar_t>(source, grid, plan, first);
@@ -224,7 +241,8 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
       const Gradient gradient = of_rows[row - first_row];
       gradient.replace(x, map);
     } else {
-      // Element by element. To take the vector row by row would take all of its elements as often.
+      // Element by element, each with its own row. Row by row, all elements of the vector would be
+      // computed once for each row.
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         const Gradient gradient = of_rows[row_of(min(max(first + i, 0), end - 1)) - first_row];
@@ -247,13 +265,13 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
       }
     }
   }
-  __syncthreads();
 
   // A lane has a class index of a row, a warp those of several rows.
   const int indices = rows.indices();
   if (indices == 0) {
     return;
   }
+  __syncthreads();  // other threads have written the same elements
   const int warp_rows = kWarpSize / indices;
   const int own = lane / indices;
   const int begin = max(plan.first_element(tile.first_vector), 0);
@@ -272,12 +290,13 @@ __global__ void __launch_bounds__(FlatTiles::kThreads, kFlatBlocks)
   }
 }
 
-// Rows of a slice: its gradients are one run.
+// The most rows of a slice: their gradients are one run of at most kMostElements.
 inline int64_t most_flat_rows(int64_t num_classes) {
   return std::max<int64_t>(FlatTiles::kMostElements / num_classes, 1);
 }
 
-// rows: of the slice. The gradients follow one another.
+// Launches flat_gradients_kernel for a slice, whose gradients follow one another. rows: the
+// functor.
 template <typename Gradients, typename scalar_t, typename Map>
 void launch_flat_gradients_of(const RowSlice& slice, const Gradients& rows, const RowSource& source,
                               const Operand& grad_input, int64_t num_classes,

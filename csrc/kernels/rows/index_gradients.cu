@@ -39,9 +39,10 @@ struct IndexGradients {
     return of(place);
   }
   __device__ __forceinline__ int indices() const { return 1; }
-  __device__ __forceinline__ AtIndex<float> at_index(const RowGrid::Place& /*place*/,
-                                                     const Gradient& gradient, bool /*exists*/,
-                                                     int /*own*/, int /*k*/) const {
+  __device__ __forceinline__ IndexedGradient<float> at_index(const RowGrid::Place& /*place*/,
+                                                             const Gradient& gradient,
+                                                             bool /*exists*/, int /*own*/,
+                                                             int /*k*/) const {
     return {gradient.index, gradient.at_index};
   }
 

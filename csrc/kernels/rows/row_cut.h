@@ -255,12 +255,12 @@ struct ShortRows {
   // its lanes.
   static constexpr int kLaneBytes = 128;
   static constexpr int kBlockBytes = kRowThreads * kLaneBytes;
-  // Rows, what lies between them, and a vector for those that begin within one.
+  // The rows of a block, the gap behind each, and a vector more for a run that begins within one.
   static constexpr int kSharedBytes = kBlockBytes + kRowThreads * kRowVectorBytes + kRowVectorBytes;
 
   // How the rows lie in global memory.
   struct Layout {
-    int64_t run_stride = 0;    // from a row to the next, if they are copied as one run; else 0
+    int64_t row_stride = 0;    // elements from a row to the next, if they may be copied as one run
     bool are_aligned = false;  // each begins at a vector
     bool are_apart = false;    // classes are not neighbours
   };
@@ -285,18 +285,18 @@ struct ShortRows {
   ShortRows() = default;
   ShortRows(int64_t num_classes_, int64_t element_bytes, const Layout& layout)
       : classes(static_cast<uint32_t>(num_classes_)), num_classes(static_cast<int>(num_classes_)) {
-    while (lanes * kLaneBytes < num_classes_ * element_bytes) {
+    const int64_t bytes = num_classes_ * element_bytes;
+    while (lanes * kLaneBytes < bytes) {
       lanes *= 2;
     }
     rows = kRowThreads / lanes;
-    const int64_t bytes = num_classes_ * element_bytes;
     const auto count = static_cast<int>(ceil_div(bytes, int64_t{kRowVectorBytes}));
     vectors = Divisor(static_cast<uint32_t>(count));
     in_vectors = bytes % kRowVectorBytes == 0;
     is_aligned = in_vectors && (layout.are_aligned || layout.are_apart);
-    const bool is_dense = is_aligned && layout.run_stride == num_classes;
-    if (is_dense || (!is_aligned && fits_as_run(layout.run_stride * element_bytes))) {
-      run_stride = static_cast<int>(layout.run_stride);
+    const bool is_dense = is_aligned && layout.row_stride == num_classes;
+    if (is_dense || (!is_aligned && fits_as_run(layout.row_stride * element_bytes))) {
+      run_stride = static_cast<int>(layout.row_stride);
     }
     if (run_stride > 0 && !is_dense) {
       pitch = run_stride;
@@ -319,10 +319,10 @@ struct ShortRows {
   int64_t blocks(int64_t of_rows) const { return ceil_div(of_rows, rows); }
 
  private:
-  // Vectors to add to so many of a row. Eight lanes at a time read a vector each: rows that lie an
-  // odd multiple of their lanes apart are in different banks then.
+  // Vectors to add to a row of so many, so that the distance of rows is an odd multiple of their
+  // lanes: eight lanes that read a vector each then read from different banks.
   int gap_of(int count) const {
-    return lanes < 8 ? (lanes - count % (2 * lanes) + 2 * lanes) % (2 * lanes) : 0;
+    return lanes < 8 ? (3 * lanes - count % (2 * lanes)) % (2 * lanes) : 0;
   }
   // Whether rows so many bytes apart may lie in shared memory as they do in global memory: there is
   // room, and fewer than four rows of a warp begin in the same bank.
@@ -335,15 +335,15 @@ struct ShortRows {
 };
 
 // How the gradients of short rows are cut into tiles, a block each, for flat_gradients_kernel. The
-// rows follow one another in memory, so their gradients are one run of elements. A tile has whole
+// gradients follow one another in memory, so they are one run of elements. A tile has whole
 // vectors of it, of 16 aligned bytes, which may begin and end within a row.
 struct FlatTiles {
   static constexpr int kThreads = 128;
   // Vectors of a thread: 8 KB of a block are then in flight, while it computes what it needs of
   // its rows.
   static constexpr int kThreadVectors = 4;
-  // Rows that a tile touches: a block keeps some numbers of each in shared memory.
-  static constexpr int kMostRows = 512;
+  // The most rows that a tile touches: a block keeps some numbers of each in shared memory.
+  static constexpr int kMostRows = 384;
   // Elements and vectors of a run are numbered by 31 bits, beyond its last tile too.
   static constexpr int64_t kMostElements = (int64_t{1} << 31) - (int64_t{1} << 16);
 
@@ -359,8 +359,8 @@ struct FlatTiles {
         elements(static_cast<int>(rows * num_classes)),
         head(head_),
         size(1 << vector_shift_of(element_bytes)) {
-    // n elements touch at most (n - 2) / classes + 2 rows. In whole lines of 128 bytes, if a tile
-    // has one.
+    // n elements touch at most (n - 2) / classes + 2 rows. A tile is whole lines of 128 bytes, if
+    // it has room for one.
     const int64_t most = ((kMostRows - 1) * num_classes + 1) / size;
     const int64_t lines = most / 8 * 8;
     vectors = static_cast<int>(

@@ -39,11 +39,11 @@ __device__ __forceinline__ State exchange(const State& state, int bit) {
   return other;
 }
 
-// Lanes for so many pieces of a row, a power of two: by the pieces alone, as all that decides about
-// bits.
-inline int merging_lanes(int64_t pieces) {
+// The least power of two that is not below count, at most 32. It depends on count alone, because
+// the order of a sum, and with it the sum's bits, may follow from it.
+inline int lanes_for(int64_t count) {
   int lanes = 1;
-  while (lanes < pieces && lanes < 32) {
+  while (lanes < count && lanes < 32) {
     lanes *= 2;
   }
   return lanes;

@@ -44,8 +44,8 @@ namespace lossops::cuda {
 struct RowSource {
   Operand input;
   int64_t class_stride = 1;
-  Operand mask;        // 0: the row counts as empty, and its logits are never read; null: all count
-  int mask_bytes = 1;  // of an element
+  Operand mask;            // 0: the results of the row are 0, whatever its logits; null: all count
+  int mask_bytes = 1;      // of an element
   uint64_t mask_bits = 0;  // of an element, those that are 0 in a 0
 
   RowSource(const RowSlice& slice, const Operand& logits, int64_t stride, const Operand& row_mask)
@@ -443,8 +443,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   }
 }
 
-// Writes the gradients of a plan's parts, a warp each. rows: knows each row's Gradient; that of a
-// row which does not count replaces anything by 0.
+// Writes the gradients of a plan's parts, a warp each. rows: knows each row's Gradient. A
+// row that does not count gets zeros, and its Gradient is not asked for.
 template <typename Gradients, typename scalar_t, typename Map>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     row_gradients_kernel(const __grid_constant__ Gradients rows,

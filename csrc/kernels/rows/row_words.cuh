@@ -132,8 +132,7 @@ __device__ __forceinline__ uint32_t equal_elements(uint32_t a, uint32_t b) {
 #endif
 }
 
-// What take_equals() compares a word with, to take elements that are `top`: none, unless that is
-// finite.
+// `top` in each element, for take_equals(). NaN, which equals nothing, if top is not finite.
 template <typename scalar_t>
 __device__ __forceinline__ uint32_t word_to_take(float top) {
   const bool is_finite = ::fabsf(top) < math::infinity<float>();
@@ -144,8 +143,8 @@ __device__ __forceinline__ uint32_t word_to_take(float top) {
     return from_acc<scalar_t>(taken).bits * 0x10001u;
   }
 }
-// Elements of a word that are the number in `wanted` become -inf, and are counted in `taken`: in
-// each half of it those at that place of a word, of half types.
+// Sets the elements of a word that equal those of `wanted` to -inf, and counts them in `taken`: of
+// half types, the lower elements in its lower 16 bits and the upper ones in its upper.
 template <typename scalar_t>
 __device__ __forceinline__ uint32_t take_equals(uint32_t word, uint32_t wanted, uint32_t& taken) {
   if constexpr (sizeof(scalar_t) == 4) {
@@ -158,6 +157,7 @@ __device__ __forceinline__ uint32_t take_equals(uint32_t word, uint32_t wanted, 
     return (word & ~equal) | (lowest_word<scalar_t>() & equal);
   }
 }
+// How many elements take_equals() has counted.
 template <typename scalar_t>
 __device__ __forceinline__ int sum_of_taken(uint32_t taken) {
   return static_cast<int>(sizeof(scalar_t) == 4 ? taken : (taken & 0xffffu) + (taken >> 16));
@@ -173,7 +173,7 @@ __device__ __forceinline__ uint32_t row_word(const uint32_t* words, int k) {
 template <typename scalar_t>
 class RowWords {
  public:
-  // The row begins at element `offset` of a buffer.
+  // The row begins at element `offset` of a buffer. splits_words: rows may begin within a word.
   __device__ __forceinline__ RowWords(scalar_t* buffer, int offset, bool splits_words)
       : row_(buffer + offset),
         words_(reinterpret_cast<uint32_t*>(buffer) + offset / kWordElements<scalar_t>),
@@ -182,7 +182,7 @@ class RowWords {
 
   __device__ __forceinline__ scalar_t& operator[](int c) const { return row_[c]; }
 
-  // Words that are `distance` apart.
+  // Words k, k + distance, ...
   template <int kCount>
   __device__ __forceinline__ void load(int k, int distance, uint32_t (&words)[kCount]) const {
     if (splits_words_) {

@@ -1,11 +1,13 @@
 // Forward of tokens (losses/rows/tokens.h) for fp32 and half rows of at most 4 KB: one kernel that
 // reads rows and writes their values, without states in between. token_rows.cu chooses it by the
-// number of classes and the dtype alone, so a row has the same bits in any batch and layout.
+// number of classes, the dtype and whether there is a softcap, so a row has the same bits in any
+// batch and layout.
 //
-// A block first copies its rows to shared memory: by vectors where the rows follow one another,
-// else each row by its lanes, by unaligned vectors, or element by element if its classes are no
-// neighbours. ShortRows of row_cut.h deals the rows out. Then the lanes of a row take its words,
-// first for the maximum, then for the sums, and at last a thread has each value to write.
+// A block first copies its rows to shared memory. Rows that follow one another, or have small gaps,
+// are copied as one run of vectors. Other rows are copied each by its lanes: by aligned vectors,
+// and by elements at its ends. Rows whose classes are no neighbours are copied by elements alone.
+// ShortRows of row_cut.h deals the rows out. Then the lanes of a row take its words, first for the
+// maximum, then for the sums. Finally a thread has each row, and a lane some class indices of one.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +28,9 @@
 
 namespace lossops::cuda {
 
-// Copies a row, whose classes are neighbours, by its lanes: in vectors, but for elements of vectors
-// that may not be the row's alone. phase: elements of the first vector before the row. to: where
-// that vector goes.
+// Copies a row whose classes are neighbours by its lanes. Vectors that are the row's alone are
+// copied asynchronously, the elements before and behind them one by one. phase: elements from the
+// aligned vector in which the row begins to the row; to: the place of that vector in shared memory.
 template <typename scalar_t>
 __device__ __forceinline__ void copy_row(const scalar_t* row, int phase, const ShortRows& plan,
                                          int lane, RowVector* to) {
@@ -37,14 +39,14 @@ __device__ __forceinline__ void copy_row(const scalar_t* row, int phase, const S
   const int end = phase + plan.num_classes;
   const int whole_begin = phase > 0 ? 1 : 0;
   const int whole_end = max(end / kSize, whole_begin);
-#pragma unroll 4
+#pragma unroll 1
   for (int v = whole_begin + lane; v < whole_end; v += plan.lanes) {
     start_own_copy(to + v, reinterpret_cast<const RowVector*>(first) + v);
   }
   auto* const elements = reinterpret_cast<scalar_t*>(to);
-  const auto copy_elements = [&](int begin, int end_) {
+  const auto copy_elements = [&](int begin, int stop) {
 #pragma unroll 1
-    for (int e = begin + lane; e < end_; e += plan.lanes) {
+    for (int e = begin + lane; e < stop; e += plan.lanes) {
       elements[e] = first[e];
     }
   };
@@ -63,23 +65,20 @@ __device__ __forceinline__ const scalar_t* logits_of(int r, const RowSource& sou
   return static_cast<const scalar_t*>(source.input.data) +
          grid.place(number_of(r, plan)).offset(source.input);
 }
-// Elements of a vector before a row that is copied alone.
+// The phase of a row that is copied alone, as above; 0 where !has_phases.
 template <typename scalar_t>
 __device__ __forceinline__ int phase_of(const scalar_t* row, const ShortRows& plan) {
   const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row));
   return plan.has_phases ? static_cast<int>(address % kVectorBytes / sizeof(scalar_t)) : 0;
 }
 
-// Copies the rows of this block, as far as this thread does. Returns the elements of a vector
-// before the first row of a run; else 0.
+// Copies this thread's share of the block's rows to shared memory, and waits for it. Returns the
+// phase of the first row of a run; 0 where rows are copied alone.
 template <typename scalar_t>
 __device__ __forceinline__ int copy_rows(const RowSource& source, const RowGrid& grid,
-                                         const ShortRows& plan, RowVector* shared) {
+                                         const ShortRows& plan, int rows, RowVector* shared) {
   constexpr int kSize = kVectorSize<scalar_t>;
   const auto thread = static_cast<int>(threadIdx.x);
-  const uint32_t first_row = number_of(0, plan);
-  const auto rows =
-      static_cast<int>(min(static_cast<uint32_t>(plan.rows), grid.groups - first_row));
   auto* const copies = reinterpret_cast<scalar_t*>(shared);
   if (plan.run_stride == 0 && source.class_stride == 1) {
     const int own = thread >> (__ffs(plan.lanes) - 1);
@@ -92,7 +91,7 @@ __device__ __forceinline__ int copy_rows(const RowSource& source, const RowGrid&
     return 0;
   }
   if (plan.run_stride == 0) {
-#pragma unroll 4
+#pragma unroll 2
     for (int e = thread; e < rows * plan.num_classes; e += kRowThreads) {
       const auto r = static_cast<int>(plan.classes.quotient(static_cast<uint32_t>(e)));
       const int64_t c = e - r * plan.num_classes;
@@ -102,7 +101,7 @@ __device__ __forceinline__ int copy_rows(const RowSource& source, const RowGrid&
     return 0;
   }
   const int elements = (rows - 1) * plan.run_stride + plan.num_classes;
-  const int64_t before = int64_t{first_row} * plan.run_stride;
+  const int64_t before = int64_t{number_of(0, plan)} * plan.run_stride;
   const int64_t left =
       int64_t{grid.groups - 1} * plan.run_stride + plan.num_classes - before;  // of the slice
   const scalar_t* const first = static_cast<const scalar_t*>(source.input.data) + before;
@@ -113,11 +112,11 @@ __device__ __forceinline__ int copy_rows(const RowSource& source, const RowGrid&
   // Vectors whose elements are all of the slice, if not of the block.
   const int begin = before < phase ? 1 : 0;
   const auto end = static_cast<int>(min(int64_t{vectors}, (left + phase) / kSize));
-#pragma unroll 4
+#pragma unroll 1
   for (int v = thread + begin; v < end; v += kRowThreads) {
     start_own_copy(shared + plan.place(v), aligned + v);
   }
-  // The slice's first vector and its last, element by element. Rows of whole vectors have neither.
+  // The slice's first vector and its last, where they reach beyond it: element by element.
   if (thread < 2 * kSize) {
     const int v = thread < kSize ? 0 : vectors - 1;
     const int e = v * kSize + thread % kSize - phase;
@@ -129,9 +128,10 @@ __device__ __forceinline__ int copy_rows(const RowSource& source, const RowGrid&
   return phase;
 }
 
-// The words of a row in shared memory that one of its lanes takes, in batches of four: those of a
-// vector where rows are whole vectors, else one in each plan.lanes. What is left of a row then
-// comes word by word.
+// The words of 32 bits of a row in shared memory that one of its lanes takes, four at a time. Where
+// rows are whole vectors, these are the words of every lanes-th vector; else every lanes-th word,
+// and the last ones come one at a time. So the order follows from the number of classes and the
+// dtype.
 template <typename scalar_t>
 class LaneWords {
  public:
@@ -140,7 +140,8 @@ class LaneWords {
                                        int lane, bool splits_words)
       : row_(buffer, offset, splits_words), plan_(plan), lane_(lane) {}
 
-  // Calls body(words). lowest: a word that stands for elements which the row does not have.
+  // Calls body with an array of four words, or of one. lowest: a word of -inf, for the half of the
+  // last word that the row does not have.
   template <typename Body>
   __device__ __forceinline__ void for_each_batch(uint32_t lowest, const Body& body) const {
     constexpr int kPerWord = kWordElements<scalar_t>;
@@ -179,8 +180,9 @@ class LaneWords {
   int lane_;
 };
 
-// The state of a row in each of its lanes. By all lanes of a warp. map: of logits that rise as
-// those in shared memory do.
+// Reduces a row to its state, which each of its lanes then has. By all lanes of a warp. map: of the
+// logits as they lie in shared memory, with which it must not fall. wants_products: else the
+// state's distance is undefined.
 template <typename scalar_t, typename Map>
 __device__ __forceinline__ EntropySoftmax<float> state_of_row(const RowType<scalar_t>& type,
                                                               const LaneWords<scalar_t>& row,
@@ -221,6 +223,7 @@ __device__ __forceinline__ EntropySoftmax<float> state_of_row(const RowType<scal
       }
       if (wants_products) {
         if constexpr (Term::kIsHalf) {
+          // Differences of -inf harm only products.
 #pragma unroll
           for (float& difference : batch.differences) {
             difference = Term::bounded(difference);
@@ -242,44 +245,46 @@ __device__ __forceinline__ EntropySoftmax<float> state_of_row(const RowType<scal
 }
 
 // What the log-probabilities of a row take of it.
-struct ShortRowValues {
-  TokenValues<float> values;
-  int counts;  // 0: the row does not
+struct ShortRowNormalizer {
+  TokenNormalizer<float> normalizer;
+  bool counts;
 };
 
-// pass_map: of logits whose signs have changed, if changes_signs; map: of the logits.
-// value_lanes: threads that share the values of a row, a power of two.
+// Writes the log-probabilities, the entropy, the lse and the statistics of a block's rows. If
+// changes_signs, the logits in shared memory have other signs, for pass_map; log-probabilities take
+// map of the call's logits. index_lanes: threads that share the class indices of a row, a power of
+// two.
 template <typename scalar_t, typename Map>
 __global__ void __launch_bounds__(kRowThreads, 5)
     short_token_values_kernel(const __grid_constant__ TokenForwardArgs args,
                               const __grid_constant__ RowSource source,
                               const __grid_constant__ RowGrid grid,
-                              const __grid_constant__ ShortRows plan, int value_lanes,
+                              const __grid_constant__ ShortRows plan, int index_lanes,
                               const RowType<scalar_t> type, const Map pass_map, const Map map,
                               bool changes_signs) {
   __shared__ RowVector shared[ShortRows::kSharedBytes / kVectorBytes];
-  __shared__ uint4 of_rows[kRowThreads];  // the state of each row, and then its values
+  __shared__ uint4 of_rows[kRowThreads];  // the state of each row, and then its normalizer
   auto* const states = reinterpret_cast<EntropySoftmax<float>*>(of_rows);
-  auto* const values = reinterpret_cast<ShortRowValues*>(of_rows);
-  static_assert(sizeof(*states) == sizeof(uint4) && sizeof(*values) == sizeof(uint4));
+  auto* const normalizers = reinterpret_cast<ShortRowNormalizer*>(of_rows);
+  static_assert(sizeof(*states) == sizeof(uint4) && sizeof(*normalizers) == sizeof(uint4));
   let_next_kernel_start();
   const int lanes = plan.lanes;
   const auto thread = static_cast<int>(threadIdx.x);
   const uint32_t first_row = number_of(0, plan);
   const auto rows =
       static_cast<int>(min(static_cast<uint32_t>(plan.rows), grid.groups - first_row));
-  const int value_shift = __ffs(value_lanes) - 1;
-  const int value_lane = thread & (value_lanes - 1);
-  int value_row = thread >> value_shift;
+  const int index_shift = __ffs(index_lanes) - 1;
+  const int index_lane = thread & (index_lanes - 1);
+  int index_row = thread >> index_shift;
   const auto load_index = [&](const RowGrid::Place& place, int64_t k) {
     return load_class_index(args.index, place.offset(args.index) + k * args.index_stride);
   };
-  RowGrid::Place place = grid.place(first_row + value_row);
+  RowGrid::Place place = grid.place(first_row + index_row);
   // On its way while the rows are copied.
   int64_t c =
-      value_row < rows && value_lane < args.num_indices ? load_index(place, value_lane) : -1;
+      index_row < rows && index_lane < args.num_indices ? load_index(place, index_lane) : -1;
 
-  const int phase = copy_rows<scalar_t>(source, grid, plan, shared);
+  const int phase = copy_rows<scalar_t>(source, grid, plan, rows, shared);
   __syncthreads();
   const uint32_t flip = changes_signs ? sign_bits<scalar_t>(0) : 0;
   if (changes_signs) {
@@ -312,21 +317,21 @@ __global__ void __launch_bounds__(kRowThreads, 5)
   __syncthreads();
 
   if (thread < rows) {
-    const RowGrid::Place own_place = value_lanes == 1 ? place : grid.place(first_row + thread);
+    const RowGrid::Place own_place = index_lanes == 1 ? place : grid.place(first_row + thread);
     const bool counts = source.counts(own_place);
     const EntropySoftmax<float> of_row = states[thread];
     const TokenStats<float> stats = {of_row.max, of_row.rest(),
                                      args.entropy.data != nullptr ? of_row.mean_distance() : 0.0f};
-    const ShortRowValues own_values = {stats.values(), counts ? 1 : 0};
-    values[thread] = own_values;
+    const TokenNormalizer<float> normalizer = stats.normalizer();
+    normalizers[thread] = {normalizer, counts};
     const auto store = [&](void* data, int64_t at, float value) {
       static_cast<float*>(data)[at] = counts ? value : 0.0f;
     };
     if (args.entropy.data != nullptr) {
-      store(args.entropy.data, own_place.offset(args.entropy), own_values.values.entropy());
+      store(args.entropy.data, own_place.offset(args.entropy), normalizer.entropy());
     }
     if (args.lse.data != nullptr) {
-      store(args.lse.data, own_place.offset(args.lse), own_values.values.lse());
+      store(args.lse.data, own_place.offset(args.lse), normalizer.lse());
     }
     if (args.row_stats != nullptr) {
       store(args.row_stats, own_place.row, stats.max);
@@ -334,38 +339,38 @@ __global__ void __launch_bounds__(kRowThreads, 5)
       store(args.row_stats, 2 * args.rows.numel + own_place.row, stats.mean_distance);
     }
   }
-  if (value_lanes > 1) {
+  if (index_lanes > 1) {  // else a thread reads what it wrote
     __syncthreads();
   }
 #pragma unroll 1
-  for (; value_row < rows; value_row += kRowThreads >> value_shift) {
-    if (value_row != thread >> value_shift) {
-      place = grid.place(first_row + value_row);
-      c = value_lane < args.num_indices ? load_index(place, value_lane) : -1;
+  for (; index_row < rows; index_row += kRowThreads >> index_shift) {
+    if (index_row != thread >> index_shift) {
+      place = grid.place(first_row + index_row);
+      c = index_lane < args.num_indices ? load_index(place, index_lane) : -1;
     }
-    const ShortRowValues of_row = values[value_row];
+    const ShortRowNormalizer of_row = normalizers[index_row];
 #pragma unroll 1
-    for (int64_t k = value_lane; k < args.num_indices; k += value_lanes) {
-      if (k != value_lane) {
+    for (int64_t k = index_lane; k < args.num_indices; k += index_lanes) {
+      if (k != index_lane) {
         c = load_index(place, k);
       }
       float log_prob = math::quiet_nan<float>();
       if (c >= 0 && c < plan.num_classes) {
         using bits_t = std::conditional_t<sizeof(scalar_t) == 2, uint16_t, uint32_t>;
-        const scalar_t logit = elements[begin_of(value_row) + static_cast<int>(c)];
+        const scalar_t logit = elements[begin_of(index_row) + static_cast<int>(c)];
         const auto bits = static_cast<bits_t>(bits_as<bits_t>(logit) ^ flip);
         const float z = type.visit(
             [&](auto like) { return map.map(to_acc<float>(bits_as<decltype(like)>(bits))); });
-        log_prob = of_row.values.log_prob(z);
+        log_prob = of_row.normalizer.log_prob(z);
       }
       static_cast<float*>(
           args.log_probs.data)[place.offset(args.log_probs) + k * args.log_probs_stride] =
-          of_row.counts != 0 ? log_prob : 0.0f;
+          of_row.counts ? log_prob : 0.0f;
     }
   }
 }
 
-// rows: the call's arguments, of the slice.
+// Launches short_token_values_kernel for a slice. args: their operands are those of the slice.
 template <typename scalar_t, typename Map>
 void launch_short_token_values(const RowSlice& slice, const TokenForwardArgs& args,
                                const RowSource& source, const RowType<scalar_t>& type,
@@ -380,16 +385,16 @@ void launch_short_token_values(const RowSlice& slice, const TokenForwardArgs& ar
   layout.are_apart = source.class_stride != 1;
   layout.are_aligned = begin_at_vectors(slice, source.input);
   if (is_run(slice, source.input, source.class_stride, args.num_classes)) {
-    layout.run_stride = args.num_classes;
+    layout.row_stride = args.num_classes;
   } else if (is_strided_run) {
-    layout.run_stride = stride;
+    layout.row_stride = stride;
   }
   const ShortRows plan(args.num_classes, sizeof(scalar_t), layout);
-  // A few indices a lane: it has some work beside them.
-  const int value_lanes = merging_lanes(ceil_div(args.num_indices, int64_t{4}));
+  // A few indices a lane, because a lane also has work that does not depend on their number.
+  const int index_lanes = lanes_for(ceil_div(args.num_indices, int64_t{4}));
   launch_kernel("short_token_values_kernel", short_token_values_kernel<scalar_t, Map>,
                 {plan.blocks(slice.rows()), kRowThreads}, stream, args, source, RowGrid(slice, 1),
-                plan, value_lanes, type, pass_map, map, changes_signs);
+                plan, index_lanes, type, pass_map, map, changes_signs);
 }
 
 }  // namespace lossops::cuda

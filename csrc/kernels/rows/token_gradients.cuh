@@ -39,11 +39,12 @@ __device__ __forceinline__ acc_t load_row_grad(const RowGrid::Place& place, cons
 // Class indices whose gradients a lane adds up at a time, and the lanes that share those of a row.
 constexpr int kLaneIndices = 2;
 inline int lanes_of_sum(int64_t num_indices) {
-  return merging_lanes(ceil_div(num_indices, int64_t{kLaneIndices}));
+  return lanes_for(ceil_div(num_indices, int64_t{kLaneIndices}));
 }
 
-// TokenGradient::of_softmax of a row, in each of the lanes_of_sum() that share it. By all lanes of
-// a warp.
+// TokenGradient::of_softmax of a row, in each of the lanes_of_sum() that share it, in fp64: it
+// nearly cancels the grad_log_probs of a class. NaN if a class index is out of range. By all lanes
+// of a warp.
 template <typename acc_t>
 __device__ __forceinline__ double gradient_of_softmax(const TokenBackwardArgs& args,
                                                       const RowGrid::Place& place, int lane,
@@ -70,7 +71,7 @@ __device__ __forceinline__ double gradient_of_softmax(const TokenBackwardArgs& a
   return sum + of_lse;
 }
 
-// What the gradient of a row takes from memory beside the gradients at its indices.
+// What a row's gradient takes from memory besides of_softmax: its statistics and grad_entropy.
 template <typename acc_t>
 struct TokenNumbers {
   TokenStats<acc_t> stats;
@@ -87,8 +88,8 @@ struct TokenNumbers {
   }
 };
 
-// The gradient at a class index of mapped logit z. slope: of the map; sum: of the gradients of its
-// log-probabilities. gradient_of_softmax() is of fp64, as it nearly cancels that sum.
+// The gradient with respect to the logit of a class index. z: the mapped logit; slope: the map's
+// derivative there; sum: of the grad_log_probs of that class; of_softmax: gradient_of_softmax().
 template <typename acc_t>
 __device__ __forceinline__ acc_t gradient_at(const TokenBackwardArgs& args,
                                              const RowGrid::Place& place, acc_t z, acc_t slope,
@@ -98,41 +99,35 @@ __device__ __forceinline__ acc_t gradient_at(const TokenBackwardArgs& args,
   return gradient.at_index(z, static_cast<acc_t>(sum), common) * slope;
 }
 
-// TokenGradient::of_class() in few operations: what multiplies the exponential is
-// of_softmax + of_entropy ((max - z) - mean_distance), over the sum of exponentials.
+// TokenGradient::of_class() in few operations: exp(z - max) (at_max + per_unit (z - max) / unit)
+// with
+//   at_max = (of_softmax - of_entropy mean_distance) / sum, per_unit = -of_entropy unit / sum,
+// unit: RowTerm's.
 constexpr int kGradientNumbers = 3;
 template <typename scalar_t>
 struct TokenLogitGradient {
   using acc_t = acc_type_t<scalar_t>;
   using Term = RowTerm<scalar_t>;
   acc_t max = 0;
-  acc_t at_max = 0;    // that at the maximum
-  acc_t per_unit = 0;  // and for each unit of RowTerm above it
-  static_assert(kGradientNumbers == 3, "the three above");
-
-  // The derivative of a linear map is a factor of the last two; that of others is not.
-  template <typename Map>
-  static constexpr bool kHasSlope = std::is_same_v<Map, LinearMap<acc_t>>;
-  template <typename Map>
-  static LOSSOPS_HOST_DEVICE acc_t slope_of(const Map& map) {
-    return kHasSlope<Map> ? map.derivative(0) : acc_t(1);
-  }
+  acc_t at_max = 0;
+  acc_t per_unit = 0;
 
   template <int kCount, typename Map>
   __device__ __forceinline__ void replace(acc_t (&x)[kCount], const Map& map) const {
 #pragma unroll
     for (acc_t& value : x) {
-      const acc_t gradient = of_mapped(map.map(value));
-      value = kHasSlope<Map> ? gradient : gradient * map.derivative(value);
+      value = of_mapped(map.map(value)) * map.derivative(value);
     }
   }
 
  private:
   __device__ __forceinline__ acc_t of_mapped(acc_t z) const {
-    const acc_t difference = Term::bounded((z - max) * Term::kPerUnit);
+    const acc_t difference = Term::bounded(math::difference(z, max) * Term::kPerUnit);
     return Term::exp(difference) * math::product_plus(per_unit, difference, at_max);
   }
 };
+
+static_assert(sizeof(TokenLogitGradient<float>) == kGradientNumbers * sizeof(float));
 
 // Those that token_gradients_kernel has left, (rows,).
 template <typename scalar_t>
@@ -148,26 +143,23 @@ struct TokenGradients {
                                          const Gradient&) const {}
 };
 
-// The numbers of a TokenLogitGradient. unit: RowTerm's; slope: slope_of() the map.
+// The numbers of a TokenLogitGradient. unit: RowTerm's.
 template <typename acc_t>
 __device__ __forceinline__ void numbers_of(const TokenGradient<acc_t>& gradient, acc_t unit,
-                                           acc_t slope, acc_t (&numbers)[kGradientNumbers]) {
+                                           acc_t (&numbers)[kGradientNumbers]) {
   const acc_t of_entropy = gradient.of_entropy * gradient.inverse_sum;
   const acc_t of_softmax = gradient.of_softmax * gradient.inverse_sum;
   numbers[0] = gradient.stats.max;
-  numbers[1] =
-      math::difference_of_products(of_softmax, acc_t(1), of_entropy, gradient.stats.mean_distance) *
-      slope;
-  numbers[2] = -of_entropy * unit * slope;
+  numbers[1] = math::product_plus(-of_entropy, gradient.stats.mean_distance, of_softmax);
+  numbers[2] = -of_entropy * unit;
 }
 
-// Leaves what the kernels of gradients take of each row, (rows,) TokenLogitGradient, and what that
-// of class indices takes, (rows,) gradient_of_softmax(). lanes: lanes_of_sum().
+// Leaves of each row a TokenLogitGradient in of_rows, for row_gradients_kernel, and
+// gradient_of_softmax() in of_softmax, for token_classes_kernel. lanes: lanes_of_sum().
 template <typename acc_t>
 __global__ void __launch_bounds__(kRowThreads)
     token_gradients_kernel(const __grid_constant__ TokenBackwardArgs args,
-                           const __grid_constant__ RowSource source,
-                           const __grid_constant__ RowGrid grid, int lanes, acc_t unit, acc_t slope,
+                           const __grid_constant__ RowGrid grid, int lanes, acc_t unit,
                            acc_t* of_rows, double* of_softmax) {
   let_next_kernel_start();
   const uint32_t group = group_of_thread(lanes);
@@ -176,29 +168,29 @@ __global__ void __launch_bounds__(kRowThreads)
   const TokenNumbers<acc_t> of_row(args, place);
   const double sum = gradient_of_softmax<acc_t>(args, place, lane, lanes);
   if (lane == 0 && group < grid.groups) {
-    const bool counts = source.counts(place);
     of_softmax[place.row] = sum;
     acc_t numbers[kGradientNumbers];
-    numbers_of(of_row.gradient(static_cast<acc_t>(sum)), unit, slope, numbers);
+    numbers_of(of_row.gradient(static_cast<acc_t>(sum)), unit, numbers);
 #pragma unroll
     for (int i = 0; i < kGradientNumbers; ++i) {
-      of_rows[place.row * kGradientNumbers + i] = counts ? numbers[i] : acc_t(0);
+      of_rows[place.row * kGradientNumbers + i] = numbers[i];
     }
   }
 }
 
-// What token_classes_kernel does with the gradients at class indices. In place, they are computed
-// before the other gradients are written over the logits, and kept until these are.
-enum class AtIndices : int8_t { kRewrite, kKeep, kRestore };
+// What token_classes_kernel does. kRewrite: computes the gradients at class indices and writes
+// them. In place, kKeep computes them before the logits are overwritten, and kRestore writes them.
+enum class IndexPass : int8_t { kRewrite, kKeep, kRestore };
 
 // Rewrites the gradients at class indices. Those of repeated indices add up: the first of them
 // writes the sum. lanes: of a row; each repeats the work that a row has beside its indices.
-// of_softmax: what token_gradients_kernel leaves. kept: (rows, indices), unless kRewrite.
+// of_softmax: what token_gradients_kernel leaves. kept: (rows, indices), written by kKeep and read
+// by kRestore.
 template <typename acc_t>
 __global__ void __launch_bounds__(kRowThreads)
     token_classes_kernel(const __grid_constant__ TokenBackwardArgs args,
                          const __grid_constant__ RowSource source,
-                         const __grid_constant__ RowGrid grid, int lanes, AtIndices todo,
+                         const __grid_constant__ RowGrid grid, int lanes, IndexPass todo,
                          const double* of_softmax, double* kept) {
   const uint32_t group = group_of_thread(lanes);
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
@@ -224,7 +216,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
     if (is_first) {
       double value = 0;
-      if (todo == AtIndices::kRestore) {
+      if (todo == IndexPass::kRestore) {
         value = kept[place.row * args.num_indices + k];
       } else {
         const int64_t offset = place.offset(source.input) + c * source.class_stride;
@@ -234,7 +226,7 @@ __global__ void __launch_bounds__(kRowThreads)
               gradient_at(args, place, map.map(x), map.derivative(x), sum, of_softmax[place.row]);
         });
       }
-      if (todo == AtIndices::kKeep) {
+      if (todo == IndexPass::kKeep) {
         kept[place.row * args.num_indices + k] = value;
       } else {
         store_operand(args.grad_input,
@@ -249,13 +241,13 @@ template <typename scalar_t>
 struct FlatTokenGradient {
   using acc_t = acc_type_t<scalar_t>;
   TokenLogitGradient<scalar_t> of_logit;
-  int counts;         // 0: the row does not
+  bool counts;
   double of_softmax;  // gradient_of_softmax()
 
   template <int kCount>
   __device__ __forceinline__ void replace(acc_t (&x)[kCount], const LinearMap<acc_t>& map) const {
     of_logit.replace(x, map);
-    if (counts == 0) {
+    if (!counts) {
 #pragma unroll
       for (acc_t& value : x) {
         value = 0;
@@ -264,8 +256,11 @@ struct FlatTokenGradient {
   }
 };
 
-// As token_gradients_kernel and token_classes_kernel, for up to kFewIndices indices: the same bits.
+// A warp has the indices of a row.
 constexpr int64_t kFewIndices = kWarpSize;
+
+// Does what token_gradients_kernel and token_classes_kernel do, for up to kFewIndices indices and a
+// linear map, with the same bits.
 template <typename scalar_t>
 struct FlatTokenGradients {
   using Gradient = FlatTokenGradient<scalar_t>;
@@ -288,27 +283,27 @@ struct FlatTokenGradients {
     const TokenNumbers<acc_t> of_row(args, place);
     const double of_softmax = gradient_of_softmax<acc_t>(args, place, lane, sum_lanes);
     acc_t numbers[kGradientNumbers];
-    numbers_of(of_row.gradient(static_cast<acc_t>(of_softmax)), RowTerm<scalar_t>::kUnit,
-               TokenLogitGradient<scalar_t>::slope_of(map), numbers);
-    return {{numbers[0], numbers[1], numbers[2]}, counts ? 1 : 0, of_softmax};
+    numbers_of(of_row.gradient(static_cast<acc_t>(of_softmax)), RowTerm<scalar_t>::kUnit, numbers);
+    return {{numbers[0], numbers[1], numbers[2]}, counts, of_softmax};
   }
 
-  __device__ __forceinline__ AtIndex<acc_t> at_index(const RowGrid::Place& place,
-                                                     const Gradient& row, bool exists, int own,
-                                                     int k) const {
+  __device__ __forceinline__ IndexedGradient<acc_t> at_index(const RowGrid::Place& place,
+                                                             const Gradient& row, bool exists,
+                                                             int own, int k) const {
     const int64_t c = load_index(args, place, k);
-    const bool is_there = exists && row.counts != 0 && c >= 0 && c < args.num_classes;
+    const bool is_there = exists && row.counts && c >= 0 && c < args.num_classes;
     const acc_t grad = is_there ? load_grad<acc_t>(args, place, k) : acc_t(0);
     double sum = grad;
     bool is_first = true;
     if (args.num_indices > 1) {
       const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-      // Neither rows nor classes of short rows have more than 16 bits.
+      // own < 32 and c < 2^16, so the last bit marks lanes without an index: each is alone.
       const uint32_t key = is_there ? static_cast<uint32_t>(own) << 16 | static_cast<uint32_t>(c)
                                     : 0x80000000u | static_cast<uint32_t>(lane);
       uint32_t same = __match_any_sync(kAllLanes, key);
       is_first = __ffs(same) - 1 == lane;
       sum = 0;
+      // In the order of k, as token_classes_kernel adds them.
 #pragma unroll 1
       while (__any_sync(kAllLanes, same != 0)) {
         const acc_t next = __shfl_sync(kAllLanes, grad, same != 0 ? __ffs(same) - 1 : lane);

@@ -4,6 +4,7 @@
 // Forward leaves the states of each row's pieces; a small kernel after it merges them, reads the
 // logits at the class indices and writes the results. Backward is a small kernel for what is known
 // of each row, one that writes all gradients, and a small one that rewrites those at class indices.
+// Short rows mostly take one kernel forward and one backward.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -67,7 +68,8 @@ RowCut cut_of(const TokenArgs& args) {
   return RowCut::of(args.num_classes, element_size(args.input.dtype));
 }
 
-// fp64 and softcaps of short rows are rare, and spare their machine code.
+// Short rows of fp64 or with a softcap are rare. They take the general kernels, which saves machine
+// code.
 template <typename scalar_t, typename Map>
 constexpr bool kHasShortKernels = sizeof(scalar_t) < 8 && std::is_same_v<Map, LinearMap<float>>;
 
@@ -120,7 +122,7 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
       }
     }
     const RowCut cut = cut_of(args);
-    const int lanes = merging_lanes(cut.pieces);
+    const int lanes = lanes_for(cut.pieces);
     auto* const states = reinterpret_cast<typename Row::State*>(scratch);
     for_each_slice(args.rows, kMaxDividend / cut.pieces, [&](const RowSlice& slice) {
       const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
@@ -137,12 +139,14 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
   });
 }
 
-// Doubles of the TokenLogitGradient of all rows.
+// Doubles of scratch memory that the TokenLogitGradient of all rows take.
 static int64_t gradient_doubles(const TokenBackwardArgs& args) {
   return ceil_div(args.rows.numel * kGradientNumbers * element_size(stats_dtype(args)),
                   static_cast<int64_t>(sizeof(double)));
 }
 
+// Scratch memory has a TokenLogitGradient a row, of_softmax a row and, in place, a kept gradient an
+// index.
 int64_t token_backward_scratch(const TokenBackwardArgs& args) {
   if (takes_flat_gradients(args)) {
     return 0;
@@ -160,7 +164,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
   const int lanes = lanes_of_sum(args.num_indices);
   double* const of_softmax = scratch + gradient_doubles(args);
   double* const kept = of_softmax + args.rows.numel;
-  const AtIndices at_end = args.is_in_place() ? AtIndices::kRestore : AtIndices::kRewrite;
+  const IndexPass at_end = args.is_in_place() ? IndexPass::kRestore : IndexPass::kRewrite;
   visit_logits(args, args.map, [&](auto type, const auto& map) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Map = std::decay_t<decltype(map)>;
@@ -170,8 +174,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
       if (takes_flat_gradients(args)) {
         for_each_slice(args.rows, most_flat_rows(args.num_classes), [&](const RowSlice& slice) {
           const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
-          const FlatTokenGradients<scalar_t> rows{slice_of(slice, args), source, type, map,
-                                                  lanes_of_sum(args.num_indices)};
+          const FlatTokenGradients<scalar_t> rows{slice_of(slice, args), source, type, map, lanes};
           launch_flat_gradients_of(slice, rows, source, rows.args.grad_input, args.num_classes,
                                    type, map, stream);
         });
@@ -188,20 +191,19 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
       const TokenBackwardArgs own = slice_of(slice, args);
       const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
       const RowGrid rows(slice, 1);
-      const auto launch_classes = [&](AtIndices todo) {
+      const auto launch_classes = [&](IndexPass todo) {
         LaunchShape shape = {rows.blocks(lanes), kRowThreads};
-        shape.overlap = todo != AtIndices::kKeep;  // else the kernel before may write the logits
+        shape.overlap = true;
         if (args.grad_log_probs.data != nullptr) {
           launch_kernel("token_classes_kernel", token_classes_kernel<acc_t>, shape, stream, own,
                         source, rows, lanes, todo, of_softmax, kept);
         }
       };
       launch_kernel("token_gradients_kernel", token_gradients_kernel<acc_t>,
-                    {rows.blocks(lanes), kRowThreads}, stream, own, source, rows, lanes,
-                    RowTerm<scalar_t>::kUnit, Gradient::slope_of(map),
-                    reinterpret_cast<acc_t*>(scratch), of_softmax);
+                    {rows.blocks(lanes), kRowThreads}, stream, own, rows, lanes,
+                    RowTerm<scalar_t>::kUnit, reinterpret_cast<acc_t*>(scratch), of_softmax);
       if (args.is_in_place()) {
-        launch_classes(AtIndices::kKeep);
+        launch_classes(IndexPass::kKeep);
       }
       LaunchShape passing = {grid.blocks(kWarpSize), kRowThreads};
       passing.overlap = true;

@@ -78,7 +78,7 @@ __device__ __forceinline__ double mapped_logit(const TokenArgs& args, const RowS
 
 // Merges the states of each row's pieces, writes its statistics where a backward pass will come,
 // its log-probabilities, entropy and lse. Log-probabilities of class indices out of range are NaN.
-// lanes: merging_lanes(). What a row takes is computed in fp64: a kernel for all dtypes.
+// lanes: lanes_for(). What a row takes is computed in fp64: a kernel for all dtypes.
 static __global__ void __launch_bounds__(kRowThreads)
     token_values_kernel(const __grid_constant__ TokenForwardArgs args,
                         const __grid_constant__ RowSource source,
@@ -109,7 +109,7 @@ static __global__ void __launch_bounds__(kRowThreads)
   if (counts) {
     stats = {state.max, state.rest(), args.entropy.data != nullptr ? state.mean_distance() : 0.0};
   }
-  const TokenValues<double> values = stats.values();
+  const TokenNormalizer<double> normalizer = stats.normalizer();
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
 #pragma unroll 1
   for (int64_t k = lane; k < args.num_indices; k += lanes) {
@@ -119,7 +119,7 @@ static __global__ void __launch_bounds__(kRowThreads)
           load_class_index(args.index, place.offset(args.index) + k * args.index_stride);
       log_prob = math::quiet_nan<double>();
       if (c >= 0 && c < args.num_classes) {
-        log_prob = values.log_prob(
+        log_prob = normalizer.log_prob(
             mapped_logit(args, source, place.offset(source.input) + c * source.class_stride));
       }
     }
@@ -128,10 +128,11 @@ static __global__ void __launch_bounds__(kRowThreads)
   }
   if (lane == 0) {
     if (args.entropy.data != nullptr) {
-      store_value(args, args.entropy, place.offset(args.entropy), counts ? values.entropy() : 0.0);
+      store_value(args, args.entropy, place.offset(args.entropy),
+                  counts ? normalizer.entropy() : 0.0);
     }
     if (args.lse.data != nullptr) {
-      store_value(args, args.lse, place.offset(args.lse), counts ? values.lse() : 0.0);
+      store_value(args, args.lse, place.offset(args.lse), counts ? normalizer.lse() : 0.0);
     }
     if (args.row_stats != nullptr) {
       const DType dtype = stats_dtype(args);

@@ -78,9 +78,9 @@ struct EntropySoftmax : OnlineSoftmax<acc_t> {
   }
 };
 
-// What the values of a row follow from.
+// What the log-probabilities, the lse and the entropy of a row are computed from.
 template <typename acc_t>
-struct TokenValues {
+struct TokenNormalizer {
   acc_t max;
   acc_t log_sum;        // log1p(rest)
   acc_t mean_distance;  // D; 0 where no entropy is wanted
@@ -100,10 +100,10 @@ struct TokenValues {
 template <typename acc_t>
 struct TokenStats {
   acc_t max;
-  acc_t rest;
-  acc_t mean_distance;  // as above
+  acc_t rest;           // OnlineSoftmax::rest()
+  acc_t mean_distance;  // as in TokenNormalizer
 
-  LOSSOPS_HOST_DEVICE TokenValues<acc_t> values() const {
+  LOSSOPS_HOST_DEVICE TokenNormalizer<acc_t> normalizer() const {
     return {max, math::log1p(rest), mean_distance};
   }
 };
@@ -132,7 +132,7 @@ struct TokenGradient {
   LOSSOPS_HOST_DEVICE acc_t at_index(acc_t z, acc_t grad, acc_t common) const {
     const acc_t e = math::exp(math::difference(z, stats.max));
     const acc_t others = (acc_t(1) - e + stats.rest) * inverse_sum;
-    return grad * others + of_exp<true>(e, z, common);
+    return math::product_plus(grad, others, of_exp<true>(e, z, common));
   }
 
  private:
@@ -144,8 +144,9 @@ struct TokenGradient {
       return softmax * common;
     }
     // Where the softmax is 0, an infinite distance counts as 0.
-    const acc_t slope =
-        softmax == acc_t(0) ? acc_t(0) : of_entropy * ((stats.max - z) - stats.mean_distance);
+    const acc_t slope = softmax == acc_t(0)
+                            ? acc_t(0)
+                            : of_entropy * (-math::difference(z, stats.max) - stats.mean_distance);
     return softmax * (common + slope);
   }
 };
