@@ -91,7 +91,7 @@ __device__ __forceinline__ int copy_rows(const RowSource& source, const RowGrid&
     return 0;
   }
   if (plan.run_stride == 0) {
-#pragma unroll 2
+#pragma unroll 1
     for (int e = thread; e < rows * plan.num_classes; e += kRowThreads) {
       const auto r = static_cast<int>(plan.classes.quotient(static_cast<uint32_t>(e)));
       const int64_t c = e - r * plan.num_classes;
