@@ -159,7 +159,9 @@ inline double __hiloint2double(int high, int low) {
                                static_cast<uint32_t>(low));
 }
 inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return ::fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
