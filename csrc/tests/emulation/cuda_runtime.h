@@ -108,6 +108,21 @@ inline unsigned __ballot_sync(unsigned mask, int vote) {
 inline int __any_sync(unsigned mask, int vote) { return emulation::ballot(mask, vote != 0) != 0; }
 inline int __all_sync(unsigned mask, int vote) { return emulation::ballot(mask, vote == 0) == 0; }
 
+// The lanes of mask that have the same value.
+template <typename T>
+unsigned __match_any_sync(unsigned mask, T value) {
+  static_assert(sizeof(T) <= 8, "a value of up to 8 bytes");
+  uint64_t own = 0;
+  std::memcpy(&own, &value, sizeof(T));
+  uint64_t values[32] = {};
+  emulation::exchange(mask, own, values);
+  unsigned same = 0;
+  for (int i = 0; i < 32; ++i) {
+    same |= (mask >> i & 1u) != 0 && values[i] == own ? 1u << i : 0u;
+  }
+  return same;
+}
+
 // Within groups of `width` lanes. A source outside of the group is the lane itself.
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
@@ -159,8 +174,8 @@ inline double __hiloint2double(int high, int low) {
                                static_cast<uint32_t>(low));
 }
 inline double __dmul_rn(double a, double b) { return a * b; }
-inline double __dsub_rn(double a, double b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return ::fmaf(a, b, c); }
