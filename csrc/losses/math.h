@@ -252,11 +252,6 @@ __device__ __forceinline__ double product_plus(double a, double b, double c) {
   return ::fma(a, b, c);
 }
 
-// a - b, rounded by itself. Where a is a product, the compiler would otherwise make one
-// multiply-add of both, and a - b would not be 0 where b is the rounded a.
-__device__ __forceinline__ float difference(float a, float b) { return __fsub_rn(a, b); }
-__device__ __forceinline__ double difference(double a, double b) { return __dsub_rn(a, b); }
-
 // a b - c d with one rounding of the difference, the same wherever the compiler meets it.
 __device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {
   return ::fmaf(a, b, -::__fmul_rn(c, d));
@@ -589,11 +584,6 @@ LOSSOPS_HOST_DEVICE void add_exactly(acc_t& sum, acc_t x, acc_t& lost) {
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t product_plus(acc_t a, acc_t b, acc_t c) {
   return a * b + c;
-}
-
-template <typename acc_t>
-LOSSOPS_HOST_DEVICE acc_t difference(acc_t a, acc_t b) {
-  return a - b;
 }
 
 template <typename acc_t>

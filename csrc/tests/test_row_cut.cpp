@@ -133,7 +133,7 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
   CHECK(plan.pitch >= num_classes);
   CHECK(plan.in_vectors == (bytes % 16 == 0));
   CHECK(plan.run_stride == 0 || plan.run_stride == layout.row_stride);
-  // Of rows that follow one another: whole vectors at any distance of banks, others where no two
+  // Rows that follow one another are a run: whole vectors whatever their banks, others where no two
   // rows begin in the same.
   if (layout.row_stride == num_classes) {
     CHECK(plan.run_stride > 0 || (!plan.is_aligned && bytes % 8 == 0));

@@ -11,9 +11,10 @@
 //     // By all lanes of a warp. The result of the row's lane 0 counts.
 //     Gradient of(place, lane) const;
 //     int indices() const;  // class indices of a row, up to 32
-//     // Of class index k of the warp's row `own`; exists: else there is none. By all lanes of a
-//     // warp. The index is negative where nothing is to be written: it is out of range, or
-//     repeated. IndexedGradient at_index(place, const Gradient&, exists, own, k) const;
+//     // By all lanes of a warp: of class index k of the warp's row `own`, if that exists. The
+//     // index is negative where nothing is to be written: it is out of range, or repeated.
+//
+//     IndexedGradient at_index(place, const Gradient&, exists, own, k) const;
 //   };
 //   struct Gradient {                        // trivially copyable: it lies in shared memory
 //     void replace(acc_t (&x)[kCount], map) const;  // logits by their gradients
@@ -151,10 +152,10 @@ class FlatVectors {
     if (!plan.is_whole(vector) || layout == FlatLogits::kApart) {
       return nullptr;
     }
-    const int row = plan.row_of(first);
-    const int c = first - row * static_cast<int>(plan.classes.value);
     const scalar_t* found = logits + first;
     if (layout != FlatLogits::kInRun) {
+      const int row = plan.row_of(first);
+      const int c = first - row * static_cast<int>(plan.classes.value);
       if (c + kVectorSize<scalar_t> > static_cast<int>(plan.classes.value)) {
         return nullptr;
       }

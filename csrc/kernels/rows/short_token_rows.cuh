@@ -72,8 +72,9 @@ __device__ __forceinline__ int phase_of(const scalar_t* row, const ShortRows& pl
   return plan.has_phases ? static_cast<int>(address % kVectorBytes / sizeof(scalar_t)) : 0;
 }
 
-// Copies this thread's share of the block's rows to shared memory, and waits for it. Returns the
-// phase of the first row of a run; 0 where rows are copied alone.
+// Starts to copy this thread's share of the block's rows to shared memory, until
+// wait_for_own_copies(). Returns the phase of the first row of a run; 0 where rows are copied
+// alone.
 template <typename scalar_t>
 __device__ __forceinline__ int copy_rows(const RowSource& source, const RowGrid& grid,
                                          const ShortRows& plan, int rows, RowVector* shared) {
@@ -87,7 +88,6 @@ __device__ __forceinline__ int copy_rows(const RowSource& source, const RowGrid&
       copy_row(row, phase_of(row, plan), plan, thread & (plan.lanes - 1),
                shared + own * (plan.pitch / kSize));
     }
-    wait_for_own_copies();
     return 0;
   }
   if (plan.run_stride == 0) {
@@ -124,7 +124,6 @@ __device__ __forceinline__ int copy_rows(const RowSource& source, const RowGrid&
       copies[phase + e] = first[e];
     }
   }
-  wait_for_own_copies();
   return phase;
 }
 
@@ -285,6 +284,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
       index_row < rows && index_lane < args.num_indices ? load_index(place, index_lane) : -1;
 
   const int phase = copy_rows<scalar_t>(source, grid, plan, rows, shared);
+  wait_for_own_copies();
   __syncthreads();
   const uint32_t flip = changes_signs ? sign_bits<scalar_t>(0) : 0;
   if (changes_signs) {

@@ -122,7 +122,7 @@ struct TokenLogitGradient {
 
  private:
   __device__ __forceinline__ acc_t of_mapped(acc_t z) const {
-    const acc_t difference = Term::bounded(math::difference(z, max) * Term::kPerUnit);
+    const acc_t difference = Term::bounded(mapped_difference(z, max) * Term::kPerUnit);
     return Term::exp(difference) * math::product_plus(per_unit, difference, at_max);
   }
 };

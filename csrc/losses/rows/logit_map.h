@@ -70,6 +70,22 @@ struct SoftcapMap {
   }
 };
 
+// z - max of a mapped logit and the row's largest, rounded by itself. A map ends in a product, and
+// the compiler would make one multiply-add of that and the difference: the largest logit would then
+// differ from itself.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE acc_t mapped_difference(acc_t z, acc_t max) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(acc_t) == 4) {
+    return __fsub_rn(z, max);
+  } else {
+    return __dsub_rn(z, max);
+  }
+#else
+  return z - max;
+#endif
+}
+
 // Calls body with the map of a call: run-time values become a type here.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "losses/math.h"
+#include "losses/rows/logit_map.h"
 #include "losses/rows/softmax_state.h"
 
 namespace lossops {
@@ -85,7 +86,7 @@ struct TokenNormalizer {
   acc_t log_sum;        // log1p(rest)
   acc_t mean_distance;  // D; 0 where no entropy is wanted
 
-  LOSSOPS_HOST_DEVICE acc_t log_prob(acc_t z) const { return math::difference(z, max) - log_sum; }
+  LOSSOPS_HOST_DEVICE acc_t log_prob(acc_t z) const { return mapped_difference(z, max) - log_sum; }
   // -inf of a row of -inf only.
   LOSSOPS_HOST_DEVICE acc_t lse() const { return max + log_sum; }
   // A row of -inf only, or of NaN, has no softmax, and its entropy is NaN.
@@ -130,7 +131,7 @@ struct TokenGradient {
   // Of a class among the indices; grad: the sum of their grad_log_prob; common: of_softmax + grad,
   // added up in fp64, as they nearly cancel. 1 - softmax is computed from the other classes.
   LOSSOPS_HOST_DEVICE acc_t at_index(acc_t z, acc_t grad, acc_t common) const {
-    const acc_t e = math::exp(math::difference(z, stats.max));
+    const acc_t e = math::exp(mapped_difference(z, stats.max));
     const acc_t others = (acc_t(1) - e + stats.rest) * inverse_sum;
     return math::product_plus(grad, others, of_exp<true>(e, z, common));
   }
@@ -146,7 +147,7 @@ struct TokenGradient {
     // Where the softmax is 0, an infinite distance counts as 0.
     const acc_t slope = softmax == acc_t(0)
                             ? acc_t(0)
-                            : of_entropy * (-math::difference(z, stats.max) - stats.mean_distance);
+                            : of_entropy * (-mapped_difference(z, stats.max) - stats.mean_distance);
     return softmax * (common + slope);
   }
 };
