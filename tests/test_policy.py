@@ -168,23 +168,13 @@ def test_other_options() -> None:
     assert none["name"] == "long_rows"
     assert not none["writes_gradient"]
     assert none["backward"] == "team_rows"
-    # The tile kernel computes the gradient of short half-type rows from the logits, at any address.
-    for classes, backward in (
-        (2, "tiles"),
-        (1000, "tiles"),
-        (1001, "tiles"),
-        (1281, "flat_gradients"),
-        (2048, "flat_gradients"),
-        (2056, "team_rows"),
-    ):
-        for stride in (classes, classes + 8):
-            options = {"reduction": "none", "strides": (stride, 1), "gradient": True}
-            short = _plan.plan((64, classes), "bf16", **options, device="h200")
-            assert short["backward"] == backward
-    # Tiles copy fp32 rows with gaps word by word, which is slower than a backward pass by vectors.
-    for stride, backward in ((100, "float_tiles"), (101, "flat_gradients")):
-        options = {"reduction": "none", "strides": (stride, 1), "gradient": True}
-        assert _plan.plan((64, 100), "fp32", **options, device="h200")["backward"] == backward
+    # Rows of at most 4 KB have a backward kernel of their own, wherever they lie.
+    for dtype, longest in (("bf16", 2048), ("fp32", 1024)):
+        for classes in (2, 10, 100, 1001, longest, longest + 8):
+            for stride in (classes, classes + 1, classes + 8):
+                options = {"reduction": "none", "strides": (stride, 1), "gradient": True}
+                short = _plan.plan((64, classes), dtype, **options, device="h200")
+                assert (short["backward"] == "short_gradients") == (classes <= longest)
 
 
 def test_parameters_follow_the_device() -> None:

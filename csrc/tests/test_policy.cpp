@@ -444,7 +444,7 @@ void test_gradients_of_rows() {
     args.grad_input_class_stride = args.input_class_stride;
     for (const NamedDevice& device : kNamedDevices) {
       const auto plan = plan_again(args, device.limits);
-      CHECK(!plan || kPolicy[static_cast<int>(plan->family)].again >= Again::kForRowsInVectors);
+      CHECK(!plan || kPolicy[static_cast<int>(plan->family)].again >= Again::kForEachRow);
     }
   }
 }

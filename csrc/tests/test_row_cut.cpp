@@ -125,11 +125,17 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
     default:  // anywhere
       break;
   }
-  const ShortRows plan(num_classes, element_bytes, layout);
-  CHECK(plan.lanes <= 32 && plan.rows * plan.lanes == kRowThreads);
+  const auto most_turns = static_cast<int>(draw(1, ShortRows::kMostTurns));
+  const ShortRows plan(num_classes, element_bytes, layout, most_turns);
+  CHECK(plan.lanes <= 32 && plan.turn_rows * plan.lanes == kRowThreads);
+  const int turns = plan.rows / plan.turn_rows;
+  CHECK(0 < turns && turns <= (plan.lanes == 1 ? most_turns : 1));
+  CHECK(plan.rows == turns * plan.turn_rows);
   CHECK(plan.rows * bytes <= ShortRows::kBlockBytes);
   const int64_t pitch_bytes = plan.pitch * element_bytes;
   CHECK(plan.rows * pitch_bytes + 16 <= ShortRows::kSharedBytes);
+  // One more would not fit.
+  CHECK(plan.lanes > 1 || turns == most_turns || (turns + 1) * pitch_bytes > ShortRows::kLaneBytes);
   CHECK(plan.pitch >= num_classes);
   CHECK(plan.in_vectors == (bytes % 16 == 0));
   CHECK(plan.run_stride == 0 || plan.run_stride == layout.row_stride);
@@ -167,36 +173,6 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
   CHECK(plan.lanes == 1 || plan.lanes / 2 * ShortRows::kLaneBytes < bytes);
   const int64_t rows = draw(1, 10000);
   CHECK(plan.blocks(rows) * plan.rows >= rows && (plan.blocks(rows) - 1) * plan.rows < rows);
-}
-
-// Tiles have every vector of a run once, and know the rows of their elements.
-void check_tiles(int64_t rows, int64_t num_classes, int64_t element_bytes) {
-  const int size = 1 << vector_shift_of(element_bytes);
-  const int head = static_cast<int>(draw(0, size - 1));
-  const FlatTiles plan(rows, num_classes, element_bytes, head);
-  const int64_t blocks = plan.blocks();
-  std::vector<int> taken(rows * num_classes);
-  CHECK(0 < plan.vectors && plan.vectors <= FlatTiles::kThreads * FlatTiles::kThreadVectors);
-  for (int number = 0; number < blocks; ++number) {
-    const FlatTiles::Tile tile = plan.tile(number);
-    CHECK(tile.rows <= FlatTiles::kMostRows);
-    for (int v = tile.first_vector; v < tile.end_vector; ++v) {
-      const int first = plan.first_element(v);
-      CHECK((first + head) % size == 0);
-      int present = 0;
-      for (int e = first; e < first + size; ++e) {
-        if (e < 0 || e >= plan.elements) {
-          continue;
-        }
-        ++taken[e];
-        ++present;
-        const int64_t row = e / num_classes;
-        CHECK(tile.first_row <= row && row < tile.first_row + tile.rows);
-      }
-      CHECK(plan.is_whole(v) == (present == size));
-    }
-  }
-  CHECK(all_once(taken));
 }
 
 // Slices of few rows have every row of a space once, where its operand has it.
@@ -273,7 +249,6 @@ int main() {
       cuda::check_short_rows(c, element_bytes);
       if (c > 0) {
         cuda::check_parts(cuda::draw(1, 10000), c, element_bytes);
-        cuda::check_tiles(cuda::draw(1, c < 100 ? 600 : 20), c, element_bytes);
       }
     }
   }
@@ -282,12 +257,6 @@ int main() {
   const cuda::RowCut longest = cuda::RowCut::of((cuda::kMostVectors + 1) * 8 - 1, 2);
   CHECK(int64_t{longest.pieces} * longest.piece_vectors() >= longest.vectors);
   CHECK(longest.position(longest.vectors - 1) == longest.vectors - 1);
-  test::subject() = "the longest run";
-  const int64_t rows = cuda::FlatTiles::kMostElements / 3;
-  const cuda::FlatTiles run(rows, 3, 2, 7);
-  const cuda::FlatTiles::Tile last = run.tile(static_cast<int>(run.blocks() - 1));
-  CHECK(last.first_row + last.rows == rows);
-  CHECK(last.end_vector > last.first_vector && run.first_element(last.end_vector) > 0);
   for (int n = 0; n < 300; ++n) {
     test::subject() = "slices " + std::to_string(n);
     cuda::check_drawn_slices();

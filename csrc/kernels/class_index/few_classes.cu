@@ -261,7 +261,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
   };
   int weighted = args.weight != nullptr ? 1 : 0;
   int leaves_stats = args.row_stats != nullptr ? 1 : 0;
-  asm volatile("" : "+r"(weighted), "+r"(leaves_stats));  // else loaded for each row
+  int leaves_losses = args.reduction == Reduction::kNone ? 1 : 0;
+  asm volatile("" : "+r"(weighted), "+r"(leaves_stats), "+r"(leaves_losses));  // once, not a row
   const RowStats<float> stats(args.row_stats, args.rows.numel);
   float* max_of_row = stats.max + first_row + lane;
   float* rest_of_row = stats.rest + first_row + lane;
@@ -420,11 +421,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
         }
       }
       const bool exists = r < rows_left;
-      float row_scale = scale;
-      if (kGradient && kAny && exists) {
-        row_scale = grad_output.scale_of_row(first_row + step_row + r, scale);
-      }
-      const auto finished = reduced.template finish<false>(x_at_index, row_scale, weight);
+      const auto finished = reduced.template finish<false>(x_at_index, scale, weight);
       float loss = finished.loss;
       if (!usual && index < 0) {
         loss = gradient_without_loss(index);
@@ -438,13 +435,17 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
         max_of_row += kWarpSize;
         rest_of_row += kWarpSize;
       }
-      if (kAny && !kGradient && args.reduction == Reduction::kNone && exists) {
-        store_operand<float>(args.output,
-                             row_offset(args.rows, args.output, first_row + step_row + r), loss);
+      if (!kGradient && leaves_losses && exists) {
+        const int64_t row = first_row + step_row + r;
+        if constexpr (kAny) {
+          store_operand<float>(args.output, row_offset(args.rows, args.output, row), loss);
+        } else {
+          static_cast<float*>(args.output.data)[row] = loss;
+        }
       }
       partial.sum += static_cast<double>(loss);
       if constexpr (kGradient) {
-        const LogitGradient<float, true> gradient(finished.softmax, row_scale * weight);
+        const LogitGradient<float, true> gradient(finished.softmax, scale * weight);
         float least = x_at_index;
 #pragma unroll
         for (int k = 0; k < kMost; ++k) {
@@ -516,11 +517,17 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
     }
   } else {
     partial = block_total(partial);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && args.reduction != Reduction::kNone) {
       partials[blockIdx.x] = partial;
     }
   }
 #endif
+}
+
+// Whether the losses of "none" follow one another, in fp32.
+bool losses_are_in_line(const CrossEntropyForwardArgs& args) {
+  return args.output.dtype == DType::kFloat32 &&
+         (args.rows.ndim == 0 || (args.rows.ndim == 1 && args.output.strides[0] == 1));
 }
 
 // f of the number of classes as a constant.
@@ -558,8 +565,8 @@ void launch_few_classes(const CrossEntropyForwardArgs& args, const RowPlan& plan
   const bool usual = shape.input_in_vectors &&
                      (gradient ? denominator.indices != nullptr && shape.gradient_in_vectors
                                : targets_are_in_vectors(args)) &&
-                     args.reduction != Reduction::kNone && blocks > 1 &&
-                     (args.weight == nullptr || args.weight_dtype == DType::kFloat32);
+                     (args.reduction != Reduction::kNone || losses_are_in_line(args)) &&
+                     blocks > 1 && (args.weight == nullptr || args.weight_dtype == DType::kFloat32);
   const auto launch = [&](auto kernel) {
     launch_kernel("cross_entropy_forward_few_kernel", kernel,
                   {blocks, kThreads, plan.shared_bytes, 1,

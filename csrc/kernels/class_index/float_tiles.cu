@@ -276,8 +276,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       reduced = IndexRow::of(RowTerms<true>(max), max, others, x_at_index);
     }
     const float weight = row_weight(args, index);
-    const float scale =
-        kGradient && exists ? grad_output.scale_of_row(first_row + own_row, unit.get()) : 0;
+    const float scale = unit.get();
     const auto finished = reduced.template finish<false>(x_at_index, scale, weight);
     if (exists && member == 0) {
       const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);

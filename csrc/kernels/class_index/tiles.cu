@@ -113,13 +113,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   // This lane's next row.
   const int first_of_tile = lane / kTeam;
   int64_t next_target = args.ignore_index;
-  float next_scale = 0;
-  float scale = 0;  // the common factor of gradients; not used if each row has a grad_output
-  const auto load_scale = [&](int r) {
-    if (kGradient && r < rows) {
-      next_scale = grad_output.scale_of_row(first_row + r, scale);
-    }
-  };
+  float scale = 0;  // the common factor of gradients
   const auto start = [&] {
     rows = static_cast<int>(min(int64_t{tile_rows}, args.rows.numel - first_row));
     next_target = load_target(first_of_tile);
@@ -207,7 +201,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       unit.wait(args, denominator);
       scale = unit.get();
     }
-    load_scale(first_of_tile);
     if (!in_bulk) {
       wait_for_own_copies();
     } else if (!by_words) {
@@ -223,8 +216,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     for (int r = first_of_tile; r - first_of_tile < rows; r += kRowsAtATime) {
       const int index = checked_index(args, next_target);
       next_target = load_target(r + kRowsAtATime);
-      const float row_scale = next_scale;
-      load_scale(r + kRowsAtATime);
       scalar_t* const own = elements + phase + r * pitch;
       // The last class takes the place of the class index, and the row ends before it.
       const int num_others = index >= 0 ? num_classes - 1 : 0;
@@ -337,7 +328,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         }
       }
       const float weight = row_weight(args, index);
-      const auto finished = reduced.template finish<true>(x_at_index, row_scale, weight);
+      const auto finished = reduced.template finish<true>(x_at_index, scale, weight);
       const bool exists = r < rows;
       if (member == 0 && exists) {
         const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
@@ -418,7 +409,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           if (finished.has_plain_gradient) {
             write(num_others, PlainGradient{finished.softmax.factor});
           } else {
-            write(num_others, LogitGradient<float, false>(finished.softmax, row_scale * weight));
+            write(num_others, LogitGradient<float, false>(finished.softmax, scale * weight));
           }
         } else if (exists) {
           write(num_classes, ConstantGradient{gradient_without_loss(index)});

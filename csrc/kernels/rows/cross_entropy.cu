@@ -187,8 +187,8 @@ void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, double*
     return launch_forward_again(args, *plan, stream);
   }
   switch (choose_backward(args)) {
-    case BackwardFamily::kFlatGradients:
-      return launch_flat_gradients(args, stream);
+    case BackwardFamily::kShortGradients:
+      return launch_short_gradients(args, stream);
     case BackwardFamily::kIndexGradients:
       return launch_index_gradients(args, stream);
     case BackwardFamily::kPlaneGradients:

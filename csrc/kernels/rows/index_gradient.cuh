@@ -4,6 +4,7 @@
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/row_gradient.cuh"
+#include "kernels/rows/row_pass.cuh"
 
 namespace lossops::cuda {
 
@@ -88,10 +89,13 @@ struct IndexGradient {
     return index >= 0 ? of_logit.are_zero() : at_index == 0.0f;
   }
 
+  __device__ __forceinline__ IndexedGradient<float> indexed() const { return {index, at_index}; }
+
   template <int kCount>
   __device__ __forceinline__ void replace(float (&x)[kCount], const NoMap& /*map*/ = {}) const {
     of_logit.replace(x);
     if (index < 0) {
+      keep_apart();  // else a choice for each element
 #pragma unroll
       for (float& value : x) {
         value = at_index;
@@ -100,18 +104,46 @@ struct IndexGradient {
   }
 };
 
-// The IndexGradient of a row whose statistics forward has left. The offsets are those of the row.
+// What memory has of a row beside its logits: statistics that forward has left, the target, the
+// grad_output. The offsets are those of the row.
+struct IndexRowNumbers {
+  int64_t index;  // as it is in memory
+  float max;
+  float rest;
+  float scale;
+
+  IndexRowNumbers() = default;
+  __device__ __forceinline__ IndexRowNumbers(const CrossEntropyBackwardArgs& args, int64_t row,
+                                             int64_t target_offset, int64_t grad_output_offset)
+      : index(load_class_index(args.target, target_offset)) {
+    const RowStats<float> stats(const_cast<void*>(args.row_stats), args.rows.numel);
+    max = stats.max[row];
+    rest = stats.rest[row];
+    scale = row_scale<float>(args, grad_output_offset);
+  }
+
+  // logit_of(c): the logit of class c.
+  template <bool kExact, typename LogitOf>
+  __device__ __forceinline__ IndexGradient<kExact> gradient(const CrossEntropyBackwardArgs& args,
+                                                            const LogitOf& logit_of) const {
+    const RowTarget<float> target(args, index, 0);
+    const RowGradient<float, false, kExact> gradient(
+        args, target, kept_summary(max, rest, target, logit_of), scale);
+    return target.has_loss() ? IndexGradient<kExact>::of(gradient.logit_gradient, gradient.at_index,
+                                                         static_cast<int>(target.index))
+                             : IndexGradient<kExact>::without_loss(gradient.without_loss());
+  }
+};
+
+// The IndexGradient of a row.
 template <bool kExact>
 __device__ __forceinline__ IndexGradient<kExact> index_gradient(
     const CrossEntropyBackwardArgs& args, int64_t row, int64_t input_offset, int64_t target_offset,
     int64_t grad_output_offset) {
-  const RowTarget<float> target(args, target_offset);
-  const RowGradient<float, false, kExact> gradient(
-      args, target, load_summary<false>(args, target, row, input_offset),
-      row_scale<float>(args, grad_output_offset));
-  return target.has_loss() ? IndexGradient<kExact>::of(gradient.logit_gradient, gradient.at_index,
-                                                       static_cast<int>(target.index))
-                           : IndexGradient<kExact>::without_loss(gradient.without_loss());
+  const IndexRowNumbers numbers(args, row, target_offset, grad_output_offset);
+  return numbers.gradient<kExact>(args, [&](int64_t c) {
+    return load_operand<float>(args.input, input_offset + c * args.input_class_stride);
+  });
 }
 
 }  // namespace lossops::cuda

@@ -1,5 +1,5 @@
 // Gradients of cross entropy with class indices, by two kernels of the machine of rows. policy.cpp
-// chooses flat_gradients_kernel for short rows, and row_gradients_kernel for long ones of which
+// chooses short_gradients_kernel for short rows, and row_gradients_kernel for long ones of which
 // logits or gradients are not aligned.
 //
 // A gradient depends on its own logit and on what forward left of the row. So it has the same bits
@@ -10,12 +10,12 @@
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
-#include "kernels/rows/flat_gradients.cuh"
 #include "kernels/rows/index_gradient.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_pass.cuh"
+#include "kernels/rows/short_gradients.cuh"
 #include "launchers.h"
 
 namespace lossops::cuda {
@@ -33,17 +33,17 @@ struct IndexGradients {
                                   place.offset(args.target), place.offset(args.grad_output));
   }
 
-  // For flat_gradients_kernel.
+  // For short_gradients_kernel.
+  using Numbers = IndexRowNumbers;
+  static constexpr bool kManyIndices = false;
   __device__ __forceinline__ int lanes() const { return 1; }
-  __device__ __forceinline__ Gradient of(const RowGrid::Place& place, int /*lane*/) const {
-    return of(place);
-  }
   __device__ __forceinline__ int indices() const { return 1; }
-  __device__ __forceinline__ IndexedGradient<float> at_index(const RowGrid::Place& /*place*/,
-                                                             const Gradient& gradient,
-                                                             bool /*exists*/, int /*own*/,
-                                                             int /*k*/) const {
-    return {gradient.index, gradient.at_index};
+  __device__ __forceinline__ Numbers load(const RowGrid::Place& place, int /*lane*/) const {
+    return {args, place.row, place.offset(args.target), place.offset(args.grad_output)};
+  }
+  template <typename LogitOf>
+  __device__ __forceinline__ Gradient of(const Numbers& numbers, const LogitOf& logit_of) const {
+    return numbers.gradient<kExact>(args, logit_of);
   }
 
   // The class index once more, by the warp that wrote it.
@@ -95,15 +95,16 @@ void launch_index_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t s
   });
 }
 
-void launch_flat_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
+void launch_short_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream) {
   visit_type(args, [&](auto type) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Gradients = IndexGradients<kExactExponentials<scalar_t>>;
-    for_each_slice(args.rows, most_flat_rows(args.num_classes), [&](const RowSlice& slice) {
+    for_each_slice(args.rows, kMaxDividend, [&](const RowSlice& slice) {
       const Gradients rows{slice_of(slice, args)};
       const RowSource source(slice, args.input, args.input_class_stride, Operand{});
-      launch_flat_gradients_of(slice, rows, source, rows.args.grad_input, args.num_classes, type,
-                               NoMap{}, stream);
+      launch_short_gradients_of(slice, rows, source, rows.args.grad_input,
+                                args.grad_input_class_stride, args.num_classes, 1, type, NoMap{},
+                                stream);
     });
   });
 }

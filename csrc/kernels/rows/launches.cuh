@@ -35,7 +35,7 @@ void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t s
 // Of a backward pass: fp32 and half types, class indices, contiguous classes of logits and
 // gradients, which do not share memory.
 void launch_index_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
-// Gradients of class indices, of logits in any layout. The gradients are a run of rows.
-void launch_flat_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
+// The same of rows of at most 4 KB, and where the gradients are written over the logits.
+void launch_short_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 
 }  // namespace lossops::cuda

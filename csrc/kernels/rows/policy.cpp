@@ -102,7 +102,7 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) {
        return p.hopper_fp32 && p.indices && p.classes >= 2 && p.classes <= few_classes::kMaxClasses;
      },
-     few_classes::plan, always, Again::kForRowsInVectors, never},
+     few_classes::plan, always, Again::kForAll, never},
     {Family::kFloatTiles, "float_tiles", "class_index/float_tiles.cu",
      "fp32, up to 500 classes, class indices; with Hopper not 2 to 15 classes",
      "a warp copies a tile of rows, with Hopper in bulk, writes their gradients over them and "
@@ -112,7 +112,7 @@ const PolicyRow kPolicy[kFamilies] = {
      "/ 291 us. Without Hopper 1048576x100 by a thread a row .25 / .27, 524288x256 by team rows "
      ".53 / .55; this .91 / .88, .92 / .89",
      [](P p) { return p.contiguous_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
-     float_tiles::plan, always, Again::kForRowsInVectors, never},
+     float_tiles::plan, always, Again::kForAll, never},
     {Family::kTiles, "tiles", "class_index/tiles.cu",
      "fp16 and bf16, class indices, to 2000 bytes; to 2560 where rows are not whole vectors",
      "a warp copies a tile of rows, with Hopper in bulk where they need no padding or are long; "
@@ -124,7 +124,7 @@ const PolicyRow kPolicy[kFamilies] = {
        return p.contiguous_half && p.indices &&
               (p.bytes < kMinStagedBytes || (p.bytes <= tiles::kMaxRowBytes && !p.whole_vectors));
      },
-     tiles::plan, always, Again::kForEachRow, always},
+     tiles::plan, always, Again::kForAll, always},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
      "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
      "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its "
@@ -267,26 +267,15 @@ std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
   if (args.kept) {
     return plan;
   }
-  // kForRowsInVectors: other rows would be copied word by word twice. Step of "none", fp32
-  // 228035x128 padded by 3: .19 of the floor by float_tiles in a run that may have been disturbed,
-  // .27 by flat_gradients_kernel. (H200, 2026-11)
   const Again again = kPolicy[static_cast<int>(plan.family)].again;
-  const bool takes_rows = again == Again::kForEachOfAnyRows ||
-                          (again == Again::kForEachRow && args.rows.ndim <= 1) ||
-                          (again == Again::kForRowsInVectors &&
-                           rows_follow_in_vectors(args, args.input, args.input_class_stride));
+  const bool takes_rows =
+      again == Again::kForEachOfAnyRows || (again == Again::kForEachRow && args.rows.ndim <= 1);
   return takes_rows ? std::make_optional(plan) : std::nullopt;
 }
 
 // A warp a part of a row would leave most of its lanes without work on shorter rows. A choice, not
 // measured.
 constexpr int64_t kLeastGradientBytes = 1024;
-// The longest row that flat_gradients_kernel takes. A team a row was at .13 to .25 of the floor for
-// rows of 34 to 586 bytes, a thread a row at .18 for 60 bytes, and a team still at .43 for 1516 and
-// .41 for 3498; of long rows it is at .59 to .61, where .667 is the limit (steps of "none", H200,
-// 2026-11). So the bound is a choice, not measured.
-constexpr int64_t kMostFlatBytes = 4096;
-
 BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
   if (plane_gradients::takes(args)) {
     return BackwardFamily::kPlaneGradients;
@@ -294,11 +283,13 @@ BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
   const int64_t row_bytes = args.num_classes * element_size(args.input.dtype);
   // What the kernels of index_gradients.cu take; more dimensions would be a launch for each index.
   const bool is_plain = !args.dense() && !args.acc_double && args.input.dtype != DType::kFloat64 &&
-                        !args.kept && args.grad_target.data == nullptr && args.rows.ndim <= 2 &&
-                        args.grad_input.data != args.input.data;
-  if (is_plain && row_bytes <= kMostFlatBytes && args.input_class_stride == 1 &&
-      is_run(args.rows, args.grad_input, args.grad_input_class_stride, args.num_classes)) {
-    return BackwardFamily::kFlatGradients;
+                        !args.kept && args.grad_target.data == nullptr && args.rows.ndim <= 2;
+  // A team a row was at .13 to .25 of the floor for rows of 34 to 586 bytes, a thread a row at .18
+  // for 60 bytes, and a team still at .43 for 1516 and .41 for 3498; of long rows it is at .59 to
+  // .61, where .667 is the limit (steps of "none", H200, 2026-11).
+  if (is_plain && ShortRows::are_short(args.num_classes, element_size(args.input.dtype)) &&
+      args.input_class_stride == 1 && args.grad_input_class_stride == 1) {
+    return BackwardFamily::kShortGradients;
   }
   if (!rows_are_contiguous(args, kFewClassesBackward) || args.grad_input_class_stride != 1) {
     return BackwardFamily::kStridedRows;
@@ -307,15 +298,16 @@ BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
   // floor, 8192x151936 .63 (H200, 2026-11).
   const bool is_aligned =
       rows_are_aligned(args, args.input) && rows_are_aligned(args, args.grad_input);
-  return is_plain && row_bytes >= kLeastGradientBytes && !is_aligned
+  const bool is_in_place = args.grad_input.data == args.input.data;
+  return is_plain && row_bytes >= kLeastGradientBytes && !is_aligned && !is_in_place
              ? BackwardFamily::kIndexGradients
              : BackwardFamily::kTeamRows;
 }
 
 const char* name_of(BackwardFamily family) {
   switch (family) {
-    case BackwardFamily::kFlatGradients:
-      return "flat_gradients";
+    case BackwardFamily::kShortGradients:
+      return "short_gradients";
     case BackwardFamily::kIndexGradients:
       return "index_gradients";
     case BackwardFamily::kPlaneGradients:

@@ -13,10 +13,9 @@ namespace lossops::cuda {
 // Whether a kernel of forward computes its gradient again in a backward pass.
 enum class Again : int8_t {
   kNever,
-  kForAll,  // for one grad_output of all rows, where forward kept the gradient for another
-  kForRowsInVectors,  // also for a grad_output of each row, if rows are a run of vectors
-  kForEachRow,        // also for a grad_output of each row, of one dimension
-  kForEachOfAnyRows   // also for a grad_output of each row, of any dimensions
+  kForAll,           // for one grad_output of all rows, where forward kept the gradient for another
+  kForEachRow,       // also for a grad_output of each row, of one dimension
+  kForEachOfAnyRows  // also for a grad_output of each row, of any dimensions
 };
 
 // A row of the table. The first row that takes a problem decides.
@@ -52,7 +51,7 @@ std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args, const De
 
 // What takes the rows of a backward pass of its own, which reads what forward left of them.
 enum class BackwardFamily : int8_t {
-  kFlatGradients,   // flat_gradients.cuh: a block a tile of short rows
+  kShortGradients,  // short_gradients.cuh: a block copies short rows
   kIndexGradients,  // index_gradients.cu
   kPlaneGradients,  // plane_gradients.cu
   kTeamRows,        // a team of threads a row

@@ -246,10 +246,10 @@ struct RowPart {
   }
 };
 
-// How short rows are dealt out in a forward pass: a block copies rows to shared memory, and gives
-// each some lanes of a warp, which take its elements in turn. The lanes and the rows of a block
-// follow from the number of classes and the size of a logit alone, like a RowCut, for the same bits
-// in any batch and layout. How rows are copied also follows from how they lie.
+// How short rows are dealt out: a block copies rows to shared memory, and gives each some lanes of
+// a warp, which take its elements in turn. The lanes of a row, and what each takes, follow from the
+// number of classes and the size of a logit alone, like a RowCut, for the same bits in any batch
+// and layout. How rows are copied also follows from how they lie.
 struct ShortRows {
   // A row has a lane for each so many bytes. What a row costs beside its elements is multiplied by
   // its lanes.
@@ -257,6 +257,9 @@ struct ShortRows {
   static constexpr int kBlockBytes = kRowThreads * kLaneBytes;
   // The rows of a block, the gap behind each, and a vector more for a run that begins within one.
   static constexpr int kSharedBytes = kBlockBytes + kRowThreads * kRowVectorBytes + kRowVectorBytes;
+  // Rows that a thread takes at the most, if it takes whole rows: what a block costs beside them is
+  // a small part then.
+  static constexpr int kMostTurns = 8;
 
   // How the rows lie in global memory.
   struct Layout {
@@ -272,6 +275,7 @@ struct ShortRows {
   int pitch = 0;            // the same in shared memory
   int gap_vectors = 0;      // between rows in shared memory
   int lanes = 1;            // of a row
+  int turn_rows = 0;        // of a block that its threads have at a time
   int rows = 0;             // of a block
   bool in_vectors = false;  // rows are whole vectors
   bool is_aligned = false;  // and begin at one in shared memory
@@ -283,13 +287,14 @@ struct ShortRows {
   }
 
   ShortRows() = default;
-  ShortRows(int64_t num_classes_, int64_t element_bytes, const Layout& layout)
+  ShortRows(int64_t num_classes_, int64_t element_bytes, const Layout& layout,
+            int64_t most_turns = kMostTurns)
       : classes(static_cast<uint32_t>(num_classes_)), num_classes(static_cast<int>(num_classes_)) {
     const int64_t bytes = num_classes_ * element_bytes;
     while (lanes * kLaneBytes < bytes) {
       lanes *= 2;
     }
-    rows = kRowThreads / lanes;
+    turn_rows = kRowThreads / lanes;
     const auto count = static_cast<int>(ceil_div(bytes, int64_t{kRowVectorBytes}));
     vectors = Divisor(static_cast<uint32_t>(count));
     in_vectors = bytes % kRowVectorBytes == 0;
@@ -300,12 +305,17 @@ struct ShortRows {
     }
     if (run_stride > 0 && !is_dense) {
       pitch = run_stride;
-      return;
+    } else {
+      has_phases = !layout.are_aligned && !layout.are_apart;
+      const int all = count + (has_phases ? 1 : 0);
+      gap_vectors = gap_of(all);
+      pitch = static_cast<int>((all + gap_vectors) * kRowVectorBytes / element_bytes);
     }
-    has_phases = !layout.are_aligned && !layout.are_apart;
-    const int all = count + (has_phases ? 1 : 0);
-    gap_vectors = gap_of(all);
-    pitch = static_cast<int>((all + gap_vectors) * kRowVectorBytes / element_bytes);
+    rows = turn_rows;
+    if (lanes == 1) {
+      rows *= static_cast<int>(
+          std::clamp<int64_t>(kLaneBytes / (pitch * element_bytes), 1, most_turns));
+    }
   }
 
   // Where a vector of the block's rows lies in shared memory.
@@ -329,71 +339,8 @@ struct ShortRows {
   bool fits_as_run(int64_t stride_bytes) const {
     const int64_t banks =  // of starts
         stride_bytes % 4 != 0 ? 32 : 32 / std::gcd(stride_bytes / 4, int64_t{32});
-    return 0 < stride_bytes && rows * stride_bytes + kRowVectorBytes <= kSharedBytes &&
+    return 0 < stride_bytes && turn_rows * stride_bytes + kRowVectorBytes <= kSharedBytes &&
            4 * banks > 32 / lanes;
-  }
-};
-
-// How the gradients of short rows are cut into tiles, a block each, for flat_gradients_kernel. The
-// gradients follow one another in memory, so they are one run of elements. A tile has whole
-// vectors of it, of 16 aligned bytes, which may begin and end within a row.
-struct FlatTiles {
-  static constexpr int kThreads = 128;
-  // Vectors of a thread: 8 KB of a block are then in flight, while it computes what it needs of
-  // its rows.
-  static constexpr int kThreadVectors = 4;
-  // The most rows that a tile touches: a block keeps some numbers of each in shared memory.
-  static constexpr int kMostRows = 384;
-  // Elements and vectors of a run are numbered by 31 bits, beyond its last tile too.
-  static constexpr int64_t kMostElements = (int64_t{1} << 31) - (int64_t{1} << 16);
-
-  Divisor classes;
-  int elements = 0;  // of the run
-  int head = 0;      // elements of the first vector that are in front of the run
-  int size = 1;      // elements of a vector
-  int vectors = 0;   // of a tile
-
-  FlatTiles() = default;
-  FlatTiles(int64_t rows, int64_t num_classes, int64_t element_bytes, int head_)
-      : classes(static_cast<uint32_t>(num_classes)),
-        elements(static_cast<int>(rows * num_classes)),
-        head(head_),
-        size(1 << vector_shift_of(element_bytes)) {
-    // n elements touch at most (n - 2) / classes + 2 rows. A tile is whole lines of 128 bytes, if
-    // it has room for one.
-    const int64_t most = ((kMostRows - 1) * num_classes + 1) / size;
-    const int64_t lines = most / 8 * 8;
-    vectors = static_cast<int>(
-        std::min<int64_t>(lines > 0 ? lines : most, int64_t{kThreads} * kThreadVectors));
-  }
-
-  int64_t blocks() const { return ceil_div(ceil_div(int64_t{elements} + head, size), vectors); }
-
-  // Of element 0 of a vector; negative in front of the run.
-  LOSSOPS_HOST_DEVICE int first_element(int vector) const { return vector * size - head; }
-  LOSSOPS_HOST_DEVICE bool is_whole(int vector) const {
-    const int first = first_element(vector);
-    return first >= 0 && first <= elements - size;
-  }
-
-  struct Tile {
-    int first_vector;
-    int end_vector;
-    int first_row;
-    int rows;  // that it touches
-  };
-  LOSSOPS_HOST_DEVICE Tile tile(int number) const {
-    Tile tile;
-    tile.first_vector = number * vectors;
-    tile.end_vector = tile.first_vector + vectors;
-    const int first = first_element(tile.first_vector);
-    const int last = first_element(tile.end_vector) - 1;
-    tile.first_row = row_of(first < 0 ? 0 : first);
-    tile.rows = row_of(last < elements ? last : elements - 1) - tile.first_row + 1;
-    return tile;
-  }
-  LOSSOPS_HOST_DEVICE int row_of(int element) const {
-    return static_cast<int>(classes.quotient(static_cast<uint32_t>(element)));
   }
 };
 

@@ -236,26 +236,33 @@ struct RowGradient {
   }
 };
 
+// A row with a class index as forward left it. logit_of(c): the logit of class c.
+template <typename acc_t, typename LogitOf>
+__device__ __forceinline__ RowSummary<acc_t> kept_summary(acc_t max, acc_t rest,
+                                                          const RowTarget<acc_t>& target,
+                                                          const LogitOf& logit_of) {
+  if constexpr (std::is_same_v<acc_t, float>) {
+    const IndexRow kept = IndexRow::of_kept(max, rest);
+    if (kept.is_plain()) {
+      return {kept.max, kept.rest, 0, max};  // as IndexRow::kept() left it
+    }
+  }
+  return {max, rest, 0, target.has_loss() ? logit_of(target.index) : acc_t(0)};
+}
+
 // The row as forward left it. input_offset: of the row.
 template <bool kDense, typename acc_t>
 __device__ __forceinline__ RowSummary<acc_t> load_summary(const CrossEntropyBackwardArgs& args,
                                                           const RowTarget<acc_t>& target,
                                                           int64_t row, int64_t input_offset) {
   const RowStats<acc_t> stats(const_cast<void*>(args.row_stats), args.rows.numel);
-  RowSummary<acc_t> summary{stats.max[row], stats.rest[row], 0, 0};
-  if constexpr (!kDense && std::is_same_v<acc_t, float>) {
-    const IndexRow kept = IndexRow::of_kept(summary.max, summary.rest);
-    if (kept.is_plain()) {
-      return {kept.max, kept.rest, 0, summary.max};  // as IndexRow::kept() left it
-    }
-  }
   if constexpr (kDense) {
-    summary.q_sum = stats.q_sum[row];
-  } else if (target.has_loss()) {
-    summary.x_at_index =
-        load_operand<acc_t>(args.input, input_offset + target.index * args.input_class_stride);
+    return {stats.max[row], stats.rest[row], stats.q_sum[row], 0};
+  } else {
+    return kept_summary(stats.max[row], stats.rest[row], target, [&](int64_t c) {
+      return load_operand<acc_t>(args.input, input_offset + c * args.input_class_stride);
+    });
   }
-  return summary;
 }
 
 // The summary of a row from the block's first thread to all of them.

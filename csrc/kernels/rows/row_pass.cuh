@@ -78,6 +78,14 @@ struct RowSource {
   }
 };
 
+// A class index and the gradient there. The index is negative where nothing is to be written: it is
+// out of range, or repeated.
+template <typename acc_t>
+struct IndexedGradient {
+  int index = -1;
+  acc_t gradient = 0;
+};
+
 // The number of this thread's group of lanes, of which there are a power of two.
 __device__ __forceinline__ uint32_t group_of_thread(int lanes, uint32_t thread = threadIdx.x) {
   const int shift = __ffs(lanes) - 1;

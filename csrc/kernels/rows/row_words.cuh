@@ -182,20 +182,24 @@ class RowWords {
 
   __device__ __forceinline__ scalar_t& operator[](int c) const { return row_[c]; }
 
-  // Words k, k + distance, ...
-  template <int kCount>
+  // Words k, k + distance, ... kAlone: no element beside them is read.
+  template <bool kAlone = false, int kCount>
   __device__ __forceinline__ void load(int k, int distance, uint32_t (&words)[kCount]) const {
+    const uint32_t* word = words_ + k;
     if (splits_words_) {
       keep_apart();
 #pragma unroll
       for (int u = 0; u < kCount; ++u) {
-        const uint32_t* const word = words_ + k + u * distance;
-        words[u] = __funnelshift_r(word[0], word[1], shift_);
+        const int own = k + u * distance;
+        words[u] = kAlone ? load_half(own) | load_half(own, 1) << 16
+                          : __funnelshift_r(word[0], word[1], shift_);
+        word += distance;
       }
     } else {
 #pragma unroll
       for (int u = 0; u < kCount; ++u) {
-        words[u] = words_[k + u * distance];
+        words[u] = *word;
+        word += distance;
       }
     }
   }
@@ -212,11 +216,33 @@ class RowWords {
         halves[c + 1] = static_cast<uint16_t>(words[u] >> 16);
       }
     } else {
+      uint32_t* word = words_ + k;
 #pragma unroll
       for (int u = 0; u < kCount; ++u) {
-        words_[k + u * distance] = words[u];
+        *word = words[u];
+        word += distance;
       }
     }
+  }
+
+  // Words k to k + 3, which are an aligned vector.
+  __device__ __forceinline__ void load_vector(int k, uint32_t (&words)[4]) const {
+    const uint4 vector = *reinterpret_cast<const uint4*>(words_ + k);
+    words[0] = vector.x;
+    words[1] = vector.y;
+    words[2] = vector.z;
+    words[3] = vector.w;
+  }
+  __device__ __forceinline__ void store_vector(int k, const uint32_t (&words)[4]) const {
+    *reinterpret_cast<uint4*>(words_ + k) = {words[0], words[1], words[2], words[3]};
+  }
+
+  // Half i of word k, of half types.
+  __device__ __forceinline__ uint32_t load_half(int k, int i = 0) const {
+    return reinterpret_cast<const uint16_t*>(row_)[2 * k + i];
+  }
+  __device__ __forceinline__ void store_half(int k, uint32_t half) const {
+    reinterpret_cast<uint16_t*>(row_)[2 * k] = static_cast<uint16_t>(half);
   }
 
  private:

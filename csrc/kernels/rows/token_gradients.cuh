@@ -1,5 +1,5 @@
 // Backward of tokens: what the gradient of a row is made of, the functors of gradients for
-// row_pass.cuh and flat_gradients.cuh, and the kernels before and after these. Only token_rows.cu
+// row_pass.cuh and short_gradients.cuh, and the kernels before and after these. Only token_rows.cu
 // includes this.
 #pragma once
 
@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "kernels/grid/launch.cuh"
-#include "kernels/rows/flat_gradients.cuh"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/row_pass.cuh"
+#include "kernels/rows/short_gradients.cuh"
 #include "kernels/rows/token_values.cuh"
 #include "launchers.h"
 #include "losses/rows/tokens.h"
@@ -77,6 +77,7 @@ struct TokenNumbers {
   TokenStats<acc_t> stats;
   acc_t of_entropy;
 
+  TokenNumbers() = default;
   __device__ __forceinline__ TokenNumbers(const TokenBackwardArgs& args,
                                           const RowGrid::Place& place)
       : of_entropy(load_row_grad<acc_t>(place, args.grad_entropy)) {
@@ -91,12 +92,10 @@ struct TokenNumbers {
 // The gradient with respect to the logit of a class index. z: the mapped logit; slope: the map's
 // derivative there; sum: of the grad_log_probs of that class; of_softmax: gradient_of_softmax().
 template <typename acc_t>
-__device__ __forceinline__ acc_t gradient_at(const TokenBackwardArgs& args,
-                                             const RowGrid::Place& place, acc_t z, acc_t slope,
+__device__ __forceinline__ acc_t gradient_at(const TokenNumbers<acc_t>& row, acc_t z, acc_t slope,
                                              double sum, double of_softmax) {
   const auto common = static_cast<acc_t>(of_softmax + sum);
-  const auto gradient = TokenNumbers<acc_t>(args, place).gradient(common);
-  return gradient.at_index(z, static_cast<acc_t>(sum), common) * slope;
+  return row.gradient(common).at_index(z, static_cast<acc_t>(sum), common) * slope;
 }
 
 // TokenGradient::of_class() in few operations: exp(z - max) (at_max + per_unit (z - max) / unit)
@@ -222,8 +221,8 @@ __global__ void __launch_bounds__(kRowThreads)
         const int64_t offset = place.offset(source.input) + c * source.class_stride;
         const auto x = load_operand<acc_t>(source.input, offset);
         visit_logit_map<acc_t>(args.map, [&](const auto& map) {
-          value =
-              gradient_at(args, place, map.map(x), map.derivative(x), sum, of_softmax[place.row]);
+          value = gradient_at(TokenNumbers<acc_t>(args, place), map.map(x), map.derivative(x), sum,
+                              of_softmax[place.row]);
         });
       }
       if (todo == IndexPass::kKeep) {
@@ -236,18 +235,22 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// What the gradients of a short row are made of, for flat_gradients_kernel and a linear map.
+// What the gradients of a short row are made of, for short_gradients_kernel and a linear map.
 template <typename scalar_t>
-struct FlatTokenGradient {
+struct ShortTokenGradient {
   using acc_t = acc_type_t<scalar_t>;
   TokenLogitGradient<scalar_t> of_logit;
   bool counts;
-  double of_softmax;  // gradient_of_softmax()
+  double of_softmax;                // gradient_of_softmax()
+  IndexedGradient<acc_t> at_index;  // of the only class index, if there is one
+
+  __device__ __forceinline__ IndexedGradient<acc_t> indexed() const { return at_index; }
 
   template <int kCount>
   __device__ __forceinline__ void replace(acc_t (&x)[kCount], const LinearMap<acc_t>& map) const {
     of_logit.replace(x, map);
     if (!counts) {
+      keep_apart();  // else a choice for each element
 #pragma unroll
       for (acc_t& value : x) {
         value = 0;
@@ -262,8 +265,9 @@ constexpr int64_t kFewIndices = kWarpSize;
 // Does what token_gradients_kernel and token_classes_kernel do, for up to kFewIndices indices and a
 // linear map, with the same bits.
 template <typename scalar_t>
-struct FlatTokenGradients {
-  using Gradient = FlatTokenGradient<scalar_t>;
+struct ShortTokenGradients {
+  using Gradient = ShortTokenGradient<scalar_t>;
+  static constexpr bool kManyIndices = true;
   using acc_t = acc_type_t<scalar_t>;
   TokenBackwardArgs args;  // operands are those of a slice
   RowSource source;
@@ -277,14 +281,42 @@ struct FlatTokenGradients {
     return args.grad_log_probs.data != nullptr ? static_cast<int>(args.num_indices) : 0;
   }
 
-  __device__ __forceinline__ Gradient of(const RowGrid::Place& place, int lane) const {
+  struct Numbers {
+    TokenNumbers<acc_t> of_row;
+    double of_softmax;
+    bool counts;
+    // Of the only class index, if there is one and it is in range; else -1.
+    int index;
+    acc_t grad;
+  };
+  __device__ __forceinline__ Numbers load(const RowGrid::Place& place, int lane) const {
     // All loads at once, as the block waits for them.
-    const bool counts = source.counts(place);
-    const TokenNumbers<acc_t> of_row(args, place);
-    const double of_softmax = gradient_of_softmax<acc_t>(args, place, lane, sum_lanes);
+    Numbers row;
+    row.counts = source.counts(place);
+    row.of_row = TokenNumbers<acc_t>(args, place);
+    row.index = -1;
+    row.grad = 0;
+    if (indices() == 1) {
+      const int64_t c = load_index(args, place, 0);
+      row.grad = load_grad<acc_t>(args, place, 0);
+      row.index = c >= 0 && c < args.num_classes ? static_cast<int>(c) : -1;
+    }
+    row.of_softmax = gradient_of_softmax<acc_t>(args, place, lane, sum_lanes);
+    return row;
+  }
+
+  template <typename LogitOf>
+  __device__ __forceinline__ Gradient of(const Numbers& row, const LogitOf& logit_of) const {
     acc_t numbers[kGradientNumbers];
-    numbers_of(of_row.gradient(static_cast<acc_t>(of_softmax)), RowTerm<scalar_t>::kUnit, numbers);
-    return {{numbers[0], numbers[1], numbers[2]}, counts, of_softmax};
+    numbers_of(row.of_row.gradient(static_cast<acc_t>(row.of_softmax)), RowTerm<scalar_t>::kUnit,
+               numbers);
+    IndexedGradient<acc_t> at_index;
+    if (row.counts && row.index >= 0) {
+      const acc_t x = logit_of(row.index);
+      at_index = {row.index, gradient_at<acc_t>(row.of_row, map.map(x), map.derivative(x), row.grad,
+                                                row.of_softmax)};
+    }
+    return {{numbers[0], numbers[1], numbers[2]}, row.counts, row.of_softmax, at_index};
   }
 
   __device__ __forceinline__ IndexedGradient<acc_t> at_index(const RowGrid::Place& place,
@@ -293,23 +325,19 @@ struct FlatTokenGradients {
     const int64_t c = load_index(args, place, k);
     const bool is_there = exists && row.counts && c >= 0 && c < args.num_classes;
     const acc_t grad = is_there ? load_grad<acc_t>(args, place, k) : acc_t(0);
-    double sum = grad;
-    bool is_first = true;
-    if (args.num_indices > 1) {
-      const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-      // own < 32 and c < 2^16, so the last bit marks lanes without an index: each is alone.
-      const uint32_t key = is_there ? static_cast<uint32_t>(own) << 16 | static_cast<uint32_t>(c)
-                                    : 0x80000000u | static_cast<uint32_t>(lane);
-      uint32_t same = __match_any_sync(kAllLanes, key);
-      is_first = __ffs(same) - 1 == lane;
-      sum = 0;
-      // In the order of k, as token_classes_kernel adds them.
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    // own < 32 and c < 2^16, so the last bit marks lanes without an index: each is alone.
+    const uint32_t key = is_there ? static_cast<uint32_t>(own) << 16 | static_cast<uint32_t>(c)
+                                  : 0x80000000u | static_cast<uint32_t>(lane);
+    uint32_t same = __match_any_sync(kAllLanes, key);
+    const bool is_first = __ffs(same) - 1 == lane;
+    double sum = 0;
+    // In the order of k, as token_classes_kernel adds them.
 #pragma unroll 1
-      while (__any_sync(kAllLanes, same != 0)) {
-        const acc_t next = __shfl_sync(kAllLanes, grad, same != 0 ? __ffs(same) - 1 : lane);
-        sum += same != 0 ? next : acc_t(0);
-        same &= same - 1;
-      }
+    while (__any_sync(kAllLanes, same != 0)) {
+      const acc_t next = __shfl_sync(kAllLanes, grad, same != 0 ? __ffs(same) - 1 : lane);
+      sum += same != 0 ? next : acc_t(0);
+      same &= same - 1;
     }
     if (!is_there || !is_first) {
       return {};
@@ -318,13 +346,9 @@ struct FlatTokenGradients {
     const scalar_t logit = logits[place.offset(source.input) + c * source.class_stride];
     const acc_t x =
         type.visit([&](auto like) { return to_acc<acc_t>(bits_as<decltype(like)>(logit)); });
-    return {c, gradient_at(args, place, map.map(x), map.derivative(x), sum, row.of_softmax)};
+    return {static_cast<int>(c), gradient_at(TokenNumbers<acc_t>(args, place), map.map(x),
+                                             map.derivative(x), sum, row.of_softmax)};
   }
 };
-
-// Longer rows, of more bytes, take row_gradients_kernel. Its kernels around it cost too much for
-// short rows: rows of 26 bytes were at .01 of the floor, of 664 at .11 (step, H200, 2026-11). The
-// bound is a choice, not measured.
-constexpr int64_t kMostFlatTokenBytes = 4096;
 
 }  // namespace lossops::cuda

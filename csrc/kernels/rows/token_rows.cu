@@ -15,9 +15,9 @@
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
-#include "kernels/rows/flat_gradients.cuh"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/row_pass.cuh"
+#include "kernels/rows/short_gradients.cuh"
 #include "kernels/rows/short_token_rows.cuh"
 #include "kernels/rows/token_gradients.cuh"
 #include "kernels/rows/token_values.cuh"
@@ -80,14 +80,11 @@ bool takes_short_rows(const TokenArgs& args) {
          ShortRows::are_short(args.num_classes, element_bytes);
 }
 
-// Whether backward is flat_gradients_kernel's. In place, a block would read logits of a row that
-// the block beside it has overwritten.
-bool takes_flat_gradients(const TokenBackwardArgs& args) {
-  const int64_t element_bytes = element_size(args.input.dtype);
-  return element_bytes < 8 && args.map.softcap == 0 && !args.is_in_place() &&
-         args.num_classes * element_bytes <= kMostFlatTokenBytes &&
-         args.num_indices <= kFewIndices &&
-         is_run(args.rows, args.grad_input, args.grad_input_class_stride, args.num_classes);
+// Whether backward is short_gradients_kernel's. The kernels around row_gradients_kernel cost too
+// much for short rows: rows of 26 bytes were at .01 of the floor, of 664 at .11 (step, H200,
+// 2026-11).
+bool takes_short_gradients(const TokenBackwardArgs& args) {
+  return takes_short_rows(args) && args.num_indices <= kFewIndices;
 }
 
 }  // namespace
@@ -148,7 +145,7 @@ static int64_t gradient_doubles(const TokenBackwardArgs& args) {
 // Scratch memory has a TokenLogitGradient a row, of_softmax a row and, in place, a kept gradient an
 // index.
 int64_t token_backward_scratch(const TokenBackwardArgs& args) {
-  if (takes_flat_gradients(args)) {
+  if (takes_short_gradients(args)) {
     return 0;
   }
   const bool keeps = args.is_in_place() && args.grad_log_probs.data != nullptr;
@@ -171,12 +168,13 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
     using acc_t = acc_type_t<scalar_t>;
     using Gradient = TokenLogitGradient<scalar_t>;
     if constexpr (kHasShortKernels<scalar_t, Map>) {
-      if (takes_flat_gradients(args)) {
-        for_each_slice(args.rows, most_flat_rows(args.num_classes), [&](const RowSlice& slice) {
+      if (takes_short_gradients(args)) {
+        for_each_slice(args.rows, kMaxDividend, [&](const RowSlice& slice) {
           const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
-          const FlatTokenGradients<scalar_t> rows{slice_of(slice, args), source, type, map, lanes};
-          launch_flat_gradients_of(slice, rows, source, rows.args.grad_input, args.num_classes,
-                                   type, map, stream);
+          const ShortTokenGradients<scalar_t> rows{slice_of(slice, args), source, type, map, lanes};
+          launch_short_gradients_of(slice, rows, source, rows.args.grad_input,
+                                    args.grad_input_class_stride, args.num_classes,
+                                    rows.args.num_indices, type, map, stream);
         });
         return;
       }
