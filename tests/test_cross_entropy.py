@@ -1293,8 +1293,6 @@ def test_gradients_do_not_depend_on_alignment(
         elsewhere = torch.empty(rows * pitch + offset, dtype=dtype, device=device)
         elsewhere = elsewhere[offset:].view(rows, pitch)[:, :classes].copy_(logits)
         assert same_bits(gradient(elsewhere), expected), (pad, offset)
-    if device == "cuda" and reduction == "none" and classes == 256:
-        return  # tiles read short rows again instead of their statistics
     # With the same statistics, the gradients of fewer classes are the first of them. They are
     # contiguous, so an odd number of classes puts rows of gradients anywhere.
     for fewer in (classes - 1, classes - 5, classes - 6):

@@ -139,10 +139,10 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
   CHECK(plan.pitch >= num_classes);
   CHECK(plan.in_vectors == (bytes % 16 == 0));
   CHECK(plan.run_stride == 0 || plan.run_stride == layout.row_stride);
-  // Rows that follow one another are a run: whole vectors whatever their banks, others where no two
-  // rows begin in the same.
+  // Rows that follow one another are a run, unless four or more rows of a warp would begin in the
+  // same bank. Those are whole vectors that are not aligned.
   if (layout.row_stride == num_classes) {
-    CHECK(plan.run_stride > 0 || (!plan.is_aligned && bytes % 8 == 0));
+    CHECK(plan.run_stride > 0 || (!plan.is_aligned && bytes % 16 == 0));
   }
   if (plan.run_stride > 0 && !plan.is_aligned) {
     // As in global memory.
@@ -164,10 +164,10 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
     // Rows follow one another with their gaps.
     const auto vectors = static_cast<int>(bytes / 16);
     for (int v = 0; v < 3 * vectors; ++v) {
-      CHECK(plan.place(v) == v / vectors * (pitch_bytes / 16) + v % vectors);
+      CHECK(plan.shared_vector(v) == v / vectors * (pitch_bytes / 16) + v % vectors);
     }
   } else if (plan.run_stride > 0) {
-    CHECK(plan.place(5) == 5);
+    CHECK(plan.shared_vector(5) == 5);
   }
   // With half the lanes, each would have more than kLaneBytes.
   CHECK(plan.lanes == 1 || plan.lanes / 2 * ShortRows::kLaneBytes < bytes);

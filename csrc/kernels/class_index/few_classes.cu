@@ -262,7 +262,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
   int weighted = args.weight != nullptr ? 1 : 0;
   int leaves_stats = args.row_stats != nullptr ? 1 : 0;
   int leaves_losses = args.reduction == Reduction::kNone ? 1 : 0;
-  asm volatile("" : "+r"(weighted), "+r"(leaves_stats), "+r"(leaves_losses));  // once, not a row
+  asm volatile(""
+               : "+r"(weighted), "+r"(leaves_stats),
+                 "+r"(leaves_losses));  // else loaded for each row
   const RowStats<float> stats(args.row_stats, args.rows.numel);
   float* max_of_row = stats.max + first_row + lane;
   float* rest_of_row = stats.rest + first_row + lane;
@@ -517,17 +519,16 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
     }
   } else {
     partial = block_total(partial);
-    if (threadIdx.x == 0 && args.reduction != Reduction::kNone) {
+    if (threadIdx.x == 0 && !leaves_losses) {
       partials[blockIdx.x] = partial;
     }
   }
 #endif
 }
 
-// Whether the losses of "none" follow one another, in fp32.
-bool losses_are_in_line(const CrossEntropyForwardArgs& args) {
-  return args.output.dtype == DType::kFloat32 &&
-         (args.rows.ndim == 0 || (args.rows.ndim == 1 && args.output.strides[0] == 1));
+// Whether the losses of "none" are fp32 and contiguous.
+bool losses_are_contiguous(const CrossEntropyForwardArgs& args) {
+  return args.output.dtype == DType::kFloat32 && args.rows.ndim == 1 && args.output.strides[0] == 1;
 }
 
 // f of the number of classes as a constant.
@@ -565,7 +566,7 @@ void launch_few_classes(const CrossEntropyForwardArgs& args, const RowPlan& plan
   const bool usual = shape.input_in_vectors &&
                      (gradient ? denominator.indices != nullptr && shape.gradient_in_vectors
                                : targets_are_in_vectors(args)) &&
-                     (args.reduction != Reduction::kNone || losses_are_in_line(args)) &&
+                     (args.reduction != Reduction::kNone || losses_are_contiguous(args)) &&
                      blocks > 1 && (args.weight == nullptr || args.weight_dtype == DType::kFloat32);
   const auto launch = [&](auto kernel) {
     launch_kernel("cross_entropy_forward_few_kernel", kernel,

@@ -89,7 +89,7 @@ struct IndexGradient {
     return index >= 0 ? of_logit.are_zero() : at_index == 0.0f;
   }
 
-  __device__ __forceinline__ IndexedGradient<float> indexed() const { return {index, at_index}; }
+  __device__ __forceinline__ GradientAtIndex<float> only_index() const { return {index, at_index}; }
 
   template <int kCount>
   __device__ __forceinline__ void replace(float (&x)[kCount], const NoMap& /*map*/ = {}) const {

@@ -1,13 +1,11 @@
-// Gradients of cross entropy with class indices, by two kernels of the machine of rows. policy.cpp
-// chooses short_gradients_kernel for short rows, and row_gradients_kernel for long ones of which
-// logits or gradients are not aligned.
+// Gradients of cross entropy with class indices, by the kernels of short_gradients.cuh and
+// row_pass.cuh. policy.cpp chooses short_gradients_kernel for rows of at most 4 KB, and
+// row_gradients_kernel for longer rows whose logits or gradients are not aligned to 16 bytes.
 //
 // A gradient depends on its own logit and on what forward left of the row. So it has the same bits
 // here as in every other kernel.
-#include <algorithm>
 #include <cstdint>
 
-#include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/index_gradient.cuh"
@@ -26,11 +24,20 @@ struct IndexGradients {
   using Gradient = IndexGradient<kExact>;
   CrossEntropyBackwardArgs args;  // operands are those of a slice of the rows
 
-  __device__ __forceinline__ bool begin() const { return !kept_is_right(args); }
-
+  // For row_gradients_kernel.
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
     return index_gradient<kExact>(args, place.row, place.offset(args.input),
                                   place.offset(args.target), place.offset(args.grad_output));
+  }
+
+  // The class index once more, by the warp that wrote it.
+  __device__ __forceinline__ void finish(const RowGrid::Place& place, const RowPart& part,
+                                         const Gradient& gradient) const {
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0 && gradient.index >= 0 && part.has(gradient.index)) {
+      store_operand(args.grad_input, place.offset(args.grad_input) + gradient.index,
+                    gradient.at_index);
+    }
   }
 
   // For short_gradients_kernel.
@@ -44,16 +51,6 @@ struct IndexGradients {
   template <typename LogitOf>
   __device__ __forceinline__ Gradient of(const Numbers& numbers, const LogitOf& logit_of) const {
     return numbers.gradient<kExact>(args, logit_of);
-  }
-
-  // The class index once more, by the warp that wrote it.
-  __device__ __forceinline__ void finish(const RowGrid::Place& place, const RowPart& part,
-                                         const Gradient& gradient) const {
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0 && gradient.index >= 0 && part.has(gradient.index)) {
-      store_operand(args.grad_input, place.offset(args.grad_input) + gradient.index,
-                    gradient.at_index);
-    }
   }
 };
 
@@ -79,11 +76,7 @@ void launch_index_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t s
   visit_type(args, [&](auto type) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Gradients = IndexGradients<kExactExponentials<scalar_t>>;
-    constexpr int kWarps = kRowThreads / kWarpSize;
-    const int64_t resident_warps = int64_t{kRowBlocks<scalar_t>} * kWarps *
-                                   std::max(current_device_limits().multiprocessors, 1);
-    const RowParts plan =
-        RowParts::of(args.rows.numel, args.num_classes, sizeof(scalar_t), resident_warps);
+    const auto plan = row_parts_of<scalar_t>(args.rows.numel, args.num_classes);
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const Gradients rows{slice_of(slice, args)};

@@ -32,10 +32,10 @@ LaunchRows launch_soft_tiles;
 
 // Writes the gradients of a backward pass of which takes() of plane_gradients_plan.h is true.
 void launch_plane_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
-// Of a backward pass: fp32 and half types, class indices, contiguous classes of logits and
-// gradients, which do not share memory.
+// Writes the gradients of a backward pass of fp32 and half types with class indices, without
+// smoothing. Classes are contiguous. Logits and gradients do not share memory.
 void launch_index_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
-// The same of rows of at most 4 KB, and where the gradients are written over the logits.
+// Writes such gradients of rows of at most 4 KB. They may take the place of the logits.
 void launch_short_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 
 }  // namespace lossops::cuda

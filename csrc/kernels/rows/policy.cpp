@@ -273,20 +273,17 @@ std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args,
   return takes_rows ? std::make_optional(plan) : std::nullopt;
 }
 
-// A warp a part of a row would leave most of its lanes without work on shorter rows. A choice, not
-// measured.
-constexpr int64_t kLeastGradientBytes = 1024;
 BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
   if (plane_gradients::takes(args)) {
     return BackwardFamily::kPlaneGradients;
   }
-  const int64_t row_bytes = args.num_classes * element_size(args.input.dtype);
-  // What the kernels of index_gradients.cu take; more dimensions would be a launch for each index.
+  // Whether the kernels of index_gradients.cu can take the rows. Rows of three or more dimensions
+  // would take a launch for each index of the third.
   const bool is_plain = !args.dense() && !args.acc_double && args.input.dtype != DType::kFloat64 &&
                         !args.kept && args.grad_target.data == nullptr && args.rows.ndim <= 2;
-  // A team a row was at .13 to .25 of the floor for rows of 34 to 586 bytes, a thread a row at .18
-  // for 60 bytes, and a team still at .43 for 1516 and .41 for 3498; of long rows it is at .59 to
-  // .61, where .667 is the limit (steps of "none", H200, 2026-11).
+  // Steps of "none" by a team a row were at .13 to .25 of the floor for rows of 34 to 586 bytes, at
+  // .43 for 1516 and .41 for 3498, and by a thread a row at .18 for 60 bytes. By
+  // short_gradients_kernel they are at .44 to .65. (H200, 2026-11)
   if (is_plain && ShortRows::are_short(args.num_classes, element_size(args.input.dtype)) &&
       args.input_class_stride == 1 && args.grad_input_class_stride == 1) {
     return BackwardFamily::kShortGradients;
@@ -299,9 +296,8 @@ BackwardFamily choose_backward(const CrossEntropyBackwardArgs& args) {
   const bool is_aligned =
       rows_are_aligned(args, args.input) && rows_are_aligned(args, args.grad_input);
   const bool is_in_place = args.grad_input.data == args.input.data;
-  return is_plain && row_bytes >= kLeastGradientBytes && !is_aligned && !is_in_place
-             ? BackwardFamily::kIndexGradients
-             : BackwardFamily::kTeamRows;
+  return is_plain && !is_aligned && !is_in_place ? BackwardFamily::kIndexGradients
+                                                 : BackwardFamily::kTeamRows;
 }
 
 const char* name_of(BackwardFamily family) {

@@ -257,38 +257,39 @@ struct ShortRows {
   static constexpr int kBlockBytes = kRowThreads * kLaneBytes;
   // The rows of a block, the gap behind each, and a vector more for a run that begins within one.
   static constexpr int kSharedBytes = kBlockBytes + kRowThreads * kRowVectorBytes + kRowVectorBytes;
-  // Rows that a thread takes at the most, if it takes whole rows: what a block costs beside them is
-  // a small part then.
+  // The most rows that a thread takes one after the other, where a row has one lane. So the fixed
+  // cost of a block is a small part: forward of tokens of bf16 41943040x4 .23 to .25 of the floor,
+  // of fp16 100000000x2 .11 to .14. (H200, 2026-11)
   static constexpr int kMostTurns = 8;
 
   // How the rows lie in global memory.
   struct Layout {
-    int64_t row_stride = 0;    // elements from a row to the next, if they may be copied as one run
+    int64_t row_stride = 0;    // elements from a row to the next of a run; 0: rows are no run
     bool are_aligned = false;  // each begins at a vector
     bool are_apart = false;    // classes are not neighbours
   };
 
   Divisor classes;
-  Divisor vectors;  // of 16 bytes in a row, if rows are whole vectors
+  Divisor vectors;  // of 16 bytes in a row, the last of which may be partial
   int num_classes = 0;
   int run_stride = 0;       // elements from a row to the next of a run; 0: each row is copied alone
-  int pitch = 0;            // the same in shared memory
+  int pitch = 0;            // elements from a row to the next in shared memory
   int gap_vectors = 0;      // between rows in shared memory
   int lanes = 1;            // of a row
-  int turn_rows = 0;        // of a block that its threads have at a time
+  int turn_rows = 0;        // rows that the threads of a block have at a time
   int rows = 0;             // of a block
   bool in_vectors = false;  // rows are whole vectors
-  bool is_aligned = false;  // and begin at one in shared memory
+  bool is_aligned = false;  // rows are whole vectors, and begin at one in shared memory
   bool has_phases = false;  // rows begin within a vector in shared memory as in global memory
 
-  // 4 KB.
+  // 4 KB: kLaneBytes for each lane of a warp.
   static bool are_short(int64_t num_classes, int64_t element_bytes) {
     return 0 < num_classes && num_classes * element_bytes <= 32 * kLaneBytes;
   }
 
   ShortRows() = default;
   ShortRows(int64_t num_classes_, int64_t element_bytes, const Layout& layout,
-            int64_t most_turns = kMostTurns)
+            int most_turns = kMostTurns)
       : classes(static_cast<uint32_t>(num_classes_)), num_classes(static_cast<int>(num_classes_)) {
     const int64_t bytes = num_classes_ * element_bytes;
     while (lanes * kLaneBytes < bytes) {
@@ -319,7 +320,7 @@ struct ShortRows {
   }
 
   // Where a vector of the block's rows lies in shared memory.
-  LOSSOPS_HOST_DEVICE int place(int vector) const {
+  LOSSOPS_HOST_DEVICE int shared_vector(int vector) const {
     return gap_vectors == 0
                ? vector
                : vector + gap_vectors *
@@ -344,24 +345,16 @@ struct ShortRows {
   }
 };
 
-// Whether rows of these sizes follow one another in memory: they are a *run* of elements.
-inline bool is_run(const int64_t* sizes, int ndim, const Operand& operand, int64_t class_stride,
+// Whether the rows of a slice follow one another in memory: they are a *run* of elements.
+inline bool is_run(const RowSlice& slice, const Operand& operand, int64_t class_stride,
                    int64_t num_classes) {
   bool follow = class_stride == 1 || num_classes == 1;
   int64_t stride = num_classes;
-  for (int dim = 0; dim < ndim; ++dim) {
-    follow = follow && (sizes[dim] == 1 || operand.strides[dim] == stride);
-    stride *= sizes[dim];
+  for (int dim = 0; dim < 2; ++dim) {
+    follow = follow && (slice.sizes[dim] == 1 || operand.strides[dim] == stride);
+    stride *= slice.sizes[dim];
   }
   return follow;
-}
-inline bool is_run(const RowSlice& slice, const Operand& operand, int64_t class_stride,
-                   int64_t num_classes) {
-  return is_run(slice.sizes, 2, operand, class_stride, num_classes);
-}
-inline bool is_run(const IterationSpace& rows, const Operand& operand, int64_t class_stride,
-                   int64_t num_classes) {
-  return is_run(rows.sizes, rows.ndim, operand, class_stride, num_classes);
 }
 
 // Whether each row of a slice begins at a vector.

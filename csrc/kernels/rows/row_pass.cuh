@@ -14,7 +14,6 @@
 //     bool wants_products;  // of powers and differences; else half types spare them
 //   };
 //   struct Gradients {     // of row_gradients_kernel
-//     bool begin() const;  // whether there is anything to do
 //     auto of(place) const -> Gradient;
 //     void finish(place, part, const Gradient&) const;  // by all lanes of a warp, after the part
 //   };
@@ -28,6 +27,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
@@ -81,7 +81,7 @@ struct RowSource {
 // A class index and the gradient there. The index is negative where nothing is to be written: it is
 // out of range, or repeated.
 template <typename acc_t>
-struct IndexedGradient {
+struct GradientAtIndex {
   int index = -1;
   acc_t gradient = 0;
 };
@@ -95,6 +95,15 @@ __device__ __forceinline__ uint32_t group_of_thread(int lanes, uint32_t thread =
 // Blocks of a multiprocessor: 64 registers a thread, or 128 for fp64.
 template <typename scalar_t>
 constexpr int kRowBlocks = sizeof(scalar_t) == 8 ? 2 : 4;
+
+// How the gradients of rows are cut for row_gradients_kernel on the current device.
+template <typename scalar_t>
+RowParts row_parts_of(int64_t rows, int64_t num_classes) {
+  constexpr int kWarps = kRowThreads / kWarpSize;
+  const int64_t resident_warps =
+      int64_t{kRowBlocks<scalar_t>} * kWarps * std::max(current_device_limits().multiprocessors, 1);
+  return RowParts::of(rows, num_classes, sizeof(scalar_t), resident_warps);
+}
 
 // Whether the arithmetic of a logit takes longer than its load, and much code: that of a softcap,
 // and of fp64.
@@ -468,7 +477,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   const uint32_t group = group_of_thread(kWarpSize);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (group >= grid.groups || !rows.begin()) {
+  if (group >= grid.groups) {
     return;
   }
   const RowGrid::Place place = grid.place(group);

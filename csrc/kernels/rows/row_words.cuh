@@ -182,8 +182,9 @@ class RowWords {
 
   __device__ __forceinline__ scalar_t& operator[](int c) const { return row_[c]; }
 
-  // Words k, k + distance, ... kAlone: no element beside them is read.
-  template <bool kAlone = false, int kCount>
+  // Words k, k + distance, ... kOwnOnly: reads no element beside them, which another thread may be
+  // writing.
+  template <bool kOwnOnly = false, int kCount>
   __device__ __forceinline__ void load(int k, int distance, uint32_t (&words)[kCount]) const {
     const uint32_t* word = words_ + k;
     if (splits_words_) {
@@ -191,8 +192,8 @@ class RowWords {
 #pragma unroll
       for (int u = 0; u < kCount; ++u) {
         const int own = k + u * distance;
-        words[u] = kAlone ? load_half(own) | load_half(own, 1) << 16
-                          : __funnelshift_r(word[0], word[1], shift_);
+        words[u] = kOwnOnly ? load_half(own) | load_half(own, 1) << 16
+                            : __funnelshift_r(word[0], word[1], shift_);
         word += distance;
       }
     } else {

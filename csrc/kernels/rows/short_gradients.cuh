@@ -5,25 +5,26 @@
 // the gradients may lie where the logits are.
 //
 //   struct Gradients {
-//     using Numbers = ...;   // of a row; Numbers{} is anything
+//     using Numbers = ...;   // of a row; default-constructible, with any value
 //     using Gradient = ...;
-//     static constexpr bool kManyIndices;  // whether a row may have several class indices
-//     bool begin() const;                  // whether there is anything to do
+//     static constexpr bool kManyIndices;  // whether a row may have several class indices, or none
 //     int indices() const;                 // class indices of a row, up to 32
-//     int lanes() const;  // neighbours that share a row in load(), a power of two up to 32; 1 of
-//                         // rows with one class index
-//     // What memory has of a row beside its logits, by all lanes of a warp: that of the row's lane
-//     // 0 counts. A multiprocessor waits for it as long as for the logits.
+//     int lanes() const;  // lanes that call load() for one row: a power of two up to 32. Must be 1
+//                         // if indices() is 1.
+//     // What memory has of a row beside its logits, by all lanes of a warp. The result in the
+//     row's
+//     // lane 0 is used. Loads should not depend on each other: the block waits for them as long as
+//     // for its logits.
 //     Numbers load(place, lane) const;
-//     // logit_of(c): the logit of class c, of rows with one class index.
+//     // logit_of(c): the logit of class c. It must be asked for only in rows with one class index.
 //     Gradient of(const Numbers&, logit_of) const;
-//     // With kManyIndices, and if there are several, of class index k. By all lanes of a warp, for
-//     // the warp's row `own` if that exists.
-//     IndexedGradient at_index(place, const Gradient&, exists, own, k) const;
+//     // With kManyIndices, of class index k, if there are several. By all lanes of a warp, for the
+//     // warp's row `own` if that exists.
+//     GradientAtIndex at_index(place, const Gradient&, exists, own, k) const;
 //   };
 //   struct Gradient {                               // trivially copyable
 //     void replace(acc_t (&x)[kCount], map) const;  // logits by their gradients
-//     IndexedGradient indexed() const;              // of rows with one class index
+//     GradientAtIndex only_index() const;              // of rows with one class index
 //   };
 #pragma once
 
@@ -55,9 +56,6 @@ __global__ void __launch_bounds__(kRowThreads, kShortRowBlocks)
   auto* const of_rows = reinterpret_cast<Gradient*>(memory);  // of a turn
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (!rows.begin()) {
-    return;
-  }
   const BlockRows<scalar_t> block(source, grid, plan, shared);
   const auto thread = static_cast<int>(threadIdx.x);
   const int warp_lane = thread % kWarpSize;
@@ -66,7 +64,7 @@ __global__ void __launch_bounds__(kRowThreads, kShortRowBlocks)
   const int sum_lanes = rows.lanes();
   const int sum_shift = __ffs(sum_lanes) - 1;
   const int indices = rows.indices();
-  const auto store = [&](int r, const IndexedGradient<acc_t>& at) {
+  const auto store = [&](int r, const GradientAtIndex<acc_t>& at) {
     if (at.index >= 0) {
       type.visit([&](auto like) {
         block.elements()[block.begin(r) + at.index] =
@@ -110,6 +108,8 @@ __global__ void __launch_bounds__(kRowThreads, kShortRowBlocks)
         __syncthreads();
       }
     }
+    // Where there are several turns, a row has one lane and at most one class index: a thread then
+    // reads what it wrote.
     const Gradient gradient = of_rows[min(own, turn_rows - 1)];
     if (own < turn_rows) {
       const LaneWords<scalar_t> row(block, plan, first + own, lane);
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kRowThreads, kShortRowBlocks)
     }
     __syncwarp();
     if (own < turn_rows && indices == 1 && lane == 0) {
-      store(first + own, of_rows[own].indexed());
+      store(first + own, of_rows[own].only_index());
     }
   }
   __syncthreads();
@@ -164,8 +164,8 @@ void launch_short_gradients_of(const RowSlice& slice, const Gradients& rows,
                                const RowSource& source, const Operand& grad_input,
                                int64_t gradient_stride, int64_t num_classes, int64_t num_indices,
                                const RowType<scalar_t>& type, const Map& map, cudaStream_t stream) {
-  // Several class indices of a row take its numbers once more, at the end: those of one turn are
-  // kept.
+  // With several class indices, the numbers of a row are read again at the end. Shared memory keeps
+  // those of one turn only.
   const ShortRows plan = short_rows_of<scalar_t>(slice, source, num_classes,
                                                  num_indices > 1 ? 1 : ShortRows::kMostTurns);
   const auto distance =

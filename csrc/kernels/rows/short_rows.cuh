@@ -16,15 +16,17 @@
 
 namespace lossops::cuda {
 
-// Resident blocks of a multiprocessor: as many as its shared memory holds, and its threads.
+// Resident blocks of a multiprocessor that the compiler must leave registers for. A block has up to
+// 45 KB of shared memory: 228 KB hold five. sm_75 has 1024 threads, which are four blocks.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kShortRowBlocks = 4;
 #else
 constexpr int kShortRowBlocks = 5;
 #endif
 
-// Neighbouring elements of global memory that lie in shared memory as they lie there: in vectors of
-// which the first and the last may have elements of others.
+// Neighbouring elements of global memory, and their vectors: the aligned 16 bytes that they lie in.
+// The first and the last vector may also have elements that are not of the run. In shared memory
+// the run begins as far within a vector as in global memory.
 template <typename scalar_t>
 class VectorRun {
  public:
@@ -40,20 +42,30 @@ class VectorRun {
   // Elements from the first vector's beginning to the run's.
   __device__ __forceinline__ int phase() const { return phase_; }
 
-  // Calls vector(v) with the vectors that are the run's alone, and element(e) with the other
-  // elements, counted from the first vector's beginning: those that one of `lanes` lanes has.
-  template <typename Vectors, typename Elements>
+  // Shares the run among `lanes` lanes. Calls vector(v) for each vector that is the run's alone,
+  // word(w) for each other word of 4 bytes that is, and element(e) for each other element. All
+  // count from the beginning of the first vector.
+  template <typename Vectors, typename Words, typename Elements>
   __device__ __forceinline__ void for_each(int lane, int lanes, const Vectors& vector,
-                                           const Elements& element) const {
+                                           const Words& word, const Elements& element) const {
 #pragma unroll 1
     for (int v = whole_begin_ + lane; v < whole_end_; v += lanes) {
       vector(v);
     }
-    const int head_end = min(whole_begin_ * kSize, end_);
-    const int skipped = min(whole_end_ * kSize, end_) - head_end;  // between head and tail
+    constexpr int kPerWord = kWordElements<scalar_t>;
+    constexpr int kVectorWords = kSize / kPerWord;
+    const int end = (end_ + kPerWord - 1) / kPerWord;
+    const int head_end = min(whole_begin_ * kVectorWords, end);
+    const int skipped = min(whole_end_ * kVectorWords, end) - head_end;  // between head and tail
 #pragma unroll 1
-    for (int e = phase_ + lane; e < end_ - skipped; e += lanes) {
-      element(e < head_end ? e : e + skipped);
+    for (int i = phase_ / kPerWord + lane; i < end - skipped; i += lanes) {
+      const int w = i < head_end ? i : i + skipped;
+      const int e = w * kPerWord;
+      if (e >= phase_ && e + kPerWord <= end_) {
+        word(w);
+      } else {
+        element(max(e, phase_));
+      }
     }
   }
 
@@ -64,14 +76,14 @@ class VectorRun {
   int whole_end_;
 };
 
-// The rows of a block.
+// The rows of a block: where they lie in shared memory, how they come there and are written.
 template <typename scalar_t>
 class BlockRows {
  public:
   static constexpr int kSize = kVectorSize<scalar_t>;
 
-  // Starts to copy the logits to `shared`, of ShortRows::kSharedBytes; each thread waits for its
-  // own copies.
+  // Starts the copies of the logits to `shared`, which has ShortRows::kSharedBytes. Each thread
+  // must wait for its own copies.
   __device__ __forceinline__ BlockRows(const RowSource& source, const RowGrid& grid,
                                        const ShortRows& plan, RowVector* shared)
       : source_(source),
@@ -91,7 +103,7 @@ class BlockRows {
     } else {
       phase_ = copy(logits_of(0), (rows_ - 1) * plan.run_stride + plan.num_classes,
                     static_cast<int>(threadIdx.x), kRowThreads,
-                    [&](int v) { return shared_ + plan_.place(v); });
+                    [&](int v) { return shared_ + plan_.shared_vector(v); });
     }
   }
 
@@ -108,7 +120,7 @@ class BlockRows {
     const int phase = plan_.has_phases ? VectorRun<scalar_t>(logits_of(r), 0).phase() : phase_;
     return r * plan_.pitch + phase;
   }
-  // The end of the last row, or an element behind it.
+  // An element at or behind the end of the last row, by a vector at the most.
   __device__ __forceinline__ int end() const {
     return (rows_ - 1) * plan_.pitch + plan_.num_classes + kSize;
   }
@@ -119,8 +131,8 @@ class BlockRows {
     return sizeof(scalar_t) == 2 && unfolded(may_begin ? 1 : 0) != 0;
   }
 
-  // Writes what lies in the rows' places to the same rows of `to`. lies_as_copied: there they are
-  // one run without gaps, as the logits are, whose vectors begin where the logits' do.
+  // Writes the rows in shared memory to the same rows of `to`. lies_as_copied: those rows are one
+  // run without gaps, as the logits are, and begin at the same element of a vector.
   __device__ __forceinline__ void write(const Operand& to, int64_t class_stride,
                                         bool lies_as_copied) const {
     auto* const data = static_cast<scalar_t*>(to.data);
@@ -130,20 +142,29 @@ class BlockRows {
       auto* const vectors = reinterpret_cast<RowVector*>(first - run.phase());
       run.for_each(
           static_cast<int>(threadIdx.x), kRowThreads,
-          [&](int v) { vectors[v] = shared_[plan_.place(v)]; },
+          [&](int v) { vectors[v] = shared_[plan_.shared_vector(v)]; },
+          [&](int w) {
+            reinterpret_cast<uint32_t*>(vectors)[w] = reinterpret_cast<const uint32_t*>(shared_)[w];
+          },
           [&](int e) { first[e - run.phase()] = elements()[e]; });
     } else if (class_stride == 1) {
       for_each_row([&](int r, int lane) {
         scalar_t* const row = data + grid_.place(number(r)).offset(to);
         const VectorRun<scalar_t> run(row, plan_.num_classes);
-        const scalar_t* const from = elements() + begin(r) - run.phase();
+        const int at = begin(r) - run.phase();
+        const scalar_t* const from = elements() + at;
         auto* const vectors = reinterpret_cast<RowVector*>(row - run.phase());
-        const bool in_vectors = (begin(r) - run.phase()) % kSize == 0;
+        const bool in_vectors = at % kSize == 0;
         run.for_each(
             lane, plan_.lanes,
             [&](int v) {
               vectors[v] = in_vectors ? reinterpret_cast<const RowVector*>(from)[v]
                                       : RowVector::load_by_words(from + v * kSize);
+            },
+            [&](int w) {
+              UnalignedWords<scalar_t, 1> found;
+              found.load(from + w * kWordElements<scalar_t>);
+              reinterpret_cast<uint32_t*>(vectors)[w] = found.word(0);
             },
             [&](int e) { row[e - run.phase()] = from[e]; });
       });
@@ -170,6 +191,10 @@ class BlockRows {
     run.for_each(
         lane, lanes,
         [&](int v) { start_own_copy(place(v), reinterpret_cast<const RowVector*>(first) + v); },
+        [&](int w) {
+          start_own_copy(reinterpret_cast<uint32_t*>(place(0)) + w,
+                         reinterpret_cast<const uint32_t*>(first) + w);
+        },
         [&](int e) { reinterpret_cast<scalar_t*>(place(0))[e] = first[e]; });
     return run.phase();
   }
@@ -214,7 +239,8 @@ ShortRows short_rows_of(const RowSlice& slice, const RowSource& source, int64_t 
   ShortRows::Layout layout;
   layout.are_apart = source.class_stride != 1;
   layout.are_aligned = begin_at_vectors(slice, source.input);
-  if (is_run(slice, source.input, source.class_stride, num_classes)) {
+  // A row of one class may have any distance between classes.
+  if (source.class_stride == 1 && is_run(slice, source.input, 1, num_classes)) {
     layout.row_stride = num_classes;
   } else if (is_strided_run) {
     layout.row_stride = stride;

@@ -27,9 +27,9 @@
 
 namespace lossops::cuda {
 
-// Reduces a row to its state, which each of its lanes then has. By all lanes of a warp. map: of the
-// logits as they lie in shared memory, with which it must not fall. wants_products: else the
-// state's distance is undefined.
+// Reduces a row to its state, which each of its lanes then has. All lanes of a warp must call it.
+// map must not fall as the logits in shared memory rise. wants_products: else the state's distance
+// is undefined.
 template <typename scalar_t, typename Map>
 __device__ __forceinline__ EntropySoftmax<float> state_of_row(const RowType<scalar_t>& type,
                                                               const LaneWords<scalar_t>& row,
@@ -91,7 +91,7 @@ __device__ __forceinline__ EntropySoftmax<float> state_of_row(const RowType<scal
   return state;
 }
 
-// What the log-probabilities of a row take of it.
+// What log-probabilities need of their row.
 struct ShortRowNormalizer {
   TokenNormalizer<float> normalizer;
   bool counts;

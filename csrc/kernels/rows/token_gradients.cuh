@@ -21,7 +21,7 @@ __device__ __forceinline__ int64_t load_index(const TokenBackwardArgs& args,
                                               const RowGrid::Place& place, int64_t k) {
   return load_class_index(args.index, place.offset(args.index) + k * args.index_stride);
 }
-// The gradient of its log-probability. acc_t: the dtype of statistics.
+// The gradient of the log-probability of class index k. acc_t: the dtype of statistics.
 template <typename acc_t>
 __device__ __forceinline__ acc_t load_grad(const TokenBackwardArgs& args,
                                            const RowGrid::Place& place, int64_t k) {
@@ -128,13 +128,12 @@ struct TokenLogitGradient {
 
 static_assert(sizeof(TokenLogitGradient<float>) == kGradientNumbers * sizeof(float));
 
-// Those that token_gradients_kernel has left, (rows,).
+// The TokenLogitGradient of each row, (rows,), as token_gradients_kernel has left it.
 template <typename scalar_t>
 struct TokenGradients {
   using Gradient = TokenLogitGradient<scalar_t>;
   const Gradient* of_rows;
 
-  __device__ __forceinline__ bool begin() const { return true; }
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
     return of_rows[place.row];
   }
@@ -242,9 +241,9 @@ struct ShortTokenGradient {
   TokenLogitGradient<scalar_t> of_logit;
   bool counts;
   double of_softmax;                // gradient_of_softmax()
-  IndexedGradient<acc_t> at_index;  // of the only class index, if there is one
+  GradientAtIndex<acc_t> at_index;  // of the only class index, if there is one
 
-  __device__ __forceinline__ IndexedGradient<acc_t> indexed() const { return at_index; }
+  __device__ __forceinline__ GradientAtIndex<acc_t> only_index() const { return at_index; }
 
   template <int kCount>
   __device__ __forceinline__ void replace(acc_t (&x)[kCount], const LinearMap<acc_t>& map) const {
@@ -259,7 +258,7 @@ struct ShortTokenGradient {
   }
 };
 
-// A warp has the indices of a row.
+// The most class indices of a row that short_gradients_kernel takes: one for each lane of a warp.
 constexpr int64_t kFewIndices = kWarpSize;
 
 // Does what token_gradients_kernel and token_classes_kernel do, for up to kFewIndices indices and a
@@ -275,7 +274,6 @@ struct ShortTokenGradients {
   LinearMap<acc_t> map;
   int sum_lanes;  // lanes_of_sum()
 
-  __device__ __forceinline__ bool begin() const { return true; }
   __device__ __forceinline__ int lanes() const { return sum_lanes; }
   __device__ __forceinline__ int indices() const {
     return args.grad_log_probs.data != nullptr ? static_cast<int>(args.num_indices) : 0;
@@ -310,7 +308,7 @@ struct ShortTokenGradients {
     acc_t numbers[kGradientNumbers];
     numbers_of(row.of_row.gradient(static_cast<acc_t>(row.of_softmax)), RowTerm<scalar_t>::kUnit,
                numbers);
-    IndexedGradient<acc_t> at_index;
+    GradientAtIndex<acc_t> at_index;
     if (row.counts && row.index >= 0) {
       const acc_t x = logit_of(row.index);
       at_index = {row.index, gradient_at<acc_t>(row.of_row, map.map(x), map.derivative(x), row.grad,
@@ -319,14 +317,14 @@ struct ShortTokenGradients {
     return {{numbers[0], numbers[1], numbers[2]}, row.counts, row.of_softmax, at_index};
   }
 
-  __device__ __forceinline__ IndexedGradient<acc_t> at_index(const RowGrid::Place& place,
+  __device__ __forceinline__ GradientAtIndex<acc_t> at_index(const RowGrid::Place& place,
                                                              const Gradient& row, bool exists,
                                                              int own, int k) const {
     const int64_t c = load_index(args, place, k);
     const bool is_there = exists && row.counts && c >= 0 && c < args.num_classes;
     const acc_t grad = is_there ? load_grad<acc_t>(args, place, k) : acc_t(0);
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    // own < 32 and c < 2^16, so the last bit marks lanes without an index: each is alone.
+    // own < 32 and c < 2^16, so the top bit marks lanes without an index: each is alone.
     const uint32_t key = is_there ? static_cast<uint32_t>(own) << 16 | static_cast<uint32_t>(c)
                                   : 0x80000000u | static_cast<uint32_t>(lane);
     uint32_t same = __match_any_sync(kAllLanes, key);

@@ -7,12 +7,10 @@
 // Short rows mostly take one kernel forward and one backward.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <type_traits>
 
-#include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/rows/row_cut.h"
@@ -179,11 +177,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
         return;
       }
     }
-    constexpr int kWarps = kRowThreads / kWarpSize;
-    const int64_t resident_warps = int64_t{kRowBlocks<scalar_t>} * kWarps *
-                                   std::max(current_device_limits().multiprocessors, 1);
-    const RowParts plan =
-        RowParts::of(args.rows.numel, args.num_classes, sizeof(scalar_t), resident_warps);
+    const auto plan = row_parts_of<scalar_t>(args.rows.numel, args.num_classes);
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const TokenBackwardArgs own = slice_of(slice, args);
