@@ -153,12 +153,22 @@ void check_short_rows(int64_t num_classes, int64_t element_bytes) {
     CHECK(plan.has_phases == (!layout.are_aligned && !layout.are_apart));
     // Where a row may begin within a vector, its last elements need one more.
     CHECK(!plan.has_phases || plan.pitch >= num_classes + 16 / element_bytes - 1);
-    // Eight lanes at a time read a vector each, from different banks.
-    std::vector<int> banks(8);
-    for (int lane = 0; lane < 8; ++lane) {
-      ++banks[(lane / plan.lanes * (pitch_bytes / 16) + lane % plan.lanes) % 8];
+    if (plan.in_vectors) {
+      // Eight lanes at a time read a vector each, from different banks.
+      std::vector<int> banks(8);
+      for (int lane = 0; lane < 8; ++lane) {
+        ++banks[(lane / plan.lanes * (pitch_bytes / 16) + lane % plan.lanes) % 8];
+      }
+      CHECK(all_once(banks));
+    } else {
+      // All lanes of a warp read a word each. Rows begin at vectors, so those of one or two lanes
+      // share banks.
+      std::vector<int> banks(32);
+      for (int lane = 0; lane < 32; ++lane) {
+        ++banks[(lane / plan.lanes * (pitch_bytes / 4) + lane % plan.lanes) % 32];
+      }
+      CHECK(*std::max_element(banks.begin(), banks.end()) == std::max(4 / plan.lanes, 1));
     }
-    CHECK(all_once(banks));
   }
   if (plan.run_stride > 0 && plan.is_aligned) {
     // Rows follow one another with their gaps.

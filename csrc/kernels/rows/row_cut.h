@@ -261,6 +261,7 @@ struct ShortRows {
   // cost of a block is a small part: forward of tokens of bf16 41943040x4 .23 to .25 of the floor,
   // of fp16 100000000x2 .11 to .14. (H200, 2026-11)
   static constexpr int kMostTurns = 8;
+  static constexpr int kVectorWords = kRowVectorBytes / 4;
 
   // How the rows lie in global memory.
   struct Layout {
@@ -330,10 +331,16 @@ struct ShortRows {
   int64_t blocks(int64_t of_rows) const { return ceil_div(of_rows, rows); }
 
  private:
-  // Vectors to add to a row of so many, so that the distance of rows is an odd multiple of their
-  // lanes: eight lanes that read a vector each then read from different banks.
+  // Vectors to add to a row of so many, for lanes that read from different banks. Eight lanes read
+  // whole vectors at a time: the distance of rows is an odd multiple of their lanes, in vectors.
+  // All lanes of a warp read words at a time: it is an odd multiple of their lanes, in words, where
+  // that is a vector or more.
   int gap_of(int count) const {
-    return lanes < 8 ? (3 * lanes - count % (2 * lanes)) % (2 * lanes) : 0;
+    if (lanes == 32 || (in_vectors && lanes >= 8)) {
+      return 0;
+    }
+    const int unit = in_vectors ? lanes : std::max(lanes / kVectorWords, 1);
+    return (3 * unit - count % (2 * unit)) % (2 * unit);
   }
   // Whether rows so many bytes apart may lie in shared memory as they do in global memory: there is
   // room, and fewer than four rows of a warp begin in the same bank.

@@ -101,7 +101,9 @@ class BlockRows {
         copy(logits_of(r), plan_.num_classes, lane, plan_.lanes, [&](int v) { return row + v; });
       });
     } else {
-      phase_ = copy(logits_of(0), (rows_ - 1) * plan.run_stride + plan.num_classes,
+      const auto* const first =
+          static_cast<const scalar_t*>(source.input.data) + int64_t{number(0)} * plan.run_stride;
+      phase_ = copy(first, (rows_ - 1) * plan.run_stride + plan.num_classes,
                     static_cast<int>(threadIdx.x), kRowThreads,
                     [&](int v) { return shared_ + plan_.shared_vector(v); });
     }
