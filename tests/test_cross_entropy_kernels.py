@@ -940,6 +940,8 @@ def test_many_rows_of_few_classes(classes: int) -> None:
             {"reduction": "mean", "weight": weight},
             {"reduction": "sum", "weight": weight},
             {"reduction": "mean", "ignore_index": 1},
+            {"reduction": "none"},
+            {"reduction": "none", "weight": weight},
         ):
             for source in (gaps, clean[:, 1 : classes + 1]):
                 whole = run(source.contiguous(), t, **options)

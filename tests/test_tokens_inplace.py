@@ -81,6 +81,22 @@ def test_more_dimensions(device: str) -> None:
     torch.testing.assert_close(x, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_class(device: str, dtype: torch.dtype) -> None:
+    """A row of one class, with any distance to a class that is not there, and at any address."""
+    options = (1.0, 1.0, None, True, True)
+    for shape, first in (((1, 301), 1), ((1, 301), 2), ((30, 2, 3, 5), 0)):
+        x = torch.randn(shape, device=device).to(dtype)[:1, first:].movedim(0, -1)
+        mask = torch.rand(x.shape[:-1], device=device) > 0.2
+        values = FORWARD(x, None, mask, *options, True)
+        grads = (None, torch.zeros_like(values[1]), torch.randn_like(values[2]))
+        (expected,) = BACKWARD(*grads, x, None, mask, values[3], *options, [True])
+        of_lse = torch.where(mask, grads[2], torch.zeros_like(grads[2]))
+        torch.testing.assert_close(expected[..., 0], of_lse.to(dtype))
+        OVERWRITE(x, *grads, None, mask, values[3], *options)
+        assert same_bits(x, expected)
+
+
 def test_wrong_stats(device: str) -> None:
     x = torch.randn(4, 6, device=device)
     stats = torch.randn(2, 4, device=device)

@@ -554,6 +554,41 @@ void test_infinities(Random& random, int64_t num_classes, ClassLayout layout) {
   }
 }
 
+// Rows of neighbouring classes, with so many elements between them.
+TestTensor rows_with_gaps(DType dtype, int64_t rows, int64_t num_classes, int64_t gap) {
+  TestTensor tensor = test::class_tensor(dtype, {rows}, num_classes + gap, ClassLayout::kInner);
+  tensor.sizes.back() = num_classes;
+  return tensor;
+}
+
+// Short rows without a reduction, whose gradients have gaps of their own.
+void test_short_rows(Random& random, DType dtype, int64_t num_classes) {
+  constexpr int64_t kRows = 150;
+  CrossEntropyCase c;
+  c.rows = {kRows};
+  c.num_classes = num_classes;
+  c.reduction = Reduction::kNone;
+  c.target = TestTensor(DType::kInt64, c.rows, Layout::kDense);
+  c.ignore_index = -100;
+  c.target.fill([&] {
+    return static_cast<double>(random.below(9) == 0 ? c.ignore_index : random.below(num_classes));
+  });
+  c.output = TestTensor(dtype, c.rows, Layout::kDense);
+  c.grad_output = c.output;
+  c.grad_output.fill([&] { return random.uniform(-1, 1); });
+  c.row_stats = TestTensor(DType::kFloat32, {kRows, 2}, Layout::kDense);
+  for (const int64_t gap : {0, 1, 8, 40}) {
+    for (const int64_t gradient_gap : {0, 3, 8}) {
+      c.input = rows_with_gaps(dtype, kRows, num_classes, gap);
+      c.input.fill([&] { return random.uniform(-8, 8); });
+      c.grad_input = rows_with_gaps(dtype, kRows, num_classes, gradient_gap);
+      const int64_t shift = random.pick<int64_t>({0, 0, 1, 5});
+      test_forward(c, shift);
+      test_backward(c, shift);
+    }
+  }
+}
+
 void test_invalid_targets() {
   test::subject() = "class indices out of range";
   Random random(11);
@@ -625,6 +660,12 @@ int main() {
           }
         }
       }
+    }
+  }
+  Random short_rows(13);
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    for (const int64_t num_classes : {1, 2, 7, 16, 64, 97, 128, 401, 1024}) {
+      test_short_rows(short_rows, dtype, num_classes);
     }
   }
   // Planes at any address, of more positions than the lanes of a block.

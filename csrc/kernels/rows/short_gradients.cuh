@@ -28,7 +28,6 @@
 //   };
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "kernels/grid/launch.cuh"
@@ -108,10 +107,10 @@ __global__ void __launch_bounds__(kRowThreads, kShortRowBlocks)
         __syncthreads();
       }
     }
-    // Where there are several turns, a row has one lane and at most one class index: a thread then
-    // reads what it wrote.
-    const Gradient gradient = of_rows[min(own, turn_rows - 1)];
     if (own < turn_rows) {
+      // Where there are several turns, a row has one lane and at most one class index: a thread
+      // then reads what it wrote.
+      const Gradient gradient = of_rows[own];
       const LaneWords<scalar_t> row(block, plan, first + own, lane);
       type.visit([&](auto like) {
         using own_t = decltype(like);

@@ -3,7 +3,6 @@
 // includes this.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "kernels/grid/launch.cuh"

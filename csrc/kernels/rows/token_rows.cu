@@ -172,7 +172,8 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
           const ShortTokenGradients<scalar_t> rows{slice_of(slice, args), source, type, map, lanes};
           launch_short_gradients_of(slice, rows, source, rows.args.grad_input,
                                     args.grad_input_class_stride, args.num_classes,
-                                    rows.args.num_indices, type, map, stream);
+                                    args.grad_log_probs.data != nullptr ? args.num_indices : 0,
+                                    type, map, stream);
         });
         return;
       }
