@@ -2,8 +2,8 @@
 // come there, how lanes take their words, and how rows of the same layout are written from there.
 //
 // Rows that follow one another, or have small gaps, are copied as one run of vectors. Other rows
-// are copied each by its lanes: by aligned vectors, and by elements at its ends. Rows whose classes
-// are no neighbours are copied by elements alone.
+// are copied each by its lanes: by aligned vectors, and by words or elements at its ends. Rows
+// whose classes are no neighbours are copied by elements alone.
 #pragma once
 
 #include <cstdint>
@@ -262,8 +262,9 @@ class LaneWords {
       : row_(rows.elements(), rows.begin(r), rows.splits_words()), plan_(plan), lane_(lane) {}
 
   // Calls body with an array of four words, or of one. absent: has in its upper half what stands
-  // for the half of the last word that the row does not have. kReplaces: the row then has what body
-  // makes of the words, and no other lane's elements are read.
+  // for the half of the last word that the row does not have. kReplaces: what body makes of the
+  // words is written back. Split words are then read by halves, because another thread may be
+  // writing what lies beside them.
   template <bool kReplaces, typename Body>
   __device__ __forceinline__ void for_each_batch(uint32_t absent, const Body& body) const {
     constexpr int kPerWord = kWordElements<scalar_t>;
