@@ -69,6 +69,20 @@ def test_indices(device: str, indices: int) -> None:
     check(x, index if indices else None, None)
 
 
+@pytest.mark.parametrize("classes", [1, 5, 40, 700])
+def test_indices_without_gradients(device: str, classes: int) -> None:
+    """Several class indices of which no log-probability has a gradient."""
+    rows = 3000
+    x = torch.randn(rows, classes, device=device)
+    index = torch.randint(classes, (rows, 16), device=device)
+    options = (1.0, 1.0, None, True, True)
+    _, entropy, lse, stats = FORWARD(x, index, None, *options, True)
+    grads = (None, torch.randn_like(entropy), torch.randn_like(lse))
+    (expected,) = BACKWARD(*grads, x, None, None, stats, *options, [True])
+    (gradient,) = BACKWARD(*grads, x, index, None, stats, *options, [True])
+    assert same_bits(gradient, expected)
+
+
 def test_more_dimensions(device: str) -> None:
     """Classes in front of positions too, as heads of several dimensions have them."""
     x = torch.randn(4, 300, 6, device=device).movedim(1, -1)

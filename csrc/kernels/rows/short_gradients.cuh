@@ -157,7 +157,8 @@ __global__ void __launch_bounds__(kRowThreads, kShortRowBlocks)
   block.write(gradients, gradient_stride, lies_as_copied);
 }
 
-// Launches short_gradients_kernel for a slice. rows: the functor; grad_input: of the slice.
+// Launches short_gradients_kernel for a slice. rows: the functor; grad_input: of the slice;
+// num_indices: rows.indices().
 template <typename Gradients, typename scalar_t, typename Map>
 void launch_short_gradients_of(const RowSlice& slice, const Gradients& rows,
                                const RowSource& source, const Operand& grad_input,

@@ -156,7 +156,8 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
   if (args.num_classes == 0) {
     return;
   }
-  const int lanes = lanes_of_sum(args.num_indices);
+  const int64_t indices = args.grad_log_probs.data != nullptr ? args.num_indices : 0;
+  const int lanes = lanes_of_sum(indices);
   double* const of_softmax = scratch + gradient_doubles(args);
   double* const kept = of_softmax + args.rows.numel;
   const IndexPass at_end = args.is_in_place() ? IndexPass::kRestore : IndexPass::kRewrite;
@@ -171,9 +172,8 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
           const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
           const ShortTokenGradients<scalar_t> rows{slice_of(slice, args), source, type, map, lanes};
           launch_short_gradients_of(slice, rows, source, rows.args.grad_input,
-                                    args.grad_input_class_stride, args.num_classes,
-                                    args.grad_log_probs.data != nullptr ? args.num_indices : 0,
-                                    type, map, stream);
+                                    args.grad_input_class_stride, args.num_classes, indices, type,
+                                    map, stream);
         });
         return;
       }
