@@ -15,6 +15,7 @@
 #include "launchers.h"
 #include "tests/cases.h"
 #include "tests/check.h"
+#include "tests/token_cases.h"
 
 namespace lossops {
 namespace {
@@ -26,6 +27,7 @@ using test::Layout;
 using test::on_host;
 using test::Random;
 using test::TestTensor;
+using test::TokenCase;
 
 void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) {
@@ -589,6 +591,58 @@ void test_short_rows(Random& random, DType dtype, int64_t num_classes) {
   }
 }
 
+// Values and gradients of tokens. in_place: the gradients also take the place of the logits, whose
+// layout grad_input then has.
+void test_tokens(TokenCase c, int64_t shift, bool in_place) {
+  test::subject() = c.describe() + " shift " + std::to_string(shift);
+  TokenForwardArgs args = c.forward_args(on_host);
+  int64_t first_invalid = -1;
+  args.first_invalid_row = &first_invalid;
+  std::vector<double> scratch(static_cast<size_t>(cpu::token_forward_scratch(args)));
+  cpu::launch_token_forward(args, scratch.data(), kSerial);
+  run_on_device({&c.log_probs, &c.entropy, &c.lse}, c.acc_double(), shift, [&](Device& device) {
+    const TokenForwardArgs own = c.forward_args(device.place());
+    cuda::launch_token_forward(own, device.scratch(cuda::token_forward_scratch(own)), nullptr);
+  });
+  const TokenBackwardArgs backward = c.backward_args(on_host);
+  scratch.resize(static_cast<size_t>(cpu::token_backward_scratch(backward)));
+  cpu::launch_token_backward(backward, scratch.data(), kSerial);
+  const auto magnitude = static_cast<double>(1 + c.num_indices());
+  run_on_device(
+      {&c.grad_input}, c.acc_double(), shift,
+      [&](Device& device) {
+        const TokenBackwardArgs own = c.backward_args(device.place());
+        cuda::launch_token_backward(own, device.scratch(cuda::token_backward_scratch(own)),
+                                    nullptr);
+      },
+      magnitude);
+  if (in_place) {
+    Device device(shift);
+    TokenBackwardArgs own = c.backward_args(device.place());
+    own.grad_input = own.input;
+    cuda::launch_token_backward(own, device.scratch(cuda::token_backward_scratch(own)), nullptr);
+    check_same(device.download(c.input), c.grad_input, c.acc_double(), magnitude);
+  }
+}
+
+void test_tokens(Random& random, DType dtype, int64_t num_classes) {
+  const int64_t num_rows = num_classes < 100 ? 700 : 60;  // few classes: several rows a thread
+  for (const std::vector<int64_t>& rows : {std::vector<int64_t>{num_rows}, {40, 3}}) {
+    const auto layout =
+        random.pick({ClassLayout::kInner, ClassLayout::kOuter, ClassLayout::kSparse});
+    const TestTensor tensor = test::class_tensor(dtype, rows, num_classes, layout);
+    test_tokens(test::random_tokens(random, rows, tensor, tensor), random.below(9), true);
+  }
+  for (const bool is_same : {true, false}) {
+    const TestTensor input =
+        rows_with_gaps(dtype, num_rows, num_classes, random.pick<int64_t>({0, 1, 8, 40}));
+    const TestTensor gradient =
+        rows_with_gaps(dtype, num_rows, num_classes, random.pick<int64_t>({0, 3, 8}));
+    test_tokens(test::random_tokens(random, {num_rows}, input, is_same ? input : gradient),
+                random.pick<int64_t>({0, 0, 1, 5}), is_same);
+  }
+}
+
 void test_invalid_targets() {
   test::subject() = "class indices out of range";
   Random random(11);
@@ -666,6 +720,12 @@ int main() {
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     for (const int64_t num_classes : {1, 2, 7, 16, 64, 97, 128, 401, 1024}) {
       test_short_rows(short_rows, dtype, num_classes);
+    }
+  }
+  Random tokens(17);
+  for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    for (const int64_t num_classes : {1, 2, 5, 16, 64, 97, 401, 1024, 1025, 2100}) {
+      test_tokens(tokens, dtype, num_classes);
     }
   }
   // Planes at any address, of more positions than the lanes of a block.
