@@ -143,6 +143,15 @@ inline Operand operand_of(const TestTensor& tensor, const Place& place) {
   return operand;
 }
 
+// As Python writes a tuple of them.
+inline std::string text_of(const std::vector<int64_t>& sizes) {
+  std::string text = "(";
+  for (const int64_t size : sizes) {
+    text += std::to_string(size) + ",";
+  }
+  return text + ")";
+}
+
 inline IterationSpace space_of(const std::vector<int64_t>& sizes) {
   IterationSpace space;
   space.ndim = static_cast<int>(sizes.size());
@@ -188,11 +197,8 @@ struct ElementwiseCase {
   bool contiguous = false;
 
   std::string describe() const {
-    std::string text = loss == ElementwiseLoss::mse_loss ? "mse_loss (" : "kl_div (";
-    for (const int64_t size : sizes) {
-      text += std::to_string(size) + ",";
-    }
-    text += ") " + std::string(name_of(input.dtype)) + " x " + name_of(target.dtype) + " -> " +
+    std::string text = loss == ElementwiseLoss::mse_loss ? "mse_loss " : "kl_div ";
+    text += text_of(sizes) + " " + name_of(input.dtype) + " x " + name_of(target.dtype) + " -> " +
             name_of(output.dtype) + " reduction " + std::to_string(static_cast<int>(reduction));
     text += weight.absent() ? "" : " weighted";
     text += log_target ? " log_target" : "";
@@ -327,15 +333,11 @@ struct CrossEntropyCase {
   bool dense() const { return target_is_probability || label_smoothing > 0; }
 
   std::string describe() const {
-    std::string text = "cross_entropy (";
-    for (const int64_t size : rows) {
-      text += std::to_string(size) + ",";
-    }
-    text += ") of " + std::to_string(num_classes) + " classes, " + name_of(input.dtype) + " x " +
-            name_of(target.dtype) + " -> " + name_of(output.dtype) + " reduction " +
-            std::to_string(static_cast<int>(reduction)) + " smoothing " +
-            std::to_string(label_smoothing) + " class stride " +
-            std::to_string(input.strides.back());
+    std::string text =
+        "cross_entropy " + text_of(rows) + " of " + std::to_string(num_classes) + " classes, " +
+        name_of(input.dtype) + " x " + name_of(target.dtype) + " -> " + name_of(output.dtype) +
+        " reduction " + std::to_string(static_cast<int>(reduction)) + " smoothing " +
+        std::to_string(label_smoothing) + " class stride " + std::to_string(input.strides.back());
     return text + (weight.absent() ? "" : " weighted");
   }
 

@@ -23,15 +23,12 @@ struct TokenCase {
   int64_t num_indices() const { return index.absent() ? 0 : index.sizes.back(); }
 
   std::string describe() const {
-    std::string text = "tokens (";
-    for (const int64_t size : rows) {
-      text += std::to_string(size) + ",";
-    }
-    return text + ") of " + std::to_string(num_classes) + " classes, " + name_of(input.dtype) +
-           ", " + std::to_string(num_indices()) + " indices, scale " + std::to_string(map.scale) +
-           " softcap " + std::to_string(map.softcap) + " class stride " +
-           std::to_string(input.strides.back()) + (mask.absent() ? "" : " masked") +
-           (entropy.absent() ? "" : " entropy") + (grad_log_probs.absent() ? "" : " log_probs");
+    return "tokens " + text_of(rows) + " of " + std::to_string(num_classes) + " classes, " +
+           name_of(input.dtype) + ", " + std::to_string(num_indices()) + " indices, scale " +
+           std::to_string(map.scale) + " softcap " + std::to_string(map.softcap) +
+           " class stride " + std::to_string(input.strides.back()) +
+           (mask.absent() ? "" : " masked") + (entropy.absent() ? "" : " entropy") +
+           (grad_log_probs.absent() ? "" : " log_probs");
   }
 
   void fill_common(TokenArgs& args, const Place& place) const {
