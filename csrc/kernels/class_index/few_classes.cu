@@ -262,9 +262,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
   int weighted = args.weight != nullptr ? 1 : 0;
   int leaves_stats = args.row_stats != nullptr ? 1 : 0;
   int leaves_losses = args.reduction == Reduction::kNone ? 1 : 0;
-  asm volatile(""
-               : "+r"(weighted), "+r"(leaves_stats),
-                 "+r"(leaves_losses));  // else loaded for each row
+  // Else each row would load them again.
+  asm volatile("" : "+r"(weighted), "+r"(leaves_stats), "+r"(leaves_losses));
   const RowStats<float> stats(args.row_stats, args.rows.numel);
   float* max_of_row = stats.max + first_row + lane;
   float* rest_of_row = stats.rest + first_row + lane;

@@ -41,6 +41,14 @@ inline int lanes_of_sum(int64_t num_indices) {
   return lanes_for(ceil_div(num_indices, int64_t{kLaneIndices}));
 }
 
+// What a class index takes from TokenGradient::of_softmax. grad: of its log-probability. NaN if the
+// index is out of range.
+template <typename acc_t>
+__device__ __forceinline__ acc_t grad_in_range(const TokenBackwardArgs& args, int64_t c,
+                                               acc_t grad) {
+  return c >= 0 && c < args.num_classes ? grad : math::quiet_nan<acc_t>();
+}
+
 // TokenGradient::of_softmax of a row, in each of the lanes_of_sum() that share it, in fp64: it
 // nearly cancels the grad_log_probs of a class. NaN if a class index is out of range. By all lanes
 // of a warp.
@@ -58,8 +66,7 @@ __device__ __forceinline__ double gradient_of_softmax(const TokenBackwardArgs& a
       const int64_t k = first + u * lanes;
       if (k < count) {
         const int64_t c = load_index(args, place, k);
-        const acc_t grad = load_grad<acc_t>(args, place, k);
-        sum -= c >= 0 && c < args.num_classes ? grad : math::quiet_nan<acc_t>();
+        sum -= grad_in_range(args, c, load_grad<acc_t>(args, place, k));
       }
     }
   }
@@ -282,8 +289,7 @@ struct ShortTokenGradients {
     TokenNumbers<acc_t> of_row;
     double of_softmax;
     bool counts;
-    // Of the only class index, if there is one and it is in range; else -1.
-    int index;
+    int index;  // the only class index, if there is one and it is in range; else -1
     acc_t grad;
   };
   __device__ __forceinline__ Numbers load(const RowGrid::Place& place, int lane) const {
@@ -297,8 +303,12 @@ struct ShortTokenGradients {
       const int64_t c = load_index(args, place, 0);
       row.grad = load_grad<acc_t>(args, place, 0);
       row.index = c >= 0 && c < args.num_classes ? static_cast<int>(c) : -1;
+      // gradient_of_softmax() of one index, in its order.
+      row.of_softmax =
+          (0.0 - grad_in_range(args, c, row.grad)) + load_row_grad<acc_t>(place, args.grad_lse);
+    } else {
+      row.of_softmax = gradient_of_softmax<acc_t>(args, place, lane, sum_lanes);
     }
-    row.of_softmax = gradient_of_softmax<acc_t>(args, place, lane, sum_lanes);
     return row;
   }
 
