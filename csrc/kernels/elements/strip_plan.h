@@ -82,6 +82,9 @@ class UnitTraits {
   uint32_t bits_ = 0;
 };
 
+// Values of each thread after which the sums of rows are folded. A choice, not measured.
+constexpr int kRowsOfFold = 8;
+
 // What the sums of a gradient are of.
 enum class SumOf : int8_t {
   kNothing,  // the plan is not made for sums
@@ -130,6 +133,7 @@ struct StripPlan : PlanOperands<StripOperand> {
   int64_t sums = 1;
   int64_t splits = 1;
   int64_t split_strides[3] = {};  // bytes to the next part: along the columns, along 1, summed
+  int32_t row_lane_bits = 0;      // the logarithm of how many threads add up a row of a fold
 
   // Threads that have units.
   LOSSOPS_HOST_DEVICE int used_threads() const {
@@ -256,6 +260,9 @@ class StripPlanner {
 
  private:
   static constexpr int kJoined = kVectorSize<half_t>;
+  // The longest walk whose tiles alternate: 31 bits then hold where a turn ends, and a Strip counts
+  // all that is left of the walk.
+  static constexpr int64_t kMostAlternating = 1 << 28;
   // Steps of a tile. A choice, not measured.
   static constexpr int64_t kMostSteps = 64;
   // Steps of a tile of units of four columns where nothing is reduced: more tiles leave fewer
@@ -357,25 +364,32 @@ class StripPlanner {
     if (walk_dim_ >= 0) {
       return walked(walk_dim_, strip, steps);
     }
-    Walked best = walked(-1, strip, steps);
+    Walked columns = walked(-1, strip, steps);
     if (sums_ && !along_[layout_->lead()]) {
-      return best;
+      return columns;
     }
     // A thread that walks from row to row finds the end of its row once, and shares no columns. A
     // choice, not measured.
     constexpr double kWorse = 0.9;
     if (has_near_columns_ && units > kTileThreads) {
-      best.use = kWorse * used_part(units, kTileThreads * steps) *
-                 part_of_walk(ceil_div(units, kTileThreads));
+      columns.use = kWorse * used_part(units, kTileThreads * steps) *
+                    part_of_walk(ceil_div(units, kTileThreads));
     }
+    Walked walks[kMaxDims];
+    double most = columns.use;
     for (int dim = 0; dim < space.ndim; ++dim) {
-      const Walked own = walked(dim, strip, steps);
-      // Of walks that use as much, the last is chosen if rows lie side by side: neighbours do, and
-      // the thread walks past them.
-      best =
-          own.use > best.use || (own.use == best.use && own.use > 0 && own.sides > 1) ? own : best;
+      walks[dim] = walked(dim, strip, steps);
+      most = std::max(most, walks[dim].use);
     }
-    return best;
+    // Of walks that use nearly as much, the one whose rows lie nearest to each other: what is read
+    // and written at a time then lies closer together.
+    constexpr double kNearly = 0.93;
+    for (int dim = 0; dim < space.ndim; ++dim) {
+      if (walks[dim].use > 0 && walks[dim].use >= kNearly * most) {
+        return walks[dim];
+      }
+    }
+    return columns;
   }
 
   // Kept indices side by side, at most so many. Kernels without sums number what is kept and what
@@ -450,6 +464,17 @@ class StripPlanner {
     return own / (own + kFound);
   }
 
+  // As many threads as there are for all rows at once, if as many rows lie side by side as there is
+  // room for. So the order of a row's sum does not depend on how many do.
+  static int32_t row_lane_bits(int64_t units) {
+    const int64_t rows = kRowsOfFold * (kTileThreads / units);
+    int32_t bits = 0;
+    while (2 << bits <= std::min<int64_t>(units, kWarpSize) && rows << (bits + 1) <= kTileThreads) {
+      ++bits;
+    }
+    return bits;
+  }
+
   void walk(const Walked& walked, int64_t strip) {
     const IterationSpace& space = layout_->space();
     const int lead = layout_->lead();
@@ -462,6 +487,7 @@ class StripPlanner {
     }
     const int64_t units = plan_.walks_columns ? kTileThreads : strip;
     plan_.strip_units = Divisor(static_cast<uint32_t>(units));
+    plan_.row_lane_bits = row_lane_bits(units);
     plan_.side_walked = Divisor(static_cast<uint32_t>(walked.side_walked));
     plan_.side_kept = static_cast<int32_t>(walked.side_kept);
     plan_.strip_columns = static_cast<int32_t>(units * plan_.width);
@@ -518,10 +544,14 @@ class StripPlanner {
           std::clamp<int64_t>(std::min(share, most) / turns, 1, std::max<int64_t>(plan_.summed, 1));
     }
     const int64_t walk_tiles = ceil_div(walks, turns);
+    // The tiles of a walk take its turns one after the other, so that what blocks read and write at
+    // a time lies together; of a long walk, each has turns that follow one another.
+    const bool alternate = size <= kMostAlternating;
+    const int64_t apart = alternate ? 1 : turns;  // turns from a tile's first to the next tile's
     plan_.tile_turns = static_cast<int32_t>(turns);
-    plan_.walk_turn = static_cast<int32_t>(steps) * plan_.walk_step;
-    plan_.tile_walked = walks_columns ? 1 : turns * at_once;
-    plan_.tile_columns = walks_columns ? turns * at_once : plan_.strip_columns;
+    plan_.walk_turn = static_cast<int32_t>(steps * (alternate ? walk_tiles : 1)) * plan_.walk_step;
+    plan_.tile_walked = walks_columns ? 1 : apart * at_once;
+    plan_.tile_columns = walks_columns ? apart * at_once : plan_.strip_columns;
     Extents& tiles = plan_.tile_extents;
     tiles.add(walks_columns ? walk_tiles : strips);
     tiles.add(walks_columns ? 1 : walk_tiles);

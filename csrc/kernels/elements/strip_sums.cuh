@@ -19,9 +19,8 @@ class StripSums {
   static constexpr bool kSums = true;
   static constexpr int kWidth = Tile::kWidth;
   static constexpr int kSteps = Tile::kSteps;
-  // Turns after which the sums of rows are folded. A choice, not measured.
-  static constexpr int kRowTurns = kSteps < 8 ? 8 / kSteps : 1;
-  static constexpr int kRows = kRowTurns * kSteps;
+  static constexpr int kRows = kRowsOfFold;
+  static_assert(kRows % kSteps == 0);
   union Shared {
     // The values of rows. Padded, so that neighbouring rows are in other banks.
     acc_t values[kRows][kTileThreads + 4];
@@ -142,19 +141,19 @@ class StripSums {
     const auto units = static_cast<int>(plan_.strip_units.value);
     const auto side_walked = static_cast<int>(plan_.side_walked.value);
     const int sides = side_walked * plan_.side_kept;
-    const int lanes = row_lanes(units);
+    const int lanes = 1 << plan_.row_lane_bits;
     const int lane = thread() & (lanes - 1);
     const int first = turn - (rows_ / kSteps - 1) * plan_.walk_turn;
     const int kept = strip.rest_left < plan_.side_kept ? strip.rest_left : plan_.side_kept;
     __syncthreads();
 #pragma unroll 1
-    for (int begin = 0; begin < kRows * sides; begin += threads() / lanes) {
-      const int number = begin + thread() / lanes;
+    for (int begin = 0; begin < kRows * sides; begin += threads() >> plan_.row_lane_bits) {
+      const int number = begin + (thread() >> plan_.row_lane_bits);
       const int side = number / kRows;
       const int row = number - side * kRows;
       const auto own_kept =
           static_cast<int>(plan_.side_walked.quotient(static_cast<uint32_t>(side)));
-      const int index = first + row;
+      const int index = first + row / kSteps * plan_.walk_turn + row % kSteps;
       const int walked = index * side_walked + side - own_kept * side_walked;
       const bool is_there = row < rows_ && own_kept < kept && walked < strip.walked_left;
       double sum = 0;
@@ -169,16 +168,6 @@ class StripSums {
     }
     rows_ = 0;
     __syncthreads();  // before the next turn's values
-  }
-  // Threads that add up a row: as many as there are for all rows at once, if as many rows lie side
-  // by side as there is room for. So the order of a row's sum does not depend on how many do.
-  __device__ __forceinline__ static int row_lanes(int units) {
-    const int sides = kTileThreads / units;
-    int lanes = kWarpSize;
-    while (lanes > 1 && (lanes > units || lanes * kRows * sides > kTileThreads)) {
-      lanes /= 2;
-    }
-    return lanes;
   }
 
   // Adds up `count` totals of each of `sharers` threads that are `distance` apart, in a fixed

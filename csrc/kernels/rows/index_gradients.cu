@@ -24,7 +24,8 @@ struct IndexGradients {
   using Gradient = IndexGradient<kExact>;
   CrossEntropyBackwardArgs args;  // operands are those of a slice of the rows
 
-  // For row_gradients_kernel.
+  // For row_gradients_kernel. of() takes two loads, one after the other.
+  static constexpr int kPartRounds = 2;
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
     return index_gradient<kExact>(args, place.row, place.offset(args.input),
                                   place.offset(args.target), place.offset(args.grad_output));
@@ -76,7 +77,7 @@ void launch_index_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t s
   visit_type(args, [&](auto type) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Gradients = IndexGradients<kExactExponentials<scalar_t>>;
-    const auto plan = row_parts_of<scalar_t>(args.rows.numel, args.num_classes);
+    const auto plan = RowParts::of(args.num_classes, sizeof(scalar_t), Gradients::kPartRounds);
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const Gradients rows{slice_of(slice, args)};

@@ -14,6 +14,7 @@
 //     bool wants_products;  // of powers and differences; else half types spare them
 //   };
 //   struct Gradients {     // of row_gradients_kernel
+//     static constexpr int kPartRounds;  // more where of() takes long: see RowParts
 //     auto of(place) const -> Gradient;
 //     void finish(place, part, const Gradient&) const;  // by all lanes of a warp, after the part
 //   };
@@ -95,15 +96,6 @@ __device__ __forceinline__ uint32_t group_of_thread(int lanes, uint32_t thread =
 // Blocks of a multiprocessor: 64 registers a thread, or 128 for fp64.
 template <typename scalar_t>
 constexpr int kRowBlocks = sizeof(scalar_t) == 8 ? 2 : 4;
-
-// How the gradients of rows are cut for row_gradients_kernel on the current device.
-template <typename scalar_t>
-RowParts row_parts_of(int64_t rows, int64_t num_classes) {
-  constexpr int kWarps = kRowThreads / kWarpSize;
-  const int64_t resident_warps =
-      int64_t{kRowBlocks<scalar_t>} * kWarps * std::max(current_device_limits().multiprocessors, 1);
-  return RowParts::of(rows, num_classes, sizeof(scalar_t), resident_warps);
-}
 
 // Whether the arithmetic of a logit takes longer than its load, and much code: that of a softcap,
 // and of fp64.
@@ -392,11 +384,17 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   // Inner vector 0 is the row's second.
   RowReader<scalar_t, kVectors> reader(row + kSize * source.class_stride, is_contiguous, lanes,
                                        granules);
-  int v = place.share * cut.piece_vectors() + lane;
+  const int step = kVectors * lanes;
+  const int distance = step * cut.pieces;
+  int v = place.share * step + lane;
   reader.start(v, is_contiguous ? inner : 0);
   RowVector* const outer =
       outer_vectors + (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * kOuterVectors;
-  if (is_contiguous && v - lane + cut.piece_vectors() > inner) {
+  // As many for each lane of a warp.
+  const int of_row = (cut.vectors + step - 1) >> (__ffs(step) - 1);
+  const auto rounds = static_cast<int>(
+      grid.shares.quotient(static_cast<uint32_t>(of_row + cut.pieces - 1 - place.share)));
+  if (is_contiguous && v - lane + (rounds - 1) * distance + step > inner) {
 #pragma unroll 1
     for (int i = lane; i < kOuterVectors * kSize; i += lanes) {
       const int64_t c = int64_t{cut.position(inner + i / kSize)} * kSize + i % kSize;
@@ -410,11 +408,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   }
 
   PieceSum<Row, scalar_t, Map> sum(loss, map, lanes);
-  // As often for each lane of a warp.
-  const int step = kVectors * lanes;
-  const int left = (cut.vectors - (v - lane) + step - 1) >> (__ffs(step) - 1);
 #pragma unroll 1
-  for (int round = min(left, cut.rounds * (kRowVectors / kVectors)); round > 0; --round) {
+  for (int round = rounds; round > 0; --round) {
     if (!is_contiguous) {
 #pragma unroll 1
       for (int u = 0; u < kVectors; ++u) {
@@ -426,7 +421,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
       }
     }
     reader.take();
-    reader.start(v + lanes * kVectors, is_contiguous && round > 1 ? inner : 0);
+    const int next = round > 1 ? v + distance : v;
+    reader.start(next, is_contiguous && round > 1 ? inner : 0);
     if (v + (kVectors - 1) * lanes >= inner) {
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
@@ -443,7 +439,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
       const int number = v + u * lanes;
       return number < end ? cut.elements(cut.position(number), kSize) : 0;
     });
-    v += lanes * kVectors;
+    v = next;
   }
   auto state = sum.finish();
   // All lanes have the same maximum.
@@ -504,11 +500,11 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     return;
   }
 
-  const auto gradient = rows.of(place);
   __shared__ RowVector granules[RowReader<scalar_t, kVectors>::template kGranules<kWarpSize>];
   RowReader<scalar_t, kVectors> reader(logits + part.first_class, true, kWarpSize, granules);
   reader.start(part.begin + lane, part.end);
   // Now, as the first copies are on their way.
+  const auto gradient = rows.of(place);
 #pragma unroll 1
   for (int64_t i = lane; i < part.singles; i += kWarpSize) {
     const int64_t c = part.class_of_single(i);

@@ -178,7 +178,8 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
         return;
       }
     }
-    const auto plan = row_parts_of<scalar_t>(args.rows.numel, args.num_classes);
+    using Gradients = TokenGradients<scalar_t>;
+    const auto plan = RowParts::of(args.num_classes, sizeof(scalar_t), Gradients::kPartRounds);
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const TokenBackwardArgs own = slice_of(slice, args);
@@ -200,9 +201,8 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
       }
       LaunchShape passing = {grid.blocks(kWarpSize), kRowThreads};
       passing.overlap = true;
-      launch_kernel("row_gradients_kernel",
-                    row_gradients_kernel<TokenGradients<scalar_t>, scalar_t, Map>, passing, stream,
-                    TokenGradients<scalar_t>{reinterpret_cast<const Gradient*>(scratch)}, source,
+      launch_kernel("row_gradients_kernel", row_gradients_kernel<Gradients, scalar_t, Map>, passing,
+                    stream, Gradients{reinterpret_cast<const Gradient*>(scratch)}, source,
                     own.grad_input, args.grad_input_class_stride, grid, plan, type, map);
       launch_classes(at_end);
     });
