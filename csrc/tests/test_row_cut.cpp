@@ -88,7 +88,7 @@ void check_parts(int64_t num_classes, int64_t element_bytes) {
           ++taken[first + e];
         }
       }
-      CHECK(part.end - part.begin <= plan.vectors);
+      CHECK(3 * (part.end - part.begin) <= 4 * plan.vectors);
       CHECK(head < 0 || part.singles <= 4 * size);
       for (int64_t i = 0; i < part.singles; ++i) {
         const int64_t c = part.class_of_single(i);

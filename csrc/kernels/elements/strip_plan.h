@@ -376,7 +376,7 @@ class StripPlanner {
                     part_of_walk(ceil_div(units, kTileThreads));
     }
     Walked walks[kMaxDims];
-    double most = columns.use;
+    double most = 0;
     for (int dim = 0; dim < space.ndim; ++dim) {
       walks[dim] = walked(dim, strip, steps);
       most = std::max(most, walks[dim].use);
@@ -384,8 +384,8 @@ class StripPlanner {
     // Of walks that use nearly as much, the one whose rows lie nearest to each other: what is read
     // and written at a time then lies closer together.
     constexpr double kNearly = 0.93;
-    for (int dim = 0; dim < space.ndim; ++dim) {
-      if (walks[dim].use > 0 && walks[dim].use >= kNearly * most) {
+    for (int dim = 0; columns.use < most; ++dim) {
+      if (walks[dim].use >= kNearly * most) {
         return walks[dim];
       }
     }

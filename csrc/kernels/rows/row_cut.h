@@ -178,7 +178,7 @@ struct RowGrid {
 struct RowParts {
   int64_t num_classes = 0;
   int vector_shift = 0;
-  int vectors = 0;  // of a part, at the most
+  int vectors = 0;  // of a part but the last, which has what is left
   int parts = 1;    // of a row
 
   // rounds: of a part. Few, so that what the device reads and writes at a time lies together. With
@@ -190,7 +190,9 @@ struct RowParts {
     plan.vector_shift = vector_shift_of(element_bytes);
     const int64_t vectors = std::max<int64_t>(num_classes >> plan.vector_shift, 1);
     plan.vectors = rounds * 32 * kRowVectors;
-    plan.parts = static_cast<int>(ceil_div(vectors, plan.vectors));
+    // A third of a part, or less, is not worth what a part costs beside its vectors.
+    plan.parts = static_cast<int>(ceil_div(vectors - plan.vectors / 3, plan.vectors));
+    plan.parts = std::max(plan.parts, 1);
     return plan;
   }
 };
@@ -212,8 +214,8 @@ struct RowPart {
     RowPart part;
     part.size = 1 << plan.vector_shift;
     const int64_t first = int64_t{number} * plan.vectors;
+    const bool is_last = number + 1 == plan.parts;
     if (head < 0) {
-      const bool is_last = number + 1 == plan.parts;
       part.behind = first * part.size;
       part.singles = is_last ? plan.num_classes - part.behind : int64_t{plan.vectors} * part.size;
       return part;
@@ -223,7 +225,7 @@ struct RowPart {
     part.first_class = head + part.size;
     part.inner = inner > 0 ? static_cast<int>(inner) : 0;
     part.begin = static_cast<int>(first < part.inner ? first : part.inner);
-    part.end = static_cast<int>(end < part.inner ? end : part.inner);
+    part.end = static_cast<int>(end < part.inner && !is_last ? end : part.inner);
     part.lead = part.first_class;
     part.behind = int64_t{part.inner} * part.size;
     part.singles = number == 0 ? plan.num_classes - part.behind : 0;
