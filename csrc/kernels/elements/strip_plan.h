@@ -263,6 +263,8 @@ class StripPlanner {
   // The longest walk whose tiles alternate: 31 bits then hold where a turn ends, and a Strip counts
   // all that is left of the walk.
   static constexpr int64_t kMostAlternating = 1 << 28;
+  static_assert(kMostAlternating * kRowsOfFold <= int64_t{1} << 31,
+                "StripSums numbers rows of a fold");
   // Steps of a tile. A choice, not measured.
   static constexpr int64_t kMostSteps = 64;
   // Steps of a tile of units of four columns where nothing is reduced: more tiles leave fewer

@@ -141,14 +141,16 @@ class StripSums {
     const auto units = static_cast<int>(plan_.strip_units.value);
     const auto side_walked = static_cast<int>(plan_.side_walked.value);
     const int sides = side_walked * plan_.side_kept;
-    const int lanes = 1 << plan_.row_lane_bits;
+    // Else registers would keep what follows from it through all turns, and spill.
+    const int lane_bits = unfolded(plan_.row_lane_bits);
+    const int lanes = 1 << lane_bits;
     const int lane = thread() & (lanes - 1);
     const int first = turn - (rows_ / kSteps - 1) * plan_.walk_turn;
     const int kept = strip.rest_left < plan_.side_kept ? strip.rest_left : plan_.side_kept;
     __syncthreads();
 #pragma unroll 1
-    for (int begin = 0; begin < kRows * sides; begin += threads() >> plan_.row_lane_bits) {
-      const int number = begin + (thread() >> plan_.row_lane_bits);
+    for (int begin = 0; begin < kRows * sides; begin += threads() >> lane_bits) {
+      const int number = begin + (thread() >> lane_bits);
       const int side = number / kRows;
       const int row = number - side * kRows;
       const auto own_kept =

@@ -24,7 +24,8 @@ struct IndexGradients {
   using Gradient = IndexGradient<kExact>;
   CrossEntropyBackwardArgs args;  // operands are those of a slice of the rows
 
-  // For row_gradients_kernel. of() takes two loads, one after the other.
+  // For row_gradients_kernel. of() takes two loads, one after the other. The second is that of a
+  // logit, so gradients must not be in place: another warp may have written there.
   static constexpr int kPartRounds = 2;
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
     return index_gradient<kExact>(args, place.row, place.offset(args.input),
