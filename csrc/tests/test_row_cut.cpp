@@ -72,7 +72,8 @@ void check_cut(int64_t num_classes, int64_t element_bytes) {
 }
 
 void check_parts(int64_t num_classes, int64_t element_bytes) {
-  const RowParts plan = RowParts::of(num_classes, element_bytes, static_cast<int>(draw(1, 4)));
+  const RowParts plan =
+      RowParts::of(num_classes, element_bytes, 128 * static_cast<int>(draw(1, 4)));
   const int size = 1 << vector_shift_of(element_bytes);
   for (int head = -1; head < size; ++head) {
     std::vector<int> taken(num_classes);

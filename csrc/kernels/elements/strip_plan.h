@@ -82,8 +82,8 @@ class UnitTraits {
   uint32_t bits_ = 0;
 };
 
-// Values of each thread after which the sums of rows are folded. A choice, not measured.
-constexpr int kRowsOfFold = 8;
+// Rows of which each thread keeps its values before the block adds them up. A choice, not measured.
+constexpr int kRowsAtOnce = 8;
 
 // What the sums of a gradient are of.
 enum class SumOf : int8_t {
@@ -133,7 +133,7 @@ struct StripPlan : PlanOperands<StripOperand> {
   int64_t sums = 1;
   int64_t splits = 1;
   int64_t split_strides[3] = {};  // bytes to the next part: along the columns, along 1, summed
-  int32_t row_lane_bits = 0;      // the logarithm of how many threads add up a row of a fold
+  int32_t row_lane_bits = 0;      // log2 of the threads that add up the values of a row
 
   // Threads that have units.
   LOSSOPS_HOST_DEVICE int used_threads() const {
@@ -260,11 +260,11 @@ class StripPlanner {
 
  private:
   static constexpr int kJoined = kVectorSize<half_t>;
-  // The longest walk whose tiles alternate: 31 bits then hold where a turn ends, and a Strip counts
-  // all that is left of the walk.
-  static constexpr int64_t kMostAlternating = 1 << 28;
-  static_assert(kMostAlternating * kRowsOfFold <= int64_t{1} << 31,
-                "StripSums numbers rows of a fold");
+  // The most rows, or columns, of a walk whose turns are dealt out to its tiles. A tile then
+  // reaches to the end of the walk, which 31 bits must hold: in Strip, and in StripSums with the
+  // rows of so many turns more.
+  static constexpr int64_t kMostDealt = 1 << 28;
+  static_assert(kMostDealt * kRowsAtOnce <= int64_t{1} << 31);
   // Steps of a tile. A choice, not measured.
   static constexpr int64_t kMostSteps = 64;
   // Steps of a tile of units of four columns where nothing is reduced: more tiles leave fewer
@@ -383,15 +383,14 @@ class StripPlanner {
       walks[dim] = walked(dim, strip, steps);
       most = std::max(most, walks[dim].use);
     }
-    // Of walks that use nearly as much, the one whose rows lie nearest to each other: what is read
-    // and written at a time then lies closer together.
-    constexpr double kNearly = 0.93;
-    for (int dim = 0; columns.use < most; ++dim) {
-      if (walks[dim].use >= kNearly * most) {
-        return walks[dim];
-      }
+    if (columns.use >= most) {
+      return columns;
     }
-    return columns;
+    // What is read and written at a time shall lie close together. So this is not the walk that
+    // uses most, but of those that use nearly as much the one along the nearest dimension.
+    constexpr double kNearly = 0.93;
+    return *std::find_if(walks, walks + space.ndim,
+                         [&](const Walked& own) { return own.use >= kNearly * most; });
   }
 
   // Kept indices side by side, at most so many. Kernels without sums number what is kept and what
@@ -466,10 +465,10 @@ class StripPlanner {
     return own / (own + kFound);
   }
 
-  // As many threads as there are for all rows at once, if as many rows lie side by side as there is
-  // room for. So the order of a row's sum does not depend on how many do.
+  // Log2 of the threads that add up the values of a row. As if the block were full of rows: so the
+  // order of a row's sum does not depend on how many lie side by side.
   static int32_t row_lane_bits(int64_t units) {
-    const int64_t rows = kRowsOfFold * (kTileThreads / units);
+    const int64_t rows = kRowsAtOnce * (kTileThreads / units);
     int32_t bits = 0;
     while (2 << bits <= std::min<int64_t>(units, kWarpSize) && rows << (bits + 1) <= kTileThreads) {
       ++bits;
@@ -546,12 +545,13 @@ class StripPlanner {
           std::clamp<int64_t>(std::min(share, most) / turns, 1, std::max<int64_t>(plan_.summed, 1));
     }
     const int64_t walk_tiles = ceil_div(walks, turns);
-    // The tiles of a walk take its turns one after the other, so that what blocks read and write at
-    // a time lies together; of a long walk, each has turns that follow one another.
-    const bool alternate = size <= kMostAlternating;
-    const int64_t apart = alternate ? 1 : turns;  // turns from a tile's first to the next tile's
+    // The turns of a walk are dealt out to its tiles, turn i to tile i % walk_tiles, so that what
+    // blocks read and write at a time lies together. In a longer walk than kMostDealt each tile has
+    // turns that follow one another.
+    const bool is_dealt = size <= kMostDealt;
+    const int64_t apart = is_dealt ? 1 : turns;  // turns from a tile's first to the next tile's
     plan_.tile_turns = static_cast<int32_t>(turns);
-    plan_.walk_turn = static_cast<int32_t>(steps * (alternate ? walk_tiles : 1)) * plan_.walk_step;
+    plan_.walk_turn = static_cast<int32_t>(steps * (is_dealt ? walk_tiles : 1)) * plan_.walk_step;
     plan_.tile_walked = walks_columns ? 1 : apart * at_once;
     plan_.tile_columns = walks_columns ? apart * at_once : plan_.strip_columns;
     Extents& tiles = plan_.tile_extents;

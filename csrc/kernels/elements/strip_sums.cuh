@@ -19,7 +19,7 @@ class StripSums {
   static constexpr bool kSums = true;
   static constexpr int kWidth = Tile::kWidth;
   static constexpr int kSteps = Tile::kSteps;
-  static constexpr int kRows = kRowsOfFold;
+  static constexpr int kRows = kRowsAtOnce;
   static_assert(kRows % kSteps == 0);
   union Shared {
     // The values of rows. Padded, so that neighbouring rows are in other banks.
@@ -141,7 +141,7 @@ class StripSums {
     const auto units = static_cast<int>(plan_.strip_units.value);
     const auto side_walked = static_cast<int>(plan_.side_walked.value);
     const int sides = side_walked * plan_.side_kept;
-    // Else registers would keep what follows from it through all turns, and spill.
+    // unfolded(): else the compiler computes what follows from this before the turns, and spills.
     const int lane_bits = unfolded(plan_.row_lane_bits);
     const int lanes = 1 << lane_bits;
     const int lane = thread() & (lanes - 1);

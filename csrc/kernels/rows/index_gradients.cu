@@ -24,9 +24,10 @@ struct IndexGradients {
   using Gradient = IndexGradient<kExact>;
   CrossEntropyBackwardArgs args;  // operands are those of a slice of the rows
 
-  // For row_gradients_kernel. of() takes two loads, one after the other. The second is that of a
-  // logit, so gradients must not be in place: another warp may have written there.
-  static constexpr int kPartRounds = 2;
+  // For row_gradients_kernel. of() loads the class index, and then the logit there: so parts are
+  // longer than those of tokens, and gradients must not overwrite logits (policy.cpp), as another
+  // warp may have replaced that one.
+  static constexpr int kPartVectors = 256;
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
     return index_gradient<kExact>(args, place.row, place.offset(args.input),
                                   place.offset(args.target), place.offset(args.grad_output));
@@ -78,7 +79,7 @@ void launch_index_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t s
   visit_type(args, [&](auto type) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Gradients = IndexGradients<kExactExponentials<scalar_t>>;
-    const auto plan = RowParts::of(args.num_classes, sizeof(scalar_t), Gradients::kPartRounds);
+    const auto plan = RowParts::of(args.num_classes, sizeof(scalar_t), Gradients::kPartVectors);
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const Gradients rows{slice_of(slice, args)};

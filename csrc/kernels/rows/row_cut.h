@@ -31,14 +31,14 @@ namespace lossops::cuda {
 
 constexpr int kRowThreads = 256;
 constexpr int kRowVectorBytes = 16;
-// Vectors of a round that a thread has at the most.
+// Vectors of a round that a lane has. Kernels of much arithmetic have one.
 constexpr int kRowVectors = 4;
 // The fewest lanes that share a piece, and vectors of a row that are read element by element.
 constexpr int kLeastLanes = 8;
 constexpr int kOuterVectors = 3;
-// Rounds of a piece at the most: 20 KB for a warp. One row of 2 MB is then about 100 pieces, and a
-// piece is long enough that what it costs beside its elements is a small part: its maximum rises
-// in three of 10 rounds, and in two of 4.
+// Rounds of a piece at the most, of kRowVectors: 20 KB for a warp. One row of 2 MB is then about
+// 100 pieces, and a piece is long enough that what it costs beside its elements is a small part:
+// its maximum rises in three of 10 rounds, and in two of 4.
 constexpr int kPieceRounds = 10;
 // The vectors of a row are numbered by 32 bits.
 constexpr int64_t kMostVectors = (int64_t{1} << 31) - (int64_t{1} << 20);
@@ -181,16 +181,16 @@ struct RowParts {
   int vectors = 0;  // of a part but the last, which has what is left
   int parts = 1;    // of a row
 
-  // rounds: of a part. Few, so that what the device reads and writes at a time lies together. With
-  // 16, 8, 4 and 1, the step of tokens of bf16 8192x151936 is at .578, .582, .591 and .624 of the
-  // floor. (H200, 2026-11)
-  static RowParts of(int64_t num_classes, int64_t element_bytes, int rounds) {
+  // part_vectors: as few as pay for what a part costs beside its vectors, so that what the device
+  // reads and writes at a time lies together. With 2048, 1024, 512 and 128, the step of tokens of
+  // bf16 8192x151936 is at .578, .582, .591 and .624 of the floor. (H200, 2026-11)
+  static RowParts of(int64_t num_classes, int64_t element_bytes, int part_vectors) {
     RowParts plan;
     plan.num_classes = num_classes;
     plan.vector_shift = vector_shift_of(element_bytes);
     const int64_t vectors = std::max<int64_t>(num_classes >> plan.vector_shift, 1);
-    plan.vectors = rounds * 32 * kRowVectors;
-    // A third of a part, or less, is not worth what a part costs beside its vectors.
+    plan.vectors = part_vectors;
+    // A rest of at most a third of a part goes to the last part.
     plan.parts = static_cast<int>(ceil_div(vectors - plan.vectors / 3, plan.vectors));
     plan.parts = std::max(plan.parts, 1);
     return plan;

@@ -14,7 +14,7 @@
 //     bool wants_products;  // of powers and differences; else half types spare them
 //   };
 //   struct Gradients {     // of row_gradients_kernel
-//     static constexpr int kPartRounds;  // more where of() takes long: see RowParts
+//     static constexpr int kPartVectors;  // RowParts::of() takes it; more where of() takes long
 //     auto of(place) const -> Gradient;
 //     void finish(place, part, const Gradient&) const;  // by all lanes of a warp, after the part
 //   };
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   reader.start(v, is_contiguous ? inner : 0);
   RowVector* const outer =
       outer_vectors + (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * kOuterVectors;
-  // As many for each lane of a warp.
+  // Of this piece: (of_row - share) / pieces, rounded up. All lanes of a warp have as many.
   const int of_row = (cut.vectors + step - 1) >> (__ffs(step) - 1);
   const auto rounds = static_cast<int>(
       grid.shares.quotient(static_cast<uint32_t>(of_row + cut.pieces - 1 - place.share)));
@@ -421,7 +421,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
       }
     }
     reader.take();
-    const int next = round > 1 ? v + distance : v;
+    const int next = round > 1 ? v + distance : v;  // behind the last round, 31 bits may be too few
     reader.start(next, is_contiguous && round > 1 ? inner : 0);
     if (v + (kVectors - 1) * lanes >= inner) {
 #pragma unroll
@@ -503,7 +503,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   __shared__ RowVector granules[RowReader<scalar_t, kVectors>::template kGranules<kWarpSize>];
   RowReader<scalar_t, kVectors> reader(logits + part.first_class, true, kWarpSize, granules);
   reader.start(part.begin + lane, part.end);
-  // Now, as the first copies are on their way.
+  // These load, too, while the first copies are on their way.
   const auto gradient = rows.of(place);
 #pragma unroll 1
   for (int64_t i = lane; i < part.singles; i += kWarpSize) {
@@ -516,8 +516,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     });
   }
 #pragma unroll 1
-  for (int round = part.begin; round < part.end; round += kWarpSize * kVectors) {
-    const int v = round + lane;
+  for (int first = part.begin; first < part.end; first += kWarpSize * kVectors) {
+    const int v = first + lane;
     reader.take();
     reader.start(v + kWarpSize * kVectors, part.end);
     RowVector* const to = reinterpret_cast<RowVector*>(vectors) + v;

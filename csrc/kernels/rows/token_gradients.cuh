@@ -138,7 +138,7 @@ static_assert(sizeof(TokenLogitGradient<float>) == kGradientNumbers * sizeof(flo
 template <typename scalar_t>
 struct TokenGradients {
   using Gradient = TokenLogitGradient<scalar_t>;
-  static constexpr int kPartRounds = 1;
+  static constexpr int kPartVectors = 128;
   const Gradient* of_rows;
 
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {

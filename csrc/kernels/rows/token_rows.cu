@@ -179,7 +179,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
       }
     }
     using Gradients = TokenGradients<scalar_t>;
-    const auto plan = RowParts::of(args.num_classes, sizeof(scalar_t), Gradients::kPartRounds);
+    const auto plan = RowParts::of(args.num_classes, sizeof(scalar_t), Gradients::kPartVectors);
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const TokenBackwardArgs own = slice_of(slice, args);
