@@ -279,7 +279,6 @@ class StripPlanner {
     int64_t kept = 1;  // of the rest
     int64_t side_walked = 1;
     int64_t side_kept = 1;
-    int64_t sides = 1;        // that there is room for
     bool has_summed = false;  // more of the rest
     double use = 0;           // of the threads' time, between 0 and 1
   };
@@ -431,23 +430,24 @@ class StripPlanner {
       return own;
     }
     own.size = space.sizes[dim];
-    own.sides = std::min(kTileThreads / strip, own.kept * own.size);
+    // That there is room for.
+    const int64_t sides = std::min(kTileThreads / strip, own.kept * own.size);
     // Rows side by side are neighbours, so that the parts of sectors that they share are written
     // together: indices of the nearest dimension, whether it is this one or comes first of what is
     // kept. Threads that read across the rows walk along neighbours instead. Threads that walk
     // along sums have only few_rows() neighbours beside them.
     const bool reads_across = layout_->other() != layout_->lead();
     const bool shares_sums = sums_ && along_[dim];
-    const int64_t side_near = even_share(own.size, shares_sums ? few_rows(own.size) : own.sides);
+    const int64_t side_near = even_share(own.size, shares_sums ? few_rows(own.size) : sides);
     const bool is_near =
         dim == nearest_dim() && !reads_across && are_near(operands_, dim, side_near);
     if (is_near && !shares_sums) {
       own.side_walked = side_near;
-      own.side_kept = kept_beside(own, own.sides / own.side_walked);
+      own.side_kept = kept_beside(own, sides / own.side_walked);
     } else {
-      const int64_t most_kept = is_near ? std::max<int64_t>(own.sides / side_near, 1) : own.sides;
+      const int64_t most_kept = is_near ? std::max<int64_t>(sides / side_near, 1) : sides;
       own.side_kept = kept_beside(own, most_kept);
-      own.side_walked = even_share(own.size, own.sides / own.side_kept);
+      own.side_walked = even_share(own.size, sides / own.side_kept);
     }
     if (!are_near(operands_, dim, own.side_walked)) {
       return own;

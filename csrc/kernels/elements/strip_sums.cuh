@@ -19,11 +19,10 @@ class StripSums {
   static constexpr bool kSums = true;
   static constexpr int kWidth = Tile::kWidth;
   static constexpr int kSteps = Tile::kSteps;
-  static constexpr int kRows = kRowsAtOnce;
-  static_assert(kRows % kSteps == 0);
+  static_assert(kRowsAtOnce % kSteps == 0);
   union Shared {
     // The values of rows. Padded, so that neighbouring rows are in other banks.
-    acc_t values[kRows][kTileThreads + 4];
+    acc_t values[kRowsAtOnce][kTileThreads + 4];
     // What threads have added up: of columns, two neighbours in a vector. Registers are short.
     double2 totals[(kWidth + 1) / 2][kTileThreads];
   };
@@ -88,7 +87,7 @@ class StripSums {
     const bool is_last = turn + plan_.walk_turn >= Walk<kWidth>::end(plan_, strip);
     if (plan_.sum_of == SumOf::kRow) {
       rows_ += kSteps;
-      if (rows_ == kRows || is_last) {
+      if (rows_ == kRowsAtOnce || is_last) {
         finish_rows(strip, turn);
       }
     } else if (is_last && strip.is_last) {
@@ -149,10 +148,10 @@ class StripSums {
     const int kept = strip.rest_left < plan_.side_kept ? strip.rest_left : plan_.side_kept;
     __syncthreads();
 #pragma unroll 1
-    for (int begin = 0; begin < kRows * sides; begin += threads() >> lane_bits) {
+    for (int begin = 0; begin < kRowsAtOnce * sides; begin += threads() >> lane_bits) {
       const int number = begin + (thread() >> lane_bits);
-      const int side = number / kRows;
-      const int row = number - side * kRows;
+      const int side = number / kRowsAtOnce;
+      const int row = number - side * kRowsAtOnce;
       const auto own_kept =
           static_cast<int>(plan_.side_walked.quotient(static_cast<uint32_t>(side)));
       const int index = first + row / kSteps * plan_.walk_turn + row % kSteps;

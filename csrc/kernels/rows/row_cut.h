@@ -188,11 +188,10 @@ struct RowParts {
     RowParts plan;
     plan.num_classes = num_classes;
     plan.vector_shift = vector_shift_of(element_bytes);
-    const int64_t vectors = std::max<int64_t>(num_classes >> plan.vector_shift, 1);
     plan.vectors = part_vectors;
     // A rest of at most a third of a part goes to the last part.
-    plan.parts = static_cast<int>(ceil_div(vectors - plan.vectors / 3, plan.vectors));
-    plan.parts = std::max(plan.parts, 1);
+    const int64_t counted = (num_classes >> plan.vector_shift) - part_vectors / 3;
+    plan.parts = std::max(static_cast<int>(ceil_div(counted, part_vectors)), 1);
     return plan;
   }
 };
@@ -221,11 +220,11 @@ struct RowPart {
       return part;
     }
     const int64_t inner = ((plan.num_classes - head) >> plan.vector_shift) - 2;
-    const int64_t end = first + plan.vectors;
     part.first_class = head + part.size;
     part.inner = inner > 0 ? static_cast<int>(inner) : 0;
+    const int64_t end = is_last ? part.inner : first + plan.vectors;
     part.begin = static_cast<int>(first < part.inner ? first : part.inner);
-    part.end = static_cast<int>(end < part.inner && !is_last ? end : part.inner);
+    part.end = static_cast<int>(end < part.inner ? end : part.inner);
     part.lead = part.first_class;
     part.behind = int64_t{part.inner} * part.size;
     part.singles = number == 0 ? plan.num_classes - part.behind : 0;

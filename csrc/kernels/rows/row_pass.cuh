@@ -28,7 +28,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
