@@ -77,8 +77,10 @@ void check_parts(int64_t num_classes, int64_t element_bytes) {
   const int size = 1 << vector_shift_of(element_bytes);
   for (int head = -1; head < size; ++head) {
     std::vector<int> taken(num_classes);
+    const auto shift = static_cast<int>(draw(0, kLineVectors - 1));
     for (int number = 0; number < plan.parts; ++number) {
-      const RowPart part = RowPart::of(plan, number, head);
+      const RowPart part = RowPart::of(plan, number, head, shift);
+      CHECK(number == 0 || head < 0 || part.begin == part.inner || (part.begin + shift) % kLineVectors == 0);
       for (int64_t v = part.begin; v < part.end; ++v) {
         const int64_t first = part.first_class + v * size;
         CHECK((first - head) % size == 0);
@@ -89,7 +91,7 @@ void check_parts(int64_t num_classes, int64_t element_bytes) {
           ++taken[first + e];
         }
       }
-      CHECK(3 * (part.end - part.begin) <= 4 * plan.vectors);
+      CHECK(3 * (part.end - part.begin - shift) <= 4 * plan.vectors);
       CHECK(head < 0 || part.singles <= 4 * size);
       for (int64_t i = 0; i < part.singles; ++i) {
         const int64_t c = part.class_of_single(i);

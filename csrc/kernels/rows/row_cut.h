@@ -31,6 +31,7 @@ namespace lossops::cuda {
 
 constexpr int kRowThreads = 256;
 constexpr int kRowVectorBytes = 16;
+constexpr int kLineVectors = 8;  // of a line of the L2 cache, 128 bytes
 // Vectors of a round that a lane has. Kernels of much arithmetic have one.
 constexpr int kRowVectors = 4;
 // The fewest lanes that share a piece, and vectors of a row that are read element by element.
@@ -208,8 +209,9 @@ struct RowPart {
   int64_t behind = 0;   // from the number of another single to its class
 
   // head: elements before the gradient's first aligned vector; negative: the classes of logits or
-  // gradients are not neighbours, and all are singles.
-  static LOSSOPS_HOST_DEVICE RowPart of(const RowParts& plan, int number, int head) {
+  // gradients are not neighbours, and all are singles. shift: vectors from the beginning of a line
+  // to inner vector 0.
+  static LOSSOPS_HOST_DEVICE RowPart of(const RowParts& plan, int number, int head, int shift) {
     RowPart part;
     part.size = 1 << plan.vector_shift;
     const int64_t first = int64_t{number} * plan.vectors;
@@ -222,8 +224,9 @@ struct RowPart {
     const int64_t inner = ((plan.num_classes - head) >> plan.vector_shift) - 2;
     part.first_class = head + part.size;
     part.inner = inner > 0 ? static_cast<int>(inner) : 0;
-    const int64_t end = is_last ? part.inner : first + plan.vectors;
-    part.begin = static_cast<int>(first < part.inner ? first : part.inner);
+    const int64_t begin = number == 0 ? 0 : first - shift;
+    const int64_t end = is_last ? part.inner : first + plan.vectors - shift;
+    part.begin = static_cast<int>(begin < part.inner ? begin : part.inner);
     part.end = static_cast<int>(end < part.inner ? end : part.inner);
     part.lead = part.first_class;
     part.behind = int64_t{part.inner} * part.size;

@@ -480,12 +480,14 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   const scalar_t* const logits =
       static_cast<const scalar_t*>(source.input.data) + place.offset(source.input);
   scalar_t* const gradients = static_cast<scalar_t*>(grad_input.data) + place.offset(grad_input);
+  const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(gradients));
   int head = -1;
   if (source.class_stride == 1 && grad_class_stride == 1) {
-    const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(gradients));
     head = static_cast<int>((0u - address) % kVectorBytes / sizeof(scalar_t));
   }
-  const RowPart part = RowPart::of(plan, place.share, head);
+  // Inner vector 0 follows the first aligned one.
+  const auto shift = static_cast<int>(((address + kVectorBytes - 1) / kVectorBytes + 1) % kLineVectors);
+  const RowPart part = RowPart::of(plan, place.share, head, shift);
   scalar_t* const vectors = gradients + part.first_class;
   if (!counts) {
 #pragma unroll 1

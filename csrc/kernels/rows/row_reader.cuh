@@ -241,9 +241,10 @@ class RowReader {
     const int last = end > 0 && phase_ != 0 ? end : end - 1;
     const char* const from = reinterpret_cast<const char*>(aligned_ + v);
     const auto copy = [&](int u) {
-      start_own_copy(granules_ + own_ + u * lanes_,
-                     reinterpret_cast<const RowVector*>(
-                         from + uint64_t{lanes_} * static_cast<uint64_t>(u * kVectorBytes)));
+      start_own_copy<CopyCaches::kL1AndL2>(
+          granules_ + own_ + u * lanes_,
+          reinterpret_cast<const RowVector*>(
+              from + uint64_t{lanes_} * static_cast<uint64_t>(u * kVectorBytes)));
     };
     const int lanes = static_cast<int>(lanes_);
     if (v + kVectors * lanes <= last) {
