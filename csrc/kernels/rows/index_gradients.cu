@@ -28,6 +28,7 @@ struct IndexGradients {
   // longer than those of tokens, and gradients must not overwrite logits (policy.cpp), as another
   // warp may have replaced that one.
   static constexpr int kPartVectors = 256;
+  static constexpr int kBlocks = kExact ? 4 : 5;
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
     return index_gradient<kExact>(args, place.row, place.offset(args.input),
                                   place.offset(args.target), place.offset(args.grad_output));

@@ -15,6 +15,7 @@
 //   };
 //   struct Gradients {     // of row_gradients_kernel
 //     static constexpr int kPartVectors;  // RowParts::of() takes it; more where of() takes long
+//     static constexpr int kBlocks;       // of a multiprocessor: as many as registers allow
 //     auto of(place) const -> Gradient;
 //     void finish(place, part, const Gradient&) const;  // by all lanes of a warp, after the part
 //   };
@@ -92,9 +93,18 @@ __device__ __forceinline__ uint32_t group_of_thread(int lanes, uint32_t thread =
   return blockIdx.x * static_cast<uint32_t>(kRowThreads >> shift) + (thread >> shift);
 }
 
-// Blocks of a multiprocessor: 64 registers a thread, or 128 for fp64.
+// Blocks of row_states_kernel on a multiprocessor: 64 registers a thread, or 128 for fp64.
 template <typename scalar_t>
 constexpr int kRowBlocks = sizeof(scalar_t) == 8 ? 2 : 4;
+
+// At most so many: multiprocessors of compute capability 7.5 have 1024 threads.
+constexpr int row_blocks(int wanted) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  return std::min(wanted, 1024 / kRowThreads);
+#else
+  return wanted;
+#endif
+}
 
 // Whether the arithmetic of a logit takes longer than its load, and much code: that of a softcap,
 // and of fp64.
@@ -265,12 +275,13 @@ class PieceSum {
   __device__ __forceinline__ void add(const RowType<scalar_t>& type, RowVector (&vectors)[kVectors],
                                       const Count& count) {
     constexpr int kSize = kVectorSize<scalar_t>;
-    const acc_t own = largest_of(type, vectors);
+    LargestOfVector<scalar_t> largest[kVectors];
+    const acc_t own = largest_of(type, vectors, largest);
     if (__any_sync(kAllLanes, own >= top_)) {
       raise(own);
       if constexpr (kIsLinear) {
         if (own == top_ && -math::infinity<acc_t>() < own && own < math::infinity<acc_t>()) {
-          state_.ones += static_cast<acc_t>(take_equals(type, vectors, top_));
+          state_.ones += static_cast<acc_t>(take_equals(type, vectors, largest, top_));
         }
       }
     }
@@ -378,15 +389,15 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     return bits_as<scalar_t>(from_acc<decltype(like)>(changes_signs ? infinity : -infinity));
   });
 
-  __shared__ RowVector granules[RowReader<scalar_t, kVectors>::template kGranules<kLeastLanes>];
+  __shared__ RowVector granules[RowReader<scalar_t, kVectors>::kGranules];
   __shared__ RowVector outer_vectors[kRowThreads / kLeastLanes * kOuterVectors];
   // Inner vector 0 is the row's second.
-  RowReader<scalar_t, kVectors> reader(row + kSize * source.class_stride, is_contiguous, lanes,
-                                       granules);
+  RowReader<scalar_t, kVectors> reader(row + kSize * source.class_stride,
+                                       is_contiguous ? inner : 0, lanes, granules);
   const int step = kVectors * lanes;
   const int distance = step * cut.pieces;
   int v = place.share * step + lane;
-  reader.start(v, is_contiguous ? inner : 0);
+  reader.start(v);
   RowVector* const outer =
       outer_vectors + (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * kOuterVectors;
   // Of this piece: (of_row - share) / pieces, rounded up. All lanes of a warp have as many.
@@ -420,8 +431,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
       }
     }
     reader.take();
-    const int next = round > 1 ? v + distance : v;  // behind the last round, 31 bits may be too few
-    reader.start(next, is_contiguous && round > 1 ? inner : 0);
+    const int next = round > 1 ? v + distance : kMostVectors;
+    reader.start(next);
     if (v + (kVectors - 1) * lanes >= inner) {
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
@@ -458,7 +469,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
 // Writes the gradients of a plan's parts, a warp each. rows: knows each row's Gradient. A
 // row that does not count gets zeros, and its Gradient is not asked for.
 template <typename Gradients, typename scalar_t, typename Map>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
+__global__ void __launch_bounds__(kRowThreads, row_blocks(Gradients::kBlocks))
     row_gradients_kernel(const __grid_constant__ Gradients rows,
                          const __grid_constant__ RowSource source,
                          const __grid_constant__ Operand grad_input, int64_t grad_class_stride,
@@ -501,9 +512,9 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     return;
   }
 
-  __shared__ RowVector granules[RowReader<scalar_t, kVectors>::template kGranules<kWarpSize>];
-  RowReader<scalar_t, kVectors> reader(logits + part.first_class, true, kWarpSize, granules);
-  reader.start(part.begin + lane, part.end);
+  __shared__ RowVector granules[RowReader<scalar_t, kVectors>::kGranules];
+  RowReader<scalar_t, kVectors> reader(logits + part.first_class, part.end, kWarpSize, granules);
+  reader.start(part.begin + lane);
   // These load, too, while the first copies are on their way.
   const auto gradient = rows.of(place);
 #pragma unroll 1
@@ -520,7 +531,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   for (int first = part.begin; first < part.end; first += kWarpSize * kVectors) {
     const int v = first + lane;
     reader.take();
-    reader.start(v + kWarpSize * kVectors, part.end);
+    reader.start(v + kWarpSize * kVectors);
     RowVector* const to = reinterpret_cast<RowVector*>(vectors) + v;
     if constexpr (kIsLong<scalar_t, Map>) {
 #pragma unroll

@@ -130,42 +130,54 @@ __device__ __forceinline__ uint32_t sign_bits(int word) {
   }
 }
 
-// The largest element of several vectors; of a NaN and a number, the number. -inf of NaN alone.
+// The largest elements of a vector; of a NaN and a number, the number. Of half types one for each
+// half of a word.
+template <typename scalar_t>
+using LargestOfVector =
+    std::conditional_t<sizeof(scalar_t) == 2, uint32_t, acc_type_t<scalar_t>>;
+
+// The largest element of several vectors, and `largest` of each. -inf of NaN alone.
 template <typename scalar_t, int kVectors>
-__device__ __forceinline__ acc_type_t<scalar_t> largest_of(const RowType<scalar_t>& type,
-                                                           const RowVector (&vectors)[kVectors]) {
+__device__ __forceinline__ acc_type_t<scalar_t> largest_of(
+    const RowType<scalar_t>& type, const RowVector (&vectors)[kVectors],
+    LargestOfVector<scalar_t> (&largest)[kVectors]) {
   using acc_t = acc_type_t<scalar_t>;
   return type.visit([&](auto like) {
     using own_t = decltype(like);
-    acc_t max = -math::infinity<acc_t>();
     if constexpr (sizeof(own_t) == 2) {
       uint32_t words = lowest_word<own_t>();
 #pragma unroll
-      for (const RowVector& vector : vectors) {
+      for (int u = 0; u < kVectors; ++u) {
+        largest[u] = lowest_word<own_t>();
 #pragma unroll
-        for (const uint32_t word : vector.words) {
-          words = max_of_words<own_t>(word, words);
+        for (const uint32_t word : vectors[u].words) {
+          largest[u] = max_of_words<own_t>(word, largest[u]);
         }
+        words = max_of_words<own_t>(largest[u], words);
       }
-      max = max_of_elements<own_t>(words);
+      return max_of_elements<own_t>(words);
     } else {
+      acc_t max = -math::infinity<acc_t>();
 #pragma unroll
-      for (const RowVector& vector : vectors) {
+      for (int u = 0; u < kVectors; ++u) {
+        largest[u] = -math::infinity<acc_t>();
 #pragma unroll
         for (int i = 0; i < kVectorSize<own_t>; ++i) {
-          max = math::max_number(vector.get<own_t>(i), max);
+          largest[u] = math::max_number(vectors[u].template get<own_t>(i), largest[u]);
         }
+        max = math::max_number(largest[u], max);
       }
+      return max;
     }
-    return max;
   });
 }
 
 // How many elements of several vectors are the same number as `top`, which is finite; they become
-// -inf.
+// -inf. `largest`: of each vector, so that few are searched.
 template <typename scalar_t, int kVectors>
 __device__ __forceinline__ int take_equals(const RowType<scalar_t>& type,
                                            RowVector (&vectors)[kVectors],
+                                           const LargestOfVector<scalar_t> (&largest)[kVectors],
                                            acc_type_t<scalar_t> top) {
   return type.visit([&](auto like) {
     using own_t = decltype(like);
@@ -173,22 +185,26 @@ __device__ __forceinline__ int take_equals(const RowType<scalar_t>& type,
       const uint32_t wanted = word_to_take<own_t>(top);
       uint32_t taken = 0;
 #pragma unroll
-      for (RowVector& vector : vectors) {
+      for (int u = 0; u < kVectors; ++u) {
+        if (equal_elements<own_t>(largest[u], wanted) != 0) {
 #pragma unroll
-        for (uint32_t& word : vector.words) {
-          word = take_equals<own_t>(word, wanted, taken);
+          for (uint32_t& word : vectors[u].words) {
+            word = take_equals<own_t>(word, wanted, taken);
+          }
         }
       }
       return sum_of_taken<own_t>(taken);
     } else {
       int count = 0;
 #pragma unroll
-      for (RowVector& vector : vectors) {
+      for (int u = 0; u < kVectors; ++u) {
+        if (largest[u] == top) {
 #pragma unroll
-        for (int i = 0; i < kVectorSize<own_t>; ++i) {
-          if (vector.get<own_t>(i) == top) {
-            count += 1;
-            vector.set<own_t>(i, -math::infinity<own_t>());
+          for (int i = 0; i < kVectorSize<own_t>; ++i) {
+            if (vectors[u].template get<own_t>(i) == top) {
+              count += 1;
+              vectors[u].template set<own_t>(i, -math::infinity<own_t>());
+            }
           }
         }
       }
@@ -205,27 +221,28 @@ template <typename scalar_t, int kVectors>
 class RowReader {
  public:
   static constexpr int kSize = kVectorSize<scalar_t>;
+  // Granules of a block. A plane has one of each thread; in the last, the first lane of a row has
+  // the granule behind those of all its lanes.
+  static constexpr int kPlane = kRowThreads;
+  static constexpr int kGranules = (kVectors + 1) * kPlane;
   RowVector vectors[kVectors];
 
-  // Granules of a block. Those of groups of kLanes or more lie behind each other.
-  template <int kLanes>
-  static constexpr int kGranules = kRowThreads * kVectors + kRowThreads / kLanes;
-
-  // first: element 0 of vector 0. granules: in shared memory, of a block. is_contiguous: else
-  // start() must not be called, but put().
-  __device__ __forceinline__ RowReader(const scalar_t* first, bool is_contiguous, int lanes,
+  // first: element 0 of vector 0. end: vectors in front of it are copied; 0 where the classes are
+  // not contiguous, with put() in the place of start(). The vector before the first one, and the
+  // one at `end`, must be of the row. granules: in shared memory.
+  __device__ __forceinline__ RowReader(const scalar_t* first, int end, int lanes,
                                        RowVector* granules)
       : granules_(granules),
-        phase_(is_contiguous
-                   ? static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first)) % kVectorBytes
-                   : 0),
-        lanes_(static_cast<uint32_t>(lanes)) {
+        phase_(end > 0 ? static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first)) % kVectorBytes
+                       : 0),
+        lanes_(static_cast<uint32_t>(lanes)),
+        last_(phase_ != 0 ? end : end - 1) {
     const char* const aligned = reinterpret_cast<const char*>(first) - phase_;
     // Else they would be computed for each copy.
     aligned_ = unfolded(reinterpret_cast<const RowVector*>(aligned));
-    const int thread = static_cast<int>(threadIdx.x);
-    const int lane = thread & (lanes - 1);
-    own_ = unfolded((thread - lane) * kVectors + (thread >> (__ffs(lanes) - 1)) + lane);
+    own_ = unfolded(static_cast<int>(threadIdx.x));
+    const int lane = own_ & (lanes - 1);
+    next_ = unfolded(lane + 1 < lanes ? own_ + 1 : own_ - lane + kPlane);
     has_last_ = lane == 0 && phase_ != 0;
   }
 
@@ -235,19 +252,17 @@ class RowReader {
     return reinterpret_cast<const scalar_t*>(address);
   }
 
-  // Starts to copy vectors v, v + lanes, ... in front of `end`. The vector before v, and the one
-  // behind the last that is read, must be of the row.
-  __device__ __forceinline__ void start(int v, int end) {
-    const int last = end > 0 && phase_ != 0 ? end : end - 1;
+  // Starts to copy vectors v, v + lanes, ..., as far as they are to be copied.
+  __device__ __forceinline__ void start(int v) {
     const char* const from = reinterpret_cast<const char*>(aligned_ + v);
     const auto copy = [&](int u) {
       start_own_copy<CopyCaches::kL1AndL2>(
-          granules_ + own_ + u * lanes_,
+          granules_ + own_ + u * kPlane,
           reinterpret_cast<const RowVector*>(
               from + uint64_t{lanes_} * static_cast<uint64_t>(u * kVectorBytes)));
     };
     const int lanes = static_cast<int>(lanes_);
-    if (v + kVectors * lanes <= last) {
+    if (v + kVectors * lanes <= last_) {
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
         copy(u);
@@ -257,7 +272,7 @@ class RowReader {
       }
     } else {
 #pragma unroll 1
-      for (int u = 0; u < kVectors && v + u * lanes <= last; ++u) {
+      for (int u = 0; u < kVectors && v + u * lanes <= last_; ++u) {
         copy(u);
       }
     }
@@ -265,7 +280,7 @@ class RowReader {
 
   // Vector u of the next round.
   __device__ __forceinline__ void put(int u, const RowVector& vector) {
-    granules_[own_ + u * lanes_] = vector;
+    granules_[own_ + u * kPlane] = vector;
   }
 
   // Waits for what was started, and takes it. By all lanes of a warp. Of vectors that were not
@@ -276,7 +291,7 @@ class RowReader {
     if (phase_ == 0) {
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
-        vectors[u] = granules_[own_ + u * lanes_];
+        vectors[u] = granules_[own_ + u * kPlane];
       }
     } else {
       switch (phase_ / 4) {
@@ -313,8 +328,8 @@ class RowReader {
     const uint32_t shift = 8 * (phase_ % 4);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      const RowVector first = granules_[own_ + u * lanes_];
-      const RowVector next = granules_[own_ + u * lanes_ + 1];
+      const RowVector first = granules_[own_ + u * kPlane];
+      const RowVector next = granules_[next_ + u * kPlane];
       const auto word = [&](int i) { return i < 4 ? first.words[i] : next.words[i - 4]; };
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -329,9 +344,11 @@ class RowReader {
 
   const RowVector* aligned_;  // where vector 0 begins, or before it
   RowVector* granules_;       // of the block
-  uint32_t own_;              // this lane's first one
+  int own_;                   // this lane's granule of the first plane
+  int next_;                  // the one behind it
   uint32_t phase_;            // bytes from aligned_ to vector 0
   uint32_t lanes_;
+  int last_;       // the last granule that is copied
   bool has_last_;  // whether this lane copies the one behind those of all lanes
 };
 

@@ -139,6 +139,7 @@ template <typename scalar_t>
 struct TokenGradients {
   using Gradient = TokenLogitGradient<scalar_t>;
   static constexpr int kPartVectors = 128;
+  static constexpr int kBlocks = sizeof(scalar_t) == 8 ? 2 : 6;
   const Gradient* of_rows;
 
   __device__ __forceinline__ Gradient of(const RowGrid::Place& place) const {
