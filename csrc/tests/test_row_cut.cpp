@@ -41,7 +41,7 @@ void check_cut(int64_t num_classes, int64_t element_bytes) {
   // As row_states_kernel counts.
   for (int piece = 0; piece < cut.pieces; ++piece) {
     for (int lane = 0; lane < cut.lanes; ++lane) {
-      for (int i = 0; i < kPieceRounds * kRowVectors; ++i) {
+      for (int i = 0; i < piece_rounds(element_bytes) * kRowVectors; ++i) {
         const int round = i / kRowVectors * cut.pieces + piece;
         const int number = (round * kRowVectors + i % kRowVectors) * cut.lanes + lane;
         if (number >= cut.vectors) {
@@ -68,7 +68,7 @@ void check_cut(int64_t num_classes, int64_t element_bytes) {
   // Lanes would idle.
   CHECK(cut.lanes == kLeastLanes || cut.vectors > cut.lanes / 2 * kRowVectors);
   CHECK(cut.pieces == 1 ||
-        (cut.lanes == 32 && 2 * cut.vectors > kPieceRounds * kRowVectors * 32 * cut.pieces));
+        (cut.lanes == 32 && 2 * cut.vectors > piece_rounds(element_bytes) * kRowVectors * 32 * cut.pieces));
 }
 
 void check_parts(int64_t num_classes, int64_t element_bytes) {
@@ -269,7 +269,7 @@ int main() {
   // Rows of a length that no test has memory for are still cut without an overflow.
   test::subject() = "the longest row";
   const cuda::RowCut longest = cuda::RowCut::of((cuda::kMostVectors + 1) * 8 - 1, 2);
-  CHECK(int64_t{longest.pieces} * cuda::kPieceRounds * cuda::kRowVectors * longest.lanes >=
+  CHECK(int64_t{longest.pieces} * cuda::piece_rounds(2) * cuda::kRowVectors * longest.lanes >=
         longest.vectors);
   CHECK(longest.position(longest.vectors - 1) == longest.vectors - 1);
   for (int n = 0; n < 300; ++n) {
