@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
                            const __grid_constant__ StripGrid grid, const RowType<scalar_t> type) {
   using Tile = GradientTile<scalar_t>;
   __shared__ float memory[StripNumbers<scalar_t>::kFloats];
+  __shared__ typename Tile::Copies copies;
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (kept_is_right(args)) {
@@ -41,6 +42,9 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   const int before = Tile::rows_before(strip);
   const int rows = (strip.planes - 1) * grid.length + strip.length + before;
   const TileClasses classes(grid, args.num_classes, tile);
+  const Tile own(args, grid, strip, classes, numbers, copies);
+  // On their way while the numbers of rows are computed, which load one thing after another.
+  own.start();
   const auto for_each_row = [&](const auto& body) {
 #pragma unroll 1
     for (int n = static_cast<int>(threadIdx.x); n < rows; n += kThreads) {
@@ -56,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
                                         row.offset(args.target), row.offset(args.grad_output)));
   });
   __syncthreads();
-  Tile(args, grid, strip, classes, numbers).write(type);
+  own.write(type);
   __syncthreads();  // what the tile has at class indices is written over
   for_each_row([&](int n, const PlaneRowPlace& row) {
     const auto gradient = numbers.get(n);

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/integers.h"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/index_gradient.cuh"
@@ -144,6 +145,9 @@ class GradientTile {
   static constexpr bool kExact = kExactExponentials<scalar_t>;
   using Gradient = IndexGradient<kExact>;
   static constexpr int kVector = kVectorSize<scalar_t>;
+  // Vectors of a thread that are copied to shared memory at a time.
+  static constexpr int kUnroll = 4;
+  using Copies = RowVector[kUnroll][kThreads];
 
   // Rows before the strip that its vectors may have.
   static __device__ __forceinline__ int rows_before(const Strip& strip) {
@@ -154,10 +158,11 @@ class GradientTile {
   __device__ __forceinline__ GradientTile(const CrossEntropyBackwardArgs& args,
                                           const StripGrid& grid, const Strip& strip,
                                           const TileClasses& classes,
-                                          const StripNumbers<scalar_t>& numbers)
+                                          const StripNumbers<scalar_t>& numbers, Copies& copies)
       : args_(args),
         grid_(grid),
         numbers_(numbers),
+        copies_(copies),
         first_class_(classes.first + static_cast<int>(threadIdx.x) / kWarpSize),
         end_class_(classes.end) {
     const int lanes = kWarpSize / grid.planes_of_strip;
@@ -182,6 +187,13 @@ class GradientTile {
     begin_ = position_ < 0 ? static_cast<int>(-position_) : 0;
     end_ = is_there ? static_cast<int>(min(end - position_, int64_t{kVector})) : 0;
     row_ = plane * grid.length + static_cast<int>(position_ - strip.begin) + rows_before(strip);
+  }
+
+  // Starts to copy what write() takes first.
+  __device__ __forceinline__ void start() const {
+    if (takes_vectors() && grid_.reads_vectors) {
+      start_copies(first_class_, logits_ + position_);
+    }
   }
 
   // Writes all gradients, those at class indices as any others. write_at_index() corrects these.
@@ -217,8 +229,7 @@ class GradientTile {
         }
       }
     };
-    const bool is_whole = begin_ == 0 && end_ == kVector;
-    if (is_whole && args_.input.strides[0] == 1) {
+    if (takes_vectors()) {
       write_vectors(type, replace);
     } else {
       write_elements(replace);
@@ -229,7 +240,20 @@ class GradientTile {
   }
 
  private:
-  static constexpr int kUnroll = 4;
+  __device__ __forceinline__ bool takes_vectors() const {
+    return begin_ == 0 && end_ == kVector && args_.input.strides[0] == 1;
+  }
+  // The vectors of class c and those after it of the warp, as far as the tile has them.
+  __device__ __forceinline__ void start_copies(int c, const scalar_t* from) const {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (c + u * kWarps < end_class_) {
+        start_own_copy<CopyCaches::kL1AndL2>(&copies_[u][threadIdx.x],
+                                             reinterpret_cast<const RowVector*>(from));
+      }
+      from += kWarps * args_.input_class_stride;
+    }
+  }
 
   // replace(x): a vector's logits by their gradients.
   template <typename Replace>
@@ -242,13 +266,22 @@ class GradientTile {
 #pragma unroll 1
     for (int c = first_class_; c < end_class_; c += kUnroll * kWarps) {
       RowVector vectors[kUnroll];
+      if (grid_.reads_vectors) {
+        wait_for_own_copies();
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (c + u * kWarps < end_class_) {
-          vectors[u] = grid_.reads_vectors ? *reinterpret_cast<const RowVector*>(from)
-                                           : RowVector::load_by_words(from);
+        for (int u = 0; u < kUnroll; ++u) {
+          vectors[u] = copies_[u][threadIdx.x];
         }
-        from += from_step;
+        from += kUnroll * from_step;
+        start_copies(c + kUnroll * kWarps, from);
+      } else {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          if (c + u * kWarps < end_class_) {
+            vectors[u] = RowVector::load_by_words(from);
+          }
+          from += from_step;
+        }
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -311,6 +344,7 @@ class GradientTile {
   const CrossEntropyBackwardArgs& args_;
   const StripGrid& grid_;
   const StripNumbers<scalar_t>& numbers_;
+  Copies& copies_;
   const int first_class_;   // of the warp
   const int end_class_;     // of the tile
   const scalar_t* logits_;  // at position 0 of the warp's first class
