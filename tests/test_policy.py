@@ -167,7 +167,7 @@ def test_other_options() -> None:
     none = _plan.plan(shape, "bf16", reduction="none", gradient=True, device="h200")
     assert none["name"] == "long_rows"
     assert not none["writes_gradient"]
-    assert none["backward"] == "team_rows"
+    assert none["backward"] == "index_gradients"
     # Rows of at most 4 KB have a backward kernel of their own, wherever they lie.
     for dtype, longest in (("bf16", 2048), ("fp32", 1024)):
         for classes in (2, 10, 100, 1001, longest, longest + 8):
