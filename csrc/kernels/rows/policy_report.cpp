@@ -190,6 +190,7 @@ std::string explain_cross_entropy(const CrossEntropyForwardArgs& args, const std
                                         }));
   json.add("writes_gradient", plan.writes_gradient);
   CrossEntropyBackwardArgs backward = unit_backward(args);
+  backward.kept = plan.writes_gradient;
   alignas(kVectorBytes) char aligned[kVectorBytes];  // never read
   if (backward.grad_input.data == nullptr) {
     backward.grad_input.data = aligned;  // not the logits', as if it were written over them
