@@ -12,9 +12,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// The caches that copies of 16 bytes go through; smaller ones go through both. Copies that begin
-// within a line of 128 bytes share it with others, and need L1: reading is at .99 of the fastest
-// through it, and at .83 without. Where lines are copied whole, L1 costs up to .05. (H200, 2026-11)
+// Which caches a copy of 16 bytes goes through; a smaller one always takes both. Where the copies
+// of a warp do not begin at a line of 128 bytes, reading is at .83 of the bandwidth of those that
+// do by kL2, and at 1.00 by kL1AndL2. Where they do, kL1AndL2 costs up to .04 of the floor. (H200,
+// 2026-11)
 enum class CopyCaches { kL2, kL1AndL2 };
 
 // 4, 8 or 16 bytes, aligned to as many, to a shared_address(). sm_80 on.

@@ -21,8 +21,8 @@ LOSSOPS_HOST_DEVICE bool is_vector_aligned(const void* pointer) {
 
 // Bytes of a sector: the smallest unit that GPU memory reads or writes.
 constexpr int kSectorBytes = 32;
-// Bulk copies take half the requests of the L2 cache where shared memory lies as global memory does
-// within such lines.
+// Bytes of a line of the caches. Bulk copies take half the requests of the L2 cache where shared
+// memory lies as global memory does within such lines.
 constexpr int kLineBytes = 128;
 
 }  // namespace lossops::cuda

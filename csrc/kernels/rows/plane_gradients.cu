@@ -36,15 +36,16 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   // may still be in the L2 cache.
   const uint32_t block = gridDim.x - 1 - blockIdx.x;
   const uint32_t number = grid.tiles_of_strip.quotient(block);
-  const int tile = static_cast<int>(block - number * grid.tiles_of_strip.value);
+  const int tile_of_strip = static_cast<int>(block - number * grid.tiles_of_strip.value);
   const Strip strip = grid.strip(number);
   const StripNumbers<scalar_t> numbers{memory};
   const int before = Tile::rows_before(strip);
   const int rows = (strip.planes - 1) * grid.length + strip.length + before;
-  const TileClasses classes(grid, args.num_classes, tile);
-  const Tile own(args, grid, strip, classes, numbers, copies);
-  // On their way while the numbers of rows are computed, which load one thing after another.
-  own.start();
+  const TileClasses classes(grid, args.num_classes, tile_of_strip);
+  const Tile tile(args, grid, strip, classes, numbers, copies);
+  // The first logits are copied while the block computes the numbers of rows, whose loads depend on
+  // each other.
+  tile.start();
   const auto for_each_row = [&](const auto& body) {
 #pragma unroll 1
     for (int n = static_cast<int>(threadIdx.x); n < rows; n += kThreads) {
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
                                         row.offset(args.target), row.offset(args.grad_output)));
   });
   __syncthreads();
-  own.write(type);
+  tile.write(type);
   __syncthreads();  // what the tile has at class indices is written over
   for_each_row([&](int n, const PlaneRowPlace& row) {
     const auto gradient = numbers.get(n);

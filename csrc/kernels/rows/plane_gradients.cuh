@@ -2,8 +2,8 @@
 //
 // A lane of a warp has a vector of the strip. The warp has every eighth class: their addresses
 // differ by multiples of a vector, so that a lane has the same rows in all of them, and keeps their
-// numbers in registers. Gradients at class indices are written over what the lanes have written,
-// one a row.
+// numbers in registers. Its next vectors are copied to shared memory while it works on these.
+// Gradients at class indices are written over what the lanes have written, one a row.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ struct StripGrid {
     const int64_t vector = kVectorBytes / element_size(args.input.dtype);
     const auto distance = reinterpret_cast<uintptr_t>(args.input.data) -
                           reinterpret_cast<uintptr_t>(args.grad_input.data);
-    reads_vectors = distance % kVectorBytes == 0 && args.input.strides[0] == 1 &&
+    reads_vectors = distance % kVectorBytes == 0 &&
                     (args.input_class_stride - args.grad_input_class_stride) % vector == 0;
     for (int dim = 1; dim < args.rows.ndim; ++dim) {
       reads_vectors =
@@ -146,8 +146,8 @@ class GradientTile {
   using Gradient = IndexGradient<kExact>;
   static constexpr int kVector = kVectorSize<scalar_t>;
   // Vectors of a thread that are copied to shared memory at a time.
-  static constexpr int kUnroll = 4;
-  using Copies = RowVector[kUnroll][kThreads];
+  static constexpr int kCopies = 4;
+  using Copies = RowVector[kCopies][kThreads];
 
   // Rows before the strip that its vectors may have.
   static __device__ __forceinline__ int rows_before(const Strip& strip) {
@@ -192,7 +192,7 @@ class GradientTile {
   // Starts to copy what write() takes first.
   __device__ __forceinline__ void start() const {
     if (takes_vectors() && grid_.reads_vectors) {
-      start_copies(first_class_, logits_ + position_);
+      copy_from(first_class_, logits_ + position_);
     }
   }
 
@@ -244,9 +244,9 @@ class GradientTile {
     return begin_ == 0 && end_ == kVector && args_.input.strides[0] == 1;
   }
   // The vectors of class c and those after it of the warp, as far as the tile has them.
-  __device__ __forceinline__ void start_copies(int c, const scalar_t* from) const {
+  __device__ __forceinline__ void copy_from(int c, const scalar_t* from) const {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kCopies; ++u) {
       if (c + u * kWarps < end_class_) {
         start_own_copy<CopyCaches::kL1AndL2>(&copies_[u][threadIdx.x],
                                              reinterpret_cast<const RowVector*>(from));
@@ -264,19 +264,19 @@ class GradientTile {
     const scalar_t* from = logits_ + position_;
     scalar_t* to = gradients_ + position_;
 #pragma unroll 1
-    for (int c = first_class_; c < end_class_; c += kUnroll * kWarps) {
-      RowVector vectors[kUnroll];
+    for (int c = first_class_; c < end_class_; c += kCopies * kWarps) {
+      RowVector vectors[kCopies];
       if (grid_.reads_vectors) {
         wait_for_own_copies();
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
+        for (int u = 0; u < kCopies; ++u) {
           vectors[u] = copies_[u][threadIdx.x];
         }
-        from += kUnroll * from_step;
-        start_copies(c + kUnroll * kWarps, from);
+        from += kCopies * from_step;
+        copy_from(c + kCopies * kWarps, from);
       } else {
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
+        for (int u = 0; u < kCopies; ++u) {
           if (c + u * kWarps < end_class_) {
             vectors[u] = RowVector::load_by_words(from);
           }
@@ -284,7 +284,7 @@ class GradientTile {
         }
       }
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
+      for (int u = 0; u < kCopies; ++u) {
         if (c + u * kWarps < end_class_) {
           float x[kVector];
           vectors[u].unpack(type, x);

@@ -52,7 +52,7 @@ std::optional<RowPlan> plan_again(const CrossEntropyBackwardArgs& args, const De
 // What takes the rows of a backward pass of its own, which reads what forward left of them.
 enum class BackwardFamily : int8_t {
   kShortGradients,  // index_gradients.cu: short_gradients_kernel, rows of at most 4 KB
-  kIndexGradients,  // index_gradients.cu: row_gradients_kernel, longer rows that are not aligned
+  kIndexGradients,  // index_gradients.cu: row_gradients_kernel, longer rows, not in place
   kPlaneGradients,  // plane_gradients.cu
   kTeamRows,        // a team of threads a row
   kStridedRows      // a thread a row

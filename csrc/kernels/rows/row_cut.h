@@ -24,6 +24,7 @@
 #include <numeric>
 
 #include "kernels/primitives/integers.h"
+#include "kernels/primitives/sizes.h"
 #include "launchers.h"
 #include "scalar_types.h"
 
@@ -31,17 +32,17 @@ namespace lossops::cuda {
 
 constexpr int kRowThreads = 256;
 constexpr int kRowVectorBytes = 16;
-constexpr int kLineVectors = 8;  // of a line of the L2 cache, 128 bytes
+constexpr int kLineVectors = kLineBytes / kRowVectorBytes;
 // Vectors of a round that a lane has. Kernels of much arithmetic have one.
 constexpr int kRowVectors = 4;
 // The fewest lanes that share a piece, and vectors of a row that are read element by element.
 constexpr int kLeastLanes = 8;
 constexpr int kOuterVectors = 3;
-// Rounds of a piece at the most, of kRowVectors: 20 or 26 KB for a warp. One row of 2 MB is then
-// about 100 pieces, and a piece is long enough that what it costs beside its elements is a small
-// part: its maximum rises in three of 10 rounds, and in two of 4. Half types have less arithmetic,
-// and gain by longer pieces: forward of bf16 200000x3000 is at .796 of the floor with 10 rounds, and
-// at .840 with 13; of fp32 400000x1501 at .874 and .859. (H200, 2026-11)
+// Rounds of a piece at the most, of kRowVectors: 20 KB for a warp, of half types 26. So a row of 2
+// MB is 100 pieces or 80, and what a piece costs beside its elements is a small part: its maximum
+// rises in three of 10 rounds, and in two of 4. Half types have less arithmetic, and gain where
+// fewer pieces or lanes share a row: forward of bf16 200000x3000 is at .796 of the floor with 10
+// rounds, at .840 with 13, and of fp32 400000x1501 at .874 and .859. (H200, 2026-11)
 constexpr int piece_rounds(int64_t element_bytes) { return element_bytes == 2 ? 13 : 10; }
 // The vectors of a row are numbered by 32 bits.
 constexpr int64_t kMostVectors = (int64_t{1} << 31) - (int64_t{1} << 20);
@@ -178,11 +179,13 @@ struct RowGrid {
 };
 
 // How the gradients of a row are cut into parts, a warp each. A gradient depends on its own logit
-// and on what is known of the row, so any cut will do: here vectors are aligned in the gradient.
+// and on what is known of the row, so any cut will do: here vectors are aligned in the gradient,
+// and all parts but the first begin at one of its lines.
 struct RowParts {
   int64_t num_classes = 0;
   int vector_shift = 0;
-  int vectors = 0;  // of a part but the last, which has what is left
+  int vectors = 0;  // of a part; the first has fewer where the next begins at a line, the last has
+                    // what is left
   int parts = 1;    // of a row
 
   // part_vectors: as few as pay for what a part costs beside its vectors, so that what the device
@@ -193,7 +196,7 @@ struct RowParts {
     plan.num_classes = num_classes;
     plan.vector_shift = vector_shift_of(element_bytes);
     plan.vectors = part_vectors;
-    // A rest of at most a third of a part goes to the last part.
+    // A rest of about a third of a part or less goes to the last part.
     const int64_t counted = (num_classes >> plan.vector_shift) - part_vectors / 3;
     plan.parts = std::max(static_cast<int>(ceil_div(counted, part_vectors)), 1);
     return plan;
@@ -212,9 +215,10 @@ struct RowPart {
   int64_t behind = 0;   // from the number of another single to its class
 
   // head: elements before the gradient's first aligned vector; negative: the classes of logits or
-  // gradients are not neighbours, and all are singles. shift: vectors from the beginning of a line
-  // to inner vector 0.
-  static LOSSOPS_HOST_DEVICE RowPart of(const RowParts& plan, int number, int head, int shift) {
+  // gradients are not neighbours, and all are singles. line_offset: vectors from the beginning of a
+  // line to inner vector 0.
+  static LOSSOPS_HOST_DEVICE RowPart of(const RowParts& plan, int number, int head,
+                                        int line_offset) {
     RowPart part;
     part.size = 1 << plan.vector_shift;
     const int64_t first = int64_t{number} * plan.vectors;
@@ -227,8 +231,8 @@ struct RowPart {
     const int64_t inner = ((plan.num_classes - head) >> plan.vector_shift) - 2;
     part.first_class = head + part.size;
     part.inner = inner > 0 ? static_cast<int>(inner) : 0;
-    const int64_t begin = number == 0 ? 0 : first - shift;
-    const int64_t end = is_last ? part.inner : first + plan.vectors - shift;
+    const int64_t begin = first > line_offset ? first - line_offset : 0;
+    const int64_t end = is_last ? part.inner : first + plan.vectors - line_offset;
     part.begin = static_cast<int>(begin < part.inner ? begin : part.inner);
     part.end = static_cast<int>(end < part.inner ? end : part.inner);
     part.lead = part.first_class;

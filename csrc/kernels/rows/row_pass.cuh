@@ -15,7 +15,7 @@
 //   };
 //   struct Gradients {     // of row_gradients_kernel
 //     static constexpr int kPartVectors;  // RowParts::of() takes it; more where of() takes long
-//     static constexpr int kBlocks;       // of a multiprocessor: as many as registers allow
+//     static constexpr int kBlocks;       // of a multiprocessor: as many as spill no registers
 //     auto of(place) const -> Gradient;
 //     void finish(place, part, const Gradient&) const;  // by all lanes of a warp, after the part
 //   };
@@ -97,7 +97,7 @@ __device__ __forceinline__ uint32_t group_of_thread(int lanes, uint32_t thread =
 template <typename scalar_t>
 constexpr int kRowBlocks = sizeof(scalar_t) == 8 ? 2 : 4;
 
-// At most so many: multiprocessors of compute capability 7.5 have 1024 threads.
+// `wanted` blocks, or as many as fit: a multiprocessor of compute capability 7.5 has 1024 threads.
 constexpr int row_blocks(int wanted) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   return std::min(wanted, 1024 / kRowThreads);
@@ -118,6 +118,11 @@ constexpr int kVectorsOf = kIsLong<scalar_t, Map> ? 1 : kRowVectors;
 // The same of a kernel that writes as much as it reads. Four would spill.
 template <typename scalar_t, typename Map>
 constexpr int kGradientVectorsOf = std::min(kVectorsOf<scalar_t, Map>, 2);
+
+// Blocks of row_gradients_kernel on a multiprocessor.
+template <typename Gradients, typename scalar_t, typename Map>
+constexpr int kGradientBlocks =
+    row_blocks(kIsLong<scalar_t, Map> ? kRowBlocks<scalar_t> : Gradients::kBlocks);
 
 // The difference z - max <= 0 of a logit, in units of kUnit, and its exponential. Below kLowest the
 // exponential is 0; a difference of -inf is raised to kLowest, so that products with it are 0 too.
@@ -392,8 +397,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
   __shared__ RowVector granules[RowReader<scalar_t, kVectors>::kGranules];
   __shared__ RowVector outer_vectors[kRowThreads / kLeastLanes * kOuterVectors];
   // Inner vector 0 is the row's second.
-  RowReader<scalar_t, kVectors> reader(row + kSize * source.class_stride,
-                                       is_contiguous ? inner : 0, lanes, granules);
+  RowReader<scalar_t, kVectors> reader(row + kSize * source.class_stride, is_contiguous ? inner : 0,
+                                       lanes, granules);
   const int step = kVectors * lanes;
   const int distance = step * cut.pieces;
   int v = place.share * step + lane;
@@ -431,7 +436,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
       }
     }
     reader.take();
-    const int next = round > 1 ? v + distance : kMostVectors;
+    // After the last round nothing is copied: no row has as many vectors.
+    const int next = round > 1 ? v + distance : static_cast<int>(kMostVectors);
     reader.start(next);
     if (v + (kVectors - 1) * lanes >= inner) {
 #pragma unroll
@@ -469,7 +475,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
 // Writes the gradients of a plan's parts, a warp each. rows: knows each row's Gradient. A
 // row that does not count gets zeros, and its Gradient is not asked for.
 template <typename Gradients, typename scalar_t, typename Map>
-__global__ void __launch_bounds__(kRowThreads, row_blocks(Gradients::kBlocks))
+__global__ void __launch_bounds__(kRowThreads, kGradientBlocks<Gradients, scalar_t, Map>)
     row_gradients_kernel(const __grid_constant__ Gradients rows,
                          const __grid_constant__ RowSource source,
                          const __grid_constant__ Operand grad_input, int64_t grad_class_stride,
@@ -491,14 +497,15 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(Gradients::kBlocks))
   const scalar_t* const logits =
       static_cast<const scalar_t*>(source.input.data) + place.offset(source.input);
   scalar_t* const gradients = static_cast<scalar_t*>(grad_input.data) + place.offset(grad_input);
-  const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(gradients));
   int head = -1;
+  int line_offset = 0;
   if (source.class_stride == 1 && grad_class_stride == 1) {
+    const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(gradients));
     head = static_cast<int>((0u - address) % kVectorBytes / sizeof(scalar_t));
+    // Inner vector 0 follows the first aligned one.
+    line_offset = static_cast<int>((address + kVectorBytes - 1) / kVectorBytes + 1) % kLineVectors;
   }
-  // Inner vector 0 follows the first aligned one.
-  const auto shift = static_cast<int>(((address + kVectorBytes - 1) / kVectorBytes + 1) % kLineVectors);
-  const RowPart part = RowPart::of(plan, place.share, head, shift);
+  const RowPart part = RowPart::of(plan, place.share, head, line_offset);
   scalar_t* const vectors = gradients + part.first_class;
   if (!counts) {
 #pragma unroll 1

@@ -133,8 +133,7 @@ __device__ __forceinline__ uint32_t sign_bits(int word) {
 // The largest elements of a vector; of a NaN and a number, the number. Of half types one for each
 // half of a word.
 template <typename scalar_t>
-using LargestOfVector =
-    std::conditional_t<sizeof(scalar_t) == 2, uint32_t, acc_type_t<scalar_t>>;
+using LargestOfVector = std::conditional_t<sizeof(scalar_t) == 2, uint32_t, acc_type_t<scalar_t>>;
 
 // The largest element of several vectors, and `largest` of each. -inf of NaN alone.
 template <typename scalar_t, int kVectors>
@@ -221,29 +220,28 @@ template <typename scalar_t, int kVectors>
 class RowReader {
  public:
   static constexpr int kSize = kVectorSize<scalar_t>;
-  // Granules of a block. A plane has one of each thread; in the last, the first lane of a row has
-  // the granule behind those of all its lanes.
-  static constexpr int kPlane = kRowThreads;
-  static constexpr int kGranules = (kVectors + 1) * kPlane;
+  // Granules of a block, in kVectors + 1 arrays that have one for each thread. In the last array
+  // the first of the lanes that share a piece has the granule behind those of all of them.
+  static constexpr int kGranules = (kVectors + 1) * kRowThreads;
   RowVector vectors[kVectors];
 
-  // first: element 0 of vector 0. end: vectors in front of it are copied; 0 where the classes are
-  // not contiguous, with put() in the place of start(). The vector before the first one, and the
-  // one at `end`, must be of the row. granules: in shared memory.
+  // first: element 0 of vector 0. end: start() copies vectors in front of it. Where it is 0,
+  // start() copies nothing, and put() gives what take() takes. The vector before the first one, and
+  // the one at `end`, must be of the row. granules: in shared memory.
   __device__ __forceinline__ RowReader(const scalar_t* first, int end, int lanes,
                                        RowVector* granules)
       : granules_(granules),
         phase_(end > 0 ? static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first)) % kVectorBytes
                        : 0),
         lanes_(static_cast<uint32_t>(lanes)),
-        last_(phase_ != 0 ? end : end - 1) {
+        last_granule_(phase_ != 0 ? end : end - 1) {
     const char* const aligned = reinterpret_cast<const char*>(first) - phase_;
     // Else they would be computed for each copy.
     aligned_ = unfolded(reinterpret_cast<const RowVector*>(aligned));
     own_ = unfolded(static_cast<int>(threadIdx.x));
     const int lane = own_ & (lanes - 1);
-    next_ = unfolded(lane + 1 < lanes ? own_ + 1 : own_ - lane + kPlane);
-    has_last_ = lane == 0 && phase_ != 0;
+    next_ = unfolded(lane + 1 < lanes ? own_ + 1 : own_ - lane + kRowThreads);
+    copies_extra_ = lane == 0 && phase_ != 0;
   }
 
   __device__ __forceinline__ const scalar_t* first() const {
@@ -252,27 +250,27 @@ class RowReader {
     return reinterpret_cast<const scalar_t*>(address);
   }
 
-  // Starts to copy vectors v, v + lanes, ..., as far as they are to be copied.
+  // Starts to copy vectors v, v + lanes, ... in front of `end`.
   __device__ __forceinline__ void start(int v) {
     const char* const from = reinterpret_cast<const char*>(aligned_ + v);
     const auto copy = [&](int u) {
       start_own_copy<CopyCaches::kL1AndL2>(
-          granules_ + own_ + u * kPlane,
-          reinterpret_cast<const RowVector*>(
-              from + uint64_t{lanes_} * static_cast<uint64_t>(u * kVectorBytes)));
+          granules_ + own_ + u * kRowThreads,
+          reinterpret_cast<const RowVector*>(from + uint64_t{lanes_} *
+                                                        static_cast<uint64_t>(u * kVectorBytes)));
     };
     const int lanes = static_cast<int>(lanes_);
-    if (v + kVectors * lanes <= last_) {
+    if (v + kVectors * lanes <= last_granule_) {
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
         copy(u);
       }
-      if (has_last_) {
+      if (copies_extra_) {
         copy(kVectors);
       }
     } else {
 #pragma unroll 1
-      for (int u = 0; u < kVectors && v + u * lanes <= last_; ++u) {
+      for (int u = 0; u < kVectors && v + u * lanes <= last_granule_; ++u) {
         copy(u);
       }
     }
@@ -280,7 +278,7 @@ class RowReader {
 
   // Vector u of the next round.
   __device__ __forceinline__ void put(int u, const RowVector& vector) {
-    granules_[own_ + u * kPlane] = vector;
+    granules_[own_ + u * kRowThreads] = vector;
   }
 
   // Waits for what was started, and takes it. By all lanes of a warp. Of vectors that were not
@@ -291,7 +289,7 @@ class RowReader {
     if (phase_ == 0) {
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
-        vectors[u] = granules_[own_ + u * kPlane];
+        vectors[u] = granules_[own_ + u * kRowThreads];
       }
     } else {
       switch (phase_ / 4) {
@@ -328,8 +326,8 @@ class RowReader {
     const uint32_t shift = 8 * (phase_ % 4);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      const RowVector first = granules_[own_ + u * kPlane];
-      const RowVector next = granules_[next_ + u * kPlane];
+      const RowVector first = granules_[own_ + u * kRowThreads];
+      const RowVector next = granules_[next_ + u * kRowThreads];
       const auto word = [&](int i) { return i < 4 ? first.words[i] : next.words[i - 4]; };
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -344,12 +342,12 @@ class RowReader {
 
   const RowVector* aligned_;  // where vector 0 begins, or before it
   RowVector* granules_;       // of the block
-  int own_;                   // this lane's granule of the first plane
-  int next_;                  // the one behind it
-  uint32_t phase_;            // bytes from aligned_ to vector 0
+  int own_;         // the thread's number, which is that of its granule in the first array
+  int next_;        // the granule behind it
+  uint32_t phase_;  // bytes from aligned_ to vector 0
   uint32_t lanes_;
-  int last_;       // the last granule that is copied
-  bool has_last_;  // whether this lane copies the one behind those of all lanes
+  int last_granule_;   // that is copied
+  bool copies_extra_;  // whether this lane copies the granule behind those of all lanes
 };
 
 // `count` elements of a row, which are `stride` apart, and `absent` for the rest of the vector.

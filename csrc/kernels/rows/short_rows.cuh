@@ -17,12 +17,8 @@
 namespace lossops::cuda {
 
 // Resident blocks of a multiprocessor that the compiler must leave registers for. A block has up to
-// 45 KB of shared memory: 228 KB hold five. sm_75 has 1024 threads, which are four blocks.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kShortRowBlocks = 4;
-#else
-constexpr int kShortRowBlocks = 5;
-#endif
+// 45 KB of shared memory: 228 KB hold five.
+constexpr int kShortRowBlocks = row_blocks(5);
 
 // Neighbouring elements of global memory, and their vectors: the aligned 16 bytes that they lie in.
 // The first and the last vector may also have elements that are not of the run. In shared memory
