@@ -78,14 +78,22 @@ void check_parts(int64_t num_classes, int64_t element_bytes) {
   const int size = 1 << vector_shift_of(element_bytes);
   for (int head = -1; head < size; ++head) {
     std::vector<int> taken(num_classes);
-    const auto line_offset = static_cast<int>(draw(0, kLineVectors - 1));
+    const bool are_neighbours = head >= 0;
+    // Any vector of a line; what is less than 0 wraps to the largest addresses.
+    const auto address = static_cast<uint32_t>(kVectorBytes * draw(0, 2 * kLineVectors) -
+                                               std::max(head, 0) * element_bytes);
+    const auto address_of = [&](int64_t c) {
+      return static_cast<uint32_t>(address + c * element_bytes);
+    };
     for (int number = 0; number < plan.parts; ++number) {
-      const RowPart part = RowPart::of(plan, number, head, line_offset);
-      CHECK(number == 0 || head < 0 || part.begin == part.inner ||
-            (part.begin + line_offset) % kLineVectors == 0);
+      const RowPart part = RowPart::of(plan, number, are_neighbours, address);
+      const int64_t begin = part.first_class + int64_t{part.begin} * size;
+      CHECK(number == 0 || !are_neighbours || part.begin == part.inner ||
+            address_of(begin) % kLineBytes == 0);
       for (int64_t v = part.begin; v < part.end; ++v) {
         const int64_t first = part.first_class + v * size;
         CHECK((first - head) % size == 0);
+        CHECK(address_of(first) % kVectorBytes == 0);
         for (int phase = 0; phase < size; ++phase) {
           CHECK(is_readable(first, num_classes, size, phase));
         }
@@ -93,7 +101,10 @@ void check_parts(int64_t num_classes, int64_t element_bytes) {
           ++taken[first + e];
         }
       }
-      const int more = number + 1 == plan.parts ? line_offset : 0;
+      const int more =
+          number + 1 == plan.parts
+              ? static_cast<int>(address_of(part.first_class) % kLineBytes / kVectorBytes)
+              : 0;
       CHECK(3 * (part.end - part.begin - more) <= 4 * plan.vectors);
       CHECK(head < 0 || part.singles <= 4 * size);
       for (int64_t i = 0; i < part.singles; ++i) {

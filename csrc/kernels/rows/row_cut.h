@@ -214,20 +214,25 @@ struct RowPart {
   int64_t lead = 0;     // so many of them are the row's first classes
   int64_t behind = 0;   // from the number of another single to its class
 
-  // head: elements before the gradient's first aligned vector; negative: the classes of logits or
-  // gradients are not neighbours, and all are singles. line_offset: vectors from the beginning of a
-  // line to inner vector 0.
-  static LOSSOPS_HOST_DEVICE RowPart of(const RowParts& plan, int number, int head,
-                                        int line_offset) {
+  // are_neighbours: the classes, in logits and gradients; else all are singles. address: of the
+  // row's first gradient, or the lower half of it.
+  static LOSSOPS_HOST_DEVICE RowPart of(const RowParts& plan, int number, bool are_neighbours,
+                                        uint32_t address) {
     RowPart part;
     part.size = 1 << plan.vector_shift;
     const int64_t first = int64_t{number} * plan.vectors;
     const bool is_last = number + 1 == plan.parts;
-    if (head < 0) {
+    if (!are_neighbours) {
       part.behind = first * part.size;
       part.singles = is_last ? plan.num_classes - part.behind : int64_t{plan.vectors} * part.size;
       return part;
     }
+    // Bytes and elements before the first aligned vector, which inner vector 0 follows.
+    const uint32_t bytes = (0u - address) % kRowVectorBytes;
+    const int head = static_cast<int>(bytes * static_cast<uint32_t>(part.size) / kRowVectorBytes);
+    // Vectors from the beginning of a line to inner vector 0.
+    const auto line_offset =
+        static_cast<int>((address + bytes) / kRowVectorBytes + 1) % kLineVectors;
     const int64_t inner = ((plan.num_classes - head) >> plan.vector_shift) - 2;
     part.first_class = head + part.size;
     part.inner = inner > 0 ? static_cast<int>(inner) : 0;

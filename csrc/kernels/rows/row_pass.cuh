@@ -497,15 +497,9 @@ __global__ void __launch_bounds__(kRowThreads, kGradientBlocks<Gradients, scalar
   const scalar_t* const logits =
       static_cast<const scalar_t*>(source.input.data) + place.offset(source.input);
   scalar_t* const gradients = static_cast<scalar_t*>(grad_input.data) + place.offset(grad_input);
-  int head = -1;
-  int line_offset = 0;
-  if (source.class_stride == 1 && grad_class_stride == 1) {
-    const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(gradients));
-    head = static_cast<int>((0u - address) % kVectorBytes / sizeof(scalar_t));
-    // Inner vector 0 follows the first aligned one.
-    line_offset = static_cast<int>((address + kVectorBytes - 1) / kVectorBytes + 1) % kLineVectors;
-  }
-  const RowPart part = RowPart::of(plan, place.share, head, line_offset);
+  const RowPart part =
+      RowPart::of(plan, place.share, source.class_stride == 1 && grad_class_stride == 1,
+                  static_cast<uint32_t>(reinterpret_cast<uintptr_t>(gradients)));
   scalar_t* const vectors = gradients + part.first_class;
   if (!counts) {
 #pragma unroll 1
