@@ -71,18 +71,23 @@ RowCut cut_of(const TokenArgs& args) {
 template <typename scalar_t, typename Map>
 constexpr bool kHasShortKernels = sizeof(scalar_t) < 8 && std::is_same_v<Map, LinearMap<float>>;
 
-// Whether forward is short_token_values_kernel's.
-bool takes_short_rows(const TokenArgs& args) {
+// Whether such a row is short, and there are kernels of short rows for it.
+bool is_short(const TokenArgs& args) {
   const int64_t element_bytes = element_size(args.input.dtype);
   return element_bytes < 8 && args.map.softcap == 0 &&
          ShortRows::are_short(args.num_classes, element_bytes);
+}
+
+// Whether forward is short_token_values_kernel's.
+bool takes_short_rows(const TokenArgs& args) {
+  return is_short(args) && args.num_classes * element_size(args.input.dtype) <= kMostValuesBytes;
 }
 
 // Whether backward is short_gradients_kernel's. The kernels around row_gradients_kernel cost too
 // much for short rows: rows of 26 bytes were at .01 of the floor, of 664 at .11 (step, H200,
 // 2026-11).
 bool takes_short_gradients(const TokenBackwardArgs& args) {
-  return takes_short_rows(args) && args.num_indices <= kFewIndices;
+  return is_short(args) && args.num_indices <= kFewIndices;
 }
 
 }  // namespace
