@@ -58,7 +58,7 @@ def call(operands: TokenOperands, options: TokenOptions) -> tuple[Tensor, Tensor
             return _by_reference(operands, options)
         if _privates.dispatch_modes() == 0:
             if needs:
-                found = _Function.apply(*by_torch.alive(operands), options)
+                found = _apply(*by_torch.alive(operands), options)
             else:
                 found = token_passes.forward(operands, options, with_stats=False)
             return found[0], found[1]
@@ -131,6 +131,7 @@ class _Function(torch.autograd.Function):
 
 
 _privates.name_nodes(_Function, f"lossops_{NAME}")
+_apply = _privates.short_apply(_Function)
 
 
 # ---------------------------------------------------------------- registration

@@ -76,7 +76,8 @@ class RowValues:
         self._register(fake)
         self._values_below = _privates.below_autograd(self.forward_op)
         self._gradients_below = _privates.below_autograd(self.backward_op)
-        self._function = _make_function(self)
+        self._apply = _privates.short_apply(_make_function(self))
+        self._transformable = _make_function(self)
         self._gradient_function = _make_gradient_function(self)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -90,7 +91,7 @@ class RowValues:
             if is_functionalized():
                 return self.reference(*arguments)
             if torch.is_grad_enabled():
-                results = self._function.apply(*arguments)
+                results = self._transformable.apply(*arguments)
             else:
                 results = self.forward_op(*arguments, False)
         else:
@@ -101,7 +102,7 @@ class RowValues:
                 results = self.forward_op(*arguments, needs_grad or is_tracing())
             elif needs_grad:
                 arguments = (*by_torch.alive(tensors), *arguments[self.num_tensors :])
-                results = self._function.apply(*arguments)
+                results = self._apply(*arguments)
             else:
                 results = self._values_below(*arguments, False)
         return tuple(results[: self.num_values])
@@ -253,7 +254,10 @@ def _make_function(self: RowValues) -> Any:
             return self._values_below(*arguments, True)
 
         setup_context = staticmethod(self.save_for_backward)
-        backward = staticmethod(self.backward)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            return self.backward(ctx, *grads)
 
     _privates.name_nodes(Function, f"lossops_{self.name}")
     return Function
