@@ -465,8 +465,9 @@ def test_z_loss_has_no_gradient(device: str) -> None:
         x.requires_grad_(), target, lse_square_scale=0.1, return_z_loss=True
     )
     assert found.loss.requires_grad and not found.z_loss.requires_grad
-    found = lossops.cross_entropy(x, target, return_z_loss=True)
-    assert found.z_loss.item() == 0
+    for logits in (x, x.detach() * 1e38):  # squares of their lse overflow
+        found = lossops.cross_entropy(logits, target, return_z_loss=True)
+        assert found.z_loss.item() == 0
 
 
 def test_predictions_are_of_the_mapped_logits(device: str) -> None:
@@ -593,6 +594,12 @@ def test_no_rows_and_no_classes(device: str) -> None:
         assert lossops.cross_entropy(x, target, given, softcap=2.0).isnan()
         found = lossops.cross_entropy(x, target, given, reduction="none", **RETURNS)
         assert found.loss.tolist() == [0, 0, 0] and found.predicted_tokens.tolist() == [-1] * 3
+    probabilities = torch.empty(3, 0, device=device)
+    for options in ({"temperature": 2.0}, {"return_lse": True}):
+        found = lossops.cross_entropy(x, probabilities, **options)
+        assert (found if isinstance(found, Tensor) else found.loss).isnan()
+        found = lossops.cross_entropy(x, probabilities, reduction="sum", **options)
+        assert (found if isinstance(found, Tensor) else found.loss) == 0
 
 
 def test_weights_of_zero(device: str) -> None:
@@ -804,10 +811,14 @@ def test_compile(case: str, dynamic: bool, device: str) -> None:
             torch.testing.assert_close(other, eager)
 
 
-def test_vmap_and_func_grad(device: str) -> None:
-    x, target, _ = draw(3, 9, 4, device=device)
-    x, target = x.transpose(1, 2).contiguous(), target  # three calls of (4, 9)
+@pytest.mark.parametrize("kind", ["indices", "smoothing", "probabilities"])
+def test_vmap_and_func_grad(kind: str, device: str) -> None:
+    x, target, _ = draw(3, 9, 4, device=device, probability=kind == "probabilities")
+    x = x.transpose(1, 2).contiguous()  # three calls of (4, 9)
+    target = target.transpose(1, 2) if kind == "probabilities" else target
     options = {"softcap": 5.0, "lse_square_scale": 0.1, "temperature": 0.5}
+    if kind == "smoothing":
+        options["label_smoothing"] = 0.1
 
     def loss(x: Tensor, target: Tensor) -> Tensor:
         return lossops.cross_entropy(x, target, reduction="sum", **options)
@@ -818,6 +829,9 @@ def test_vmap_and_func_grad(device: str) -> None:
     for a, b, found in zip(x, target, gradients, strict=True):
         leaf = a.clone().requires_grad_()
         torch.testing.assert_close(found, torch.autograd.grad(loss(leaf, b), leaf)[0])
+    x, target = x[0].double(), target[0].double() if kind == "probabilities" else target[0]
+    expected = torch.autograd.functional.hessian(lambda x: loss(x, target), x)
+    torch.testing.assert_close(torch.func.hessian(loss)(x, target), expected)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

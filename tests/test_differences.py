@@ -68,6 +68,14 @@ def test_complex_operand_with_weight(device: str) -> None:
     assert isinstance(outcome(lambda: F.mse_loss(x, z, weight=w)), Tensor)
 
 
+def test_class_weights_in_a_column(device: str) -> None:
+    x, w = torch.randn(2, 5, 3, device=device), torch.rand(5, device=device)
+    t = torch.randint(5, (2, 3), device=device)
+    theirs = outcome(lambda: F.cross_entropy(x, t, w[:, None]))
+    torch.testing.assert_close(theirs, F.cross_entropy(x, t, w))
+    assert outcome(lambda: lossops.cross_entropy(x, t, w[:, None])) is RuntimeError
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
 def test_logits_without_elements_next_to_probabilities(dtype: torch.dtype, device: str) -> None:
     x = torch.zeros(0, 5, device=device, dtype=dtype)

@@ -449,6 +449,22 @@ def test_default_chunks() -> None:
     assert rows_of_chunk(0, 4, 4) == 1
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0, 4)], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_no_classes(shape: tuple[int, ...], rows: int, device: str) -> None:
+    input = torch.randn(rows, 4, device=device, requires_grad=True)
+    weight = torch.randn(shape, device=device, requires_grad=True)
+    target = torch.full((rows, *shape[1:-1]), -100, device=device)
+    for reduction in ("mean", "sum"):
+        for options in ({}, {"softcap": 2.0}):
+            loss = lossops.linear_cross_entropy(
+                input, weight, target, reduction=reduction, **options
+            )
+            assert loss.isnan() if reduction == "mean" else loss == 0
+            gradients = torch.autograd.grad(loss, (input, weight))
+            assert gradients[0].count_nonzero() == 0 and gradients[1].shape == shape
+
+
 @pytest.mark.parametrize("rows", [1, 5, 127, 128, 1000, 4096])
 @pytest.mark.parametrize("classes", [1, 33, 32000, 50257])
 def test_workspace_is_a_limit(rows: int, classes: int) -> None:

@@ -354,8 +354,9 @@ def test_gradcheck(device: str) -> None:
     assert torch.autograd.gradgradcheck(ours, leaves, fast_mode=True)
 
 
-def test_torch_func(device: str) -> None:
-    ours, theirs, leaves = of_problem(device)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_torch_func(smoothing: float, device: str) -> None:
+    ours, theirs, leaves = of_problem(device, label_smoothing=smoothing)
     given = tuple(leaf.detach() for leaf in leaves)
     for transform in (
         lambda head: torch.func.grad(head, (0, 1, 2))(*given),
@@ -664,6 +665,37 @@ def test_never_waits_and_can_be_captured(keywords: str) -> None:
     torch.cuda.synchronize()
     for each, other in zip(found, expected, strict=True):
         assert same_bits(each, other)
+
+
+def test_only_target_has_a_gradient(device: str) -> None:
+    x, linear_weight = torch.randn(5, 4, device=device), torch.randn(3, 4, device=device)
+    target = torch.rand(5, 3, device=device, requires_grad=True)
+    found = lossops.linear_cross_entropy(
+        x, linear_weight, target, return_lse=True, return_entropy=True
+    )
+    assert not found.lse.requires_grad and not found.entropy.requires_grad
+    value = found.loss + found.lse.sum() + found.entropy.sum()
+    expected = torch.nn.functional.cross_entropy(x @ linear_weight.t(), target)
+    expected = torch.autograd.grad(expected, target)
+    for options in ({"create_graph": True}, {}):
+        gradient = torch.autograd.grad(value, target, retain_graph=True, **options)
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("asked", [{}, {"return_entropy": True}], ids=str)
+def test_no_rows_with_a_z_loss(reduction: str, asked: dict[str, bool], device: str) -> None:
+    empty = torch.zeros(0, 3, dtype=torch.half, device=device, requires_grad=True)
+    weight = torch.ones(5, 3, dtype=torch.half, device=device, requires_grad=True)
+    target = torch.zeros(0, dtype=torch.long, device=device)
+    options = {"reduction": reduction, "lse_square_scale": 0.1, **asked}
+    found = lossops.linear_cross_entropy(empty, weight, target, **options)
+    loss = found if isinstance(found, Tensor) else found.loss
+    assert loss.shape == ((0,) if reduction == "none" else ())
+    assert loss.isnan() if reduction == "mean" else loss.sum() == 0
+    loss.sum().backward()
+    assert empty.grad is not None and empty.grad.shape == (0, 3)
+    assert weight.grad is not None and weight.grad.count_nonzero() == 0
 
 
 def test_no_rows_of_half_types_and_no_features(device: str) -> None:

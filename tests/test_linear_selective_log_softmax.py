@@ -446,6 +446,16 @@ def test_index_out_of_range_on_cuda() -> None:
     assert log_probs.isnan().nonzero().flatten().tolist() == [5]
 
 
+def test_no_classes(device: str) -> None:
+    """Of rows that do not count; others have no index."""
+    input = torch.randn(3, 4, device=device, requires_grad=True)
+    weight = torch.randn(0, 4, device=device)
+    index, mask = torch.zeros(3, dtype=torch.long, device=device), torch.zeros(3, device=device)
+    values = lossops.linear_selective_log_softmax(input, weight, index, row_mask=mask)
+    assert values.tolist() == [0, 0, 0]
+    assert torch.autograd.grad(values.sum(), input)[0].count_nonzero() == 0
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_never_waits_and_can_be_captured(dtype: torch.dtype) -> None:

@@ -95,8 +95,8 @@ __device__ __forceinline__ EntropySoftmax<float> state_of_row(const RowType<scal
 constexpr int64_t kLaneValues = 4;
 
 // Rows that take more than 8 lanes are faster by row_states_kernel, whose warps do not wait for one
-// another. Forward of bf16 600000x512 is at .62 of the floor here and at .58 there, of 400000x600 at
-// .49 and .57, of 131072x2048 at .61 and .75. (H200, 2026-11)
+// another. Forward of bf16 600000x512 is at .62 of the floor here and at .58 there, of 400000x600
+// at .49 and .57, of 131072x2048 at .61 and .75. (H200, 2026-11)
 constexpr int64_t kMostValuesBytes = 8 * ShortRows::kLaneBytes;
 
 // What log-probabilities need of their row.

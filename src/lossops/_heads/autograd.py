@@ -184,9 +184,11 @@ class _KeywordFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         ctx.versions = [0 if x is None else x._version for x in tensors]
-        _, z_loss, accuracy, predicted, _, _ = found.output
-        fixed = (x for x in (z_loss, accuracy, predicted) if x is not None)
-        ctx.mark_non_differentiable(*fixed)
+        _, z_loss, accuracy, predicted, lse, entropy = found.output
+        fixed = [z_loss, accuracy, predicted]
+        if not any(ctx.needs_input_grad[:3]):  # only those of target or weight are needed
+            fixed += [lse, entropy]
+        ctx.mark_non_differentiable(*(x for x in fixed if x is not None))
         return tuple(found.output)
 
     @staticmethod

@@ -56,7 +56,8 @@ class _Call:
         self.dtype = torch.float64 if options.compute_dtype == torch.float64 else torch.float32
         if is_probability:
             shape = (target.size(0), *target.shape[2:])
-            kept = share = target.new_ones((), dtype=torch.bool).expand(shape)
+            kept = target.new_ones((), dtype=torch.bool).expand(shape)
+            share = by_rows.shares_of_probabilities(kept, classes[0])
         else:
             kept = by_rows.kept_rows(target, row.ignore_index)
             share = by_rows.shares(target, kept, operands.weight, self.dtype)
@@ -114,7 +115,7 @@ class _Call:
             torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
             for x in (problem.input, problem.linear_weight)
         )
-        counts = self.kept.reshape(problem.num_rows, -1).any(1)
+        counts = self.kept.flatten(1).any(1) if self.kept.dim() > 1 else self.kept
         of_rows = of_rows.masked_fill(~counts, 0.0)  # which may be NaN
         bias = 0.0 if problem.linear_bias is None else _largest(problem.linear_bias)
         return (_largest(of_rows) * _largest(of_classes) + bias) * wanted.slope

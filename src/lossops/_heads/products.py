@@ -48,7 +48,7 @@ def with_clear_gaps(matrix: Tensor) -> Tensor:
     """
     rows, columns = matrix.shape
     stride, offset = matrix.stride(0), matrix.storage_offset()
-    if matrix.device.type == "cpu" and stride > columns and rows > 0:
+    if matrix.device.type == "cpu" and stride > columns and matrix.numel() > 0:
         numel = matrix.untyped_storage().nbytes() // matrix.element_size()
         ends = rows if offset + rows * stride <= numel else rows - 1
         matrix.as_strided((ends, stride - columns), (stride, 1), offset + columns).zero_()

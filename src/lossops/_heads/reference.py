@@ -120,11 +120,17 @@ def _gradients(
     with torch.enable_grad():
         aliases: list[Any] = list(map(by_torch.differentiable, operands, needed))
         wanted = [x for x, needs in zip(aliases, needed, strict=True) if needs]
-        pairs = zip(function(*aliases), grads, strict=True)
-        values, given = zip(*(pair for pair in pairs if pair[1] is not None), strict=True)
+        pairs = [
+            (value, grad)
+            for value, grad in zip(function(*aliases), grads, strict=True)
+            if value is not None and grad is not None and value.requires_grad
+        ]
+        values, given = zip(*pairs, strict=True) if pairs else ((), ())
         found = iter(
             torch.autograd.grad(
                 values, wanted, given, create_graph=create_graph, materialize_grads=True
             )
+            if pairs
+            else map(torch.zeros_like, wanted)
         )
     return [next(found) if needs else None for needs in needed]

@@ -16,10 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._privates import functorch_is_active
 from . import logit_map
 from .cross_entropy import CLASS_INDICES, check_differentiable, rows_of
 from .description import widened
 from .fakes import FLOATING
+from .losses import CROSS_ENTROPY
 from .tokens import TOKEN_VALUES, renamed
 
 __all__ = ["CrossEntropyOutput", "Keywords", "call", "checked"]
@@ -182,9 +184,11 @@ def results(
     loss = reduced(rows.loss, rows.share)
     z_loss = None
     if keywords.lse_square_scale != 0 or keywords.return_z_loss:
+        scale = keywords.lse_square_scale
+        z_losses = scale * rows.lse.square() if scale != 0 else torch.zeros_like(rows.lse)
         # fault: z-loss-share
-        z_loss = reduced(keywords.lse_square_scale * rows.lse.square(), rows.kept)
-        if keywords.lse_square_scale != 0:
+        z_loss = reduced(z_losses, rows.kept)
+        if scale != 0:
             loss = loss + z_loss
     loss = loss.to(dtype)
     accuracy = None
@@ -293,7 +297,12 @@ def _of_probabilities(
     loss = _loss_by_kernels(logit_map.mapped(wide, *keywords.map()), target, weight, by_kernels)
     _, entropy, lse = _token_values(_classes_last(wide), None, None, keywords)
     kept = torch.ones_like(loss, dtype=torch.bool)
-    return Rows(loss, kept, kept, lse, entropy)
+    return Rows(loss, shares_of_probabilities(kept, _num_classes(input)), kept, lse, entropy)
+
+
+def shares_of_probabilities(kept: Tensor, num_classes: int) -> Tensor:
+    """As `shares`, of rows of probabilities. The mean of rows without classes is NaN."""
+    return kept if num_classes > 0 else torch.zeros_like(kept)
 
 
 def _loss_by_kernels(
@@ -301,6 +310,12 @@ def _loss_by_kernels(
 ) -> Tensor:
     """The loss of each row, of mapped logits."""
     ignore_index, label_smoothing = by_kernels
+    if not torch.compiler.is_compiling() and functorch_is_active():
+        # torch.func would not find the operator's formula.
+        options = CROSS_ENTROPY.options(
+            ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        )
+        return CROSS_ENTROPY.call(z, target, weight, options)
     loss: Tensor = torch.ops.lossops.cross_entropy(
         z,
         target,
