@@ -534,6 +534,35 @@ def test_compiled_autograd(loss: Loss) -> None:
         assert same_bits(gradients[0], gradients[1]), sample.name
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, index: lossops.selective_log_softmax(x, index),
+        lambda x, index: lossops.entropy_from_logits(x),
+        lambda x, index: lossops.cross_entropy(x, index, softcap=2.0, reduction="none"),
+    ],
+    ids=["selective_log_softmax", "entropy_from_logits", "cross_entropy"],
+)
+@pytest.mark.parametrize("order", [1, 2])
+def test_compiled_autograd_of_row_values(order: int, function: Callable[..., Tensor]) -> None:
+    x = torch.randn(6, 9, requires_grad=True)
+    index = torch.randint(0, 9, (6,))
+    gradients = []
+    for backend in (None, torch.compile(backend="eager")):
+        value = function(x * 1, index).square().sum()
+        if order == 2:
+            (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+            value = gradient.square().sum()
+        x.grad = None
+        if backend is None:
+            value.backward()
+        else:
+            with torch._dynamo.compiled_autograd._enable(backend):
+                value.backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
 class AllLosses(torch.nn.Module):
     def forward(self, *operands: tuple[Tensor, Tensor]) -> list[Tensor]:
         return [

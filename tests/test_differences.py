@@ -68,12 +68,19 @@ def test_complex_operand_with_weight(device: str) -> None:
     assert isinstance(outcome(lambda: F.mse_loss(x, z, weight=w)), Tensor)
 
 
-def test_class_weights_in_a_column(device: str) -> None:
+@pytest.mark.parametrize("shape", [(5, 1), (1, 5)], ids=str)
+def test_class_weights_in_another_shape(shape: tuple[int, int], device: str) -> None:
     x, w = torch.randn(2, 5, 3, device=device), torch.rand(5, device=device)
     t = torch.randint(5, (2, 3), device=device)
-    theirs = outcome(lambda: F.cross_entropy(x, t, w[:, None]))
+    theirs = outcome(lambda: F.cross_entropy(x, t, w.view(shape)))
     torch.testing.assert_close(theirs, F.cross_entropy(x, t, w))
-    assert outcome(lambda: lossops.cross_entropy(x, t, w[:, None])) is RuntimeError
+    for function, smoothing in (
+        (lossops.cross_entropy, 0.0),
+        (lossops.cross_entropy, 0.1),
+        (F.cross_entropy, 0.1),
+    ):
+        options = {"weight": w.view(shape), "label_smoothing": smoothing}
+        assert outcome(lambda f=function, o=options: f(x, t, **o)) is RuntimeError
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])

@@ -681,6 +681,17 @@ def test_only_target_has_a_gradient(device: str) -> None:
         gradient = torch.autograd.grad(value, target, retain_graph=True, **options)
         torch.testing.assert_close(gradient, expected)
 
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = lossops.linear_cross_entropy(
+            x, linear_weight, target, return_lse=True, return_entropy=True
+        )
+        return found.loss, found.lse, found.entropy
+
+    loss, lse, entropy = compiled(target)
+    assert not lse.requires_grad and not entropy.requires_grad
+    torch.testing.assert_close(torch.autograd.grad(loss, target), expected)
+
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("asked", [{}, {"return_entropy": True}], ids=str)

@@ -447,7 +447,7 @@ def test_index_out_of_range_on_cuda() -> None:
 
 
 def test_no_classes(device: str) -> None:
-    """Of rows that do not count; others have no index."""
+    """Only masked rows can have no classes: any index is out of range."""
     input = torch.randn(3, 4, device=device, requires_grad=True)
     weight = torch.randn(0, 4, device=device)
     index, mask = torch.zeros(3, dtype=torch.long, device=device), torch.zeros(3, device=device)

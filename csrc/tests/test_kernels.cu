@@ -724,7 +724,8 @@ int main() {
   }
   Random tokens(17);
   for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-    for (const int64_t num_classes : {1, 2, 5, 16, 64, 97, 257, 401, 513, 1024, 1025, 2100}) {
+    for (const int64_t num_classes :
+         {1, 2, 5, 16, 64, 97, 256, 257, 401, 512, 513, 1025, 1665, 2100}) {
       test_tokens(tokens, dtype, num_classes);
     }
   }

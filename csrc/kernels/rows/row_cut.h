@@ -35,10 +35,11 @@ constexpr int kRowVectorBytes = 16;
 constexpr int kLineVectors = kLineBytes / kRowVectorBytes;
 // Vectors of a round that a lane has. Kernels of much arithmetic have one.
 constexpr int kRowVectors = 4;
-// The fewest lanes that share a piece. Forward of fp16 363840x811 is at .54 of the floor with 8, at
-// .62 with 4 and at .61 with 2; of bf16 400000x600 .49, .57, .58. (H200, 2026-11)
+// The fewest lanes that share a piece. With 8, 4 and 2, forward of padded fp16 363840x811 is at
+// .54, .62 and .61 of the floor, of bf16 400000x701 at .47, .48 and .51, of fp32 207817x380 at .64,
+// .68 and .68. (H200, 2026-11)
 constexpr int kLeastLanes = 4;
-// Vectors of a row that are read element by element.
+// The most vectors of a row that are read element by element.
 constexpr int kOuterVectors = 3;
 // Rounds of a piece at the most, of kRowVectors: 20 KB for a warp, of half types 26. So a row of 2
 // MB is 100 pieces or 80, and what a piece costs beside its elements is a small part: its maximum
@@ -295,7 +296,7 @@ struct ShortRows {
   bool is_aligned = false;  // rows are whole vectors, and begin at one in shared memory
   bool has_phases = false;  // rows begin within a vector in shared memory as in global memory
 
-  // At most 4 KB: kLaneBytes for each lane of a warp.
+  // A short row has at most 4 KB: kLaneBytes for each lane of a warp.
   static bool are_short(int64_t num_classes, int64_t element_bytes) {
     return 0 < num_classes && num_classes * element_bytes <= 32 * kLaneBytes;
   }

@@ -94,9 +94,10 @@ __device__ __forceinline__ EntropySoftmax<float> state_of_row(const RowType<scal
 // number. 32 lanes for 20 indices: .55 to .40 of the floor, 4 a lane .59. (H200, 2026-11)
 constexpr int64_t kLaneValues = 4;
 
-// Rows that take more than 8 lanes are faster by row_states_kernel, whose warps do not wait for one
-// another. Forward of bf16 600000x512 is at .62 of the floor here and at .58 there, of 400000x600
-// at .49 and .57, of 131072x2048 at .61 and .75. (H200, 2026-11)
+// The most bytes of a row that short_token_values_kernel takes: those of 8 lanes. Where there are
+// many rows, row_states_kernel is faster for longer ones, since its warps do not wait for one
+// another. By the two, forward of bf16 600000x512 is at .62 and .58 of the floor, of 400000x600 at
+// .49 and .57, of 131072x2048 at .61 and .75. (H200, 2026-11)
 constexpr int64_t kMostValuesBytes = 8 * ShortRows::kLaneBytes;
 
 // What log-probabilities need of their row.

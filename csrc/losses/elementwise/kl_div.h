@@ -69,8 +69,8 @@ struct KlDivTerm {
       return half_term(target, math::log_minus(target, input), input);
     } else {
       const float x = math::log_in_sum<false>(input);
-      const float difference = math::log_in_sum<false>(target) - x;
-      return half_term(target, math::log_quotient_near_1(target, input, difference), x);
+      const float ratio = half_log_ratio(target, x);
+      return half_term(target, math::log_quotient_near_1(target, input, ratio), x);
     }
   }
 
@@ -124,9 +124,8 @@ struct KlDivTerm {
       const float t = math::exp_of_half(target);
       return t == 0.0f ? math::zero_unless_nan(x) : t * (target - x + 1.0f);
     } else {
-      const float log_ratio = math::log_in_sum<false>(target) - x;
       // fault: kl-half-target
-      return target == 0.0f ? math::quiet_nan<float>() : log_ratio + 1.0f;
+      return target == 0.0f ? math::quiet_nan<float>() : half_log_ratio(target, x) + 1.0f;
     }
   }
 
@@ -169,6 +168,16 @@ struct KlDivTerm {
       const float ln_2 = kLogInput ? math::kLn2OfProbability : math::kLn2;
       return half_term(target, math::log_in_sum<false, kSubnormal>(target, ln_2) - x, x);
     }
+  }
+
+  // log(target) - x by the hardware's logarithm, rounded once. Else the compiler would make a
+  // multiply-add of it in some kernels, and the bits of an element would depend on its layout.
+  static LOSSOPS_HOST_DEVICE float half_log_ratio(float target, float x) {
+#if defined(__CUDA_ARCH__)
+    return ::fmaf(math::log_in_sum<false>(target, 1.0f), math::kLn2, -x);
+#else
+    return math::log_in_sum<false>(target) - x;
+#endif
   }
 
   // A zero weight silences the -inf that is the logarithm of 0, nothing else.

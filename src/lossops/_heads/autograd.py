@@ -186,7 +186,7 @@ class _KeywordFunction(torch.autograd.Function):
         ctx.versions = [0 if x is None else x._version for x in tensors]
         _, z_loss, accuracy, predicted, lse, entropy = found.output
         fixed = [z_loss, accuracy, predicted]
-        if not any(ctx.needs_input_grad[:3]):  # only those of target or weight are needed
+        if not any(ctx.needs_input_grad[:3]):  # lse and entropy do not depend on the others
             fixed += [lse, entropy]
         ctx.mark_non_differentiable(*(x for x in fixed if x is not None))
         return tuple(found.output)

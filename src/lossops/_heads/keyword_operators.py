@@ -140,9 +140,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     operands, ctx.options, keywords = _split(call)
     tensors = (keywords.token_weight, keywords.num_items_in_batch)
     ctx.keywords = keywords._replace(token_weight=None, num_items_in_batch=None)
+    # lse and entropy do not depend on target and weight.
+    varies = _DIFFERENTIABLE if any(ctx.needs_input_grad[:3]) else ("loss",)
     fixed = dict(zip(CrossEntropyOutput._fields, output, strict=False))
     ctx.mark_non_differentiable(
-        *(x for name, x in fixed.items() if name not in _DIFFERENTIABLE), *output[_NUM_OUTPUTS:]
+        *(x for name, x in fixed.items() if name not in varies), *output[_NUM_OUTPUTS:]
     )
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*operands, *tensors, *output[_NUM_OUTPUTS:])

@@ -301,7 +301,10 @@ def _of_probabilities(
 
 
 def shares_of_probabilities(kept: Tensor, num_classes: int) -> Tensor:
-    """As `shares`, of rows of probabilities. The mean of rows without classes is NaN."""
+    """What each row of probabilities adds to the divisor of a mean: 1, or 0 without classes.
+
+    So the mean of rows without classes is NaN.
+    """
     return kept if num_classes > 0 else torch.zeros_like(kept)
 
 
@@ -311,7 +314,7 @@ def _loss_by_kernels(
     """The loss of each row, of mapped logits."""
     ignore_index, label_smoothing = by_kernels
     if not torch.compiler.is_compiling() and functorch_is_active():
-        # torch.func would not find the operator's formula.
+        # torch.func cannot differentiate the operator: its Function has no setup_context.
         options = CROSS_ENTROPY.options(
             ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
         )

@@ -77,6 +77,7 @@ class RowValues:
         self._values_below = _privates.below_autograd(self.forward_op)
         self._gradients_below = _privates.below_autograd(self.backward_op)
         self._apply = _privates.short_apply(_make_function(self))
+        # short_apply() changed the other's nodes in a way that torch.func does not know.
         self._transformable = _make_function(self)
         self._gradient_function = _make_gradient_function(self)
 
@@ -274,7 +275,10 @@ def _make_gradient_function(self: RowValues) -> Any:
             return tuple(self._gradients_below(*arguments))
 
         setup_context = staticmethod(self.save_for_double_backward)
-        backward = staticmethod(self.double_backward)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return self.double_backward(ctx, *grads)
 
     _privates.name_nodes(GradientFunction, f"lossops_{self.name}")
     return GradientFunction
