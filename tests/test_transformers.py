@@ -342,8 +342,30 @@ def test_logits_of_other_weights_are_not_computed() -> None:
     with torch.no_grad():
         model.lm_head.weight.add_(1)
     assert early.logits.sum().item() == values
-    with pytest.raises(RuntimeError, match=r"logits of LlamaForCausalLM .* weight .* was changed"):
-        late.logits.sum()
+    for read in (lambda logits: logits.sum(), lambda logits: logits.double()):
+        with pytest.raises(
+            RuntimeError, match=r"logits of LlamaForCausalLM .* weight .* was changed"
+        ):
+            read(late.logits)
+
+
+@pytest.mark.parametrize("cast", ["float", "double"])
+def test_casts_of_logits_that_were_read(cast: str) -> None:
+    """Values may be changed in place. A cast is of the values, or of their storage itself."""
+    results = []
+    for fuse in (False, True):
+        model = make("llama")
+        if fuse:
+            fuse_head(model)
+        with torch.no_grad():
+            early, logits = model(**make_batch()).logits, model(**make_batch()).logits
+        cast_early = getattr(early, cast)()  # nothing has read these yet
+        early.div_(0.1)
+        logits[..., 50:] = -torch.inf
+        same = getattr(logits, cast)()
+        same.mul_(2)
+        results.append([value + 0 for value in (early, cast_early, logits, same)])
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_logits_have_no_second_derivatives() -> None:
@@ -472,6 +494,18 @@ def test_refused_when_fused_and_when_called(kind: str) -> None:
     model = change(model) or model
     with pytest.raises(NotImplementedError, match=message):
         model(**make_batch())
+
+
+def test_a_replaced_forward_is_refused_ahead() -> None:
+    """A forward that was bound before would never see the fused head."""
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(make("llama"))
+    with pytest.raises(NotImplementedError, match="forward of this LlamaForCausalLM is replaced"):
+        fuse_head(model)
+    model = make("llama")
+    fuse_head(model)
+    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    assert type(model(**make_batch()).logits) is DeferredLogits
 
 
 def test_replicas_are_refused() -> None:

@@ -30,12 +30,13 @@ OUTPUTS = {
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere"])
 def test_values_and_gradients(name: str, outputs: str) -> None:
     batch = make_batch()
-    for more in ({}, {"num_items_in_batch": 29}, {"shift_labels": batch["labels"].roll(-1, 1)}):
+    shifted = {"shift_labels": batch["labels"].roll(-1, 1)}
+    for more in ({}, {"num_items_in_batch": 29}, shifted, {**shifted, "labels": None}):
         results = []
         for add in (add_trls_head, ours.add_fused_lm_head):
             model = make(name)
             add(model, temperature=0.7, outputs=OUTPUTS[outputs])
-            found = model(**batch, **more, fused_lm_head=True)
+            found = model(**{**batch, **more}, fused_lm_head=True)
             loss = found.loss + (found.log_probs.exp() * 0.1).sum()
             if found.entropy is not None:
                 loss = loss + 0.1 * found.entropy.sum()
@@ -71,6 +72,15 @@ def test_undoing() -> None:
 
 
 def test_refusals() -> None:
+    model = make("llama")
+    add_trls_head(model)
+    before = model.forward
+    with pytest.raises(NotImplementedError, match=r"lossops\.integrations\.trl"):
+        fuse_head(model)
+    model.lm_head.forward = lambda hidden: hidden
+    with pytest.raises(NotImplementedError, match="forward was replaced"):
+        ours.add_fused_lm_head(model)
+    assert model.forward == before
     with pytest.raises(NotImplementedError, match="has mean_logits"):
         ours.add_fused_lm_head(make("llama"), outputs=("log_probs", "mean_logits"))
     with pytest.raises(NotImplementedError, match="cast_lm_head_to_fp32"):

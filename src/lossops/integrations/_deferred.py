@@ -165,7 +165,7 @@ class DeferredLogits(Tensor):
     What describes a tensor (shape, dtype, device, hooks) needs no values, and a cast is recorded.
     While the model's call runs, multiplications and divisions by numbers and `tanh` are recorded
     too, and anything else raises `NotImplementedError`. After the call, anything else computes the
-    logits, once, and uses them.
+    logits, once, and uses them, and so do casts from then on.
 
     Storage is one NaN, so that code that passes by `__torch_function__` cannot take it for logits.
     """
@@ -191,14 +191,19 @@ class DeferredLogits(Tensor):
             logits: DeferredLogits = args[0]
             step = _step(func, *args[1:], **kwargs)
             if step is not None and logits._records(step):
-                return logits if step == _NO_STEP else logits._then(step)
+                return logits if step in (_NO_STEP, ("to", logits.dtype)) else logits._then(step)
         return func(*_with_values(args, func), **_with_values(kwargs, func))
 
     def _records(self, step: Step) -> bool:
-        return self._recipe.call.runs or (step[0] == "to" and not self._has_hooks)
+        """After the call, values that were read, and maybe changed in place, are what is cast."""
+        if self._recipe.call.runs:
+            return True
+        return step[0] == "to" and not self._has_hooks and self._values is None
 
     def _then(self, step: Step) -> DeferredLogits:
         recipe = self._recipe
+        if not recipe.call.runs:
+            recipe.check()
         return defer(self.operands, recipe.call, (*recipe.steps, step), recipe.autocast)
 
     def read(self) -> Tensor:

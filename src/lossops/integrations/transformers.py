@@ -106,13 +106,19 @@ def fuse_head(
             quantisation, tensor parallelism), its forward is replaced, it has hooks, or its weight
             is DeepSpeed ZeRO-3's; or the loss is not `ForCausalLMLoss`. A call with labels raises
             it too if this holds by then, or if the model does more with its logits than a scale, a
-            softcap and the loss.
+            softcap and the loss. Also, ahead of calls, if the forward of the model is replaced.
         RuntimeError: the head is fused already.
     """
     model = _unwrapped(model)
     name = _class(model).__name__
     if getattr(model, _STATE, None) is not None:
         raise RuntimeError(f"fuse_head: the head of {name} is fused already")
+    if "forward" in vars(model):
+        raise NotImplementedError(
+            f"fuse_head: the forward of this {name} is replaced, as accelerate's prepare, Liger "
+            "and TRL's trainers do. Call fuse_head before that; for a TRL trainer's model, use "
+            "lossops.integrations.trl"
+        )
     head = _checked_head(model)
     _check_weight(name, head, is_gathered=False)
     _check_loss(name, model.loss_function)

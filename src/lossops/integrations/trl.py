@@ -31,9 +31,13 @@ class FusedLMHead:
     """The handle of `add_fused_lm_head`. `remove()`, or the end of a `with` block, undoes it."""
 
     def __init__(self, model: Any, temperature: float, outputs: tuple[str, ...]) -> None:
-        self._head = fuse_head(model)
         self._model = model
-        self._before = vars(model).get("forward")
+        self._before = vars(model).pop("forward", None)  # of TRL's own head
+        try:
+            self._head = fuse_head(model)
+        except Exception:
+            self._restore_forward(model)
+            raise
         forward = functools.wraps(type(model).forward)(_forward(temperature, outputs))
         model.forward = types.MethodType(forward, model)
 
@@ -43,9 +47,12 @@ class FusedLMHead:
         if model is None:
             return
         del model.forward
+        self._restore_forward(model)
+        self._head.remove()
+
+    def _restore_forward(self, model: Any) -> None:
         if self._before is not None:
             model.forward = self._before
-        self._head.remove()
 
     def __enter__(self) -> FusedLMHead:
         return self
@@ -73,14 +80,14 @@ def add_fused_lm_head(
         temperature: divides the logits, as the trainer does: `args.temperature` of GRPO and RLOO.
         cast_lm_head_to_fp32: must be False.
         outputs: what the trainer reads, of "log_probs", "entropy", "is_top1". The first is always
-            there. SFT reads all three, GRPO and RLOO the first two, KTO the first.
+            there. SFT reads all three, GRPO and RLOO the first two.
 
     Returns:
         A handle whose `remove()` undoes the change. It is also a context manager.
 
     Raises:
-        NotImplementedError: another output, such as "mean_logits" of DPO, or cast_lm_head_to_fp32;
-            or as `fuse_head`.
+        NotImplementedError: another output, such as "mean_logits" of DPO and KTO, or
+            cast_lm_head_to_fp32; or as `fuse_head`.
         RuntimeError: the head is fused already, or accelerate has prepared the model.
         TypeError: as `fuse_head`.
     """
@@ -104,6 +111,8 @@ def _forward(temperature: float, outputs: tuple[str, ...]) -> Any:
         if not fused_lm_head:
             return own(self, *args, **kwargs)
         kwargs["use_cache"] = False
+        if kwargs.get("labels") is None:  # without them, models call no loss function
+            kwargs["labels"] = kwargs.get("shift_labels")
         if getattr(self.config.get_text_config(), "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         found: dict[str, Tensor | None] = {}
