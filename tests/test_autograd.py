@@ -128,8 +128,24 @@ def test_layout_of_grad_output_changes_no_bit(loss: Loss, variant: Variant, devi
                         for cotangent in (grad_output, contiguous)
                     ]
                     for actual, expected in zip(*gradients, strict=True):
-                        what = f"{sample.name}, grad_output {name}"
+                        what = f"{sample.name}, autocast {autocast}, grad_output {name}"
                         assert same_bits(actual, expected), what
+
+
+@pytest.mark.parametrize("log_target", [False, True])
+def test_layout_of_grad_output_changes_no_bit_beside_a_sum(log_target: bool, device: str) -> None:
+    """The gradient of target in half types, where that of input is a sum of its copies."""
+    x = torch.randn(1, 65, device=device).log_softmax(-1).bfloat16().requires_grad_()
+    t = torch.randn(33, 65, device=device).log_softmax(-1)
+    t = (t if log_target else t.exp()).bfloat16().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the shapes differ
+        value = lossops.kl_div(x, t, reduction="none", log_target=log_target)
+    g = torch.randn(value.shape, device=device).to(value)
+    _, expected = torch.autograd.grad(value, (x, t), g, retain_graph=True)
+    for name, layout in layouts_of(g).items():
+        _, found = torch.autograd.grad(value, (x, t), layout(g), retain_graph=True)
+        assert same_bits(found, expected), name
 
 
 @per_variant

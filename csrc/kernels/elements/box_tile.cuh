@@ -70,7 +70,6 @@ class BoxTile {
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   static constexpr bool kKeeps = false;
-  static constexpr bool kFewWays = !kIsHalf;  // see Gradients
   static constexpr bool kLooksAhead = false;
   using Values = BoxValues<BoxTile>;
 
@@ -116,6 +115,8 @@ class BoxTile {
   }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
   __device__ __forceinline__ static constexpr bool is_one(Which /*which*/) { return false; }
+  // Whether all operands are of one half type.
+  __device__ __forceinline__ static constexpr bool has_common_half() { return kIsHalf; }
   __device__ __forceinline__ bool is_half(Which which) const {
     return kIsHalf || is_half_type(operand(which).dtype);
   }

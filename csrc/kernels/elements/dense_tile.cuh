@@ -33,8 +33,9 @@ struct DenseTraits {
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
   static constexpr bool kKeeps = false;
-  static constexpr bool kFewWays = false;  // see Gradients
   static constexpr bool kLooksAhead = false;
+  // Whether all operands are of one half type.
+  __device__ __forceinline__ static constexpr bool has_common_half() { return kIsHalf; }
   __device__ __forceinline__ static bool is_half(Which /*which*/) { return kIsHalf; }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
   __device__ __forceinline__ static constexpr bool is_one(Which /*which*/) { return false; }

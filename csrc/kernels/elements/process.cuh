@@ -252,8 +252,8 @@ __device__ __forceinline__ double total(const Tile& tile, const acc_t (&values)[
   return static_cast<double>(pairwise_sum(own));
 }
 
-// The gradients of a thread's elements, by a term. kFewWays: without the faster ways for operands
-// of half types and for elements that share a target, for little machine code.
+// The gradients of a thread's elements, by a term. kFewWays: without the faster ways, for little
+// machine code.
 template <typename Tile, bool kFewWays>
 struct Gradients {
   using acc_t = typename Tile::acc_t;
@@ -272,7 +272,8 @@ struct Gradients {
       results[n] = factors[n] * derivative(x, t, n % Tile::kWidth);
     }
   }
-  // Where the operand is of a half type, a term may have a faster way.
+  // A term may have a faster way where all operands are of one half type. It gives other bits, so
+  // nothing but the types of operands may choose it.
   template <typename Term>
   __device__ __forceinline__ void of_input(const Tile& tile, const Term& term,
                                            acc_t (&results)[kCount]) const {
@@ -287,7 +288,7 @@ struct Gradients {
       }
     }
     if constexpr (HasBackwardHalfInput<Term>::value && std::is_same_v<acc_t, float> && !kFewWays) {
-      if (tile.is_half(kInput)) {
+      if (tile.has_common_half()) {
         derive(results,
                [&](acc_t x, acc_t t, int /*i*/) { return term.backward_half_input(x, t); });
         return;
@@ -299,7 +300,7 @@ struct Gradients {
   __device__ __forceinline__ void of_target(const Tile& tile, const Term& term,
                                             acc_t (&results)[kCount]) const {
     if constexpr (HasBackwardHalfTarget<Term>::value && std::is_same_v<acc_t, float> && !kFewWays) {
-      if (tile.is_half(kTarget)) {
+      if (tile.has_common_half()) {
         derive(results,
                [&](acc_t x, acc_t t, int /*i*/) { return term.backward_half_target(x, t); });
         return;
@@ -422,7 +423,8 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
                            (!Work::all().has(kHasGradOutputs) || kCount <= kFewElements);
   // What multiplies a derivative is selected here, once: else the compiler makes loops over the
   // elements for each case.
-  constexpr bool kFewWays = Tile::kFewWays || (Sums::kSums && !Tile::kIsHalf);
+  // No bits depend on the layout of grad_output: where it is read, the ways are all there.
+  constexpr bool kFewWays = Sums::kSums && !Tile::kIsHalf && !Work::all().has(kHasGradOutputs);
   Gradients<Tile, kFewWays> gradients{operands};
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {

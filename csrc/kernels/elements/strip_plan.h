@@ -102,6 +102,8 @@ struct StripPlan : PlanOperands<StripOperand> {
   int64_t rest = 1;            // both
   bool walks_columns = false;  // threads walk within a row; dimension 1 then has size 1
 
+  bool has_common_half = false;  // see common_half_type()
+
   int32_t width = 1;         // columns of a unit
   bool has_parts = false;    // rows are not whole units, so their last ones are not aligned
   Divisor strip_units;       // units of a strip
@@ -180,6 +182,7 @@ class StripPlanner {
         has_near_columns_(are_near(operands, layout.lead())) {
     const IterationSpace& space = layout.space();
     plan_.set(operands);
+    plan_.has_common_half = common_half_type(operands) != DType::kFloat32;
     plan_.columns = space.sizes[layout.lead()];
     if (summed != kNumOperands) {
       must_sum_ = true;

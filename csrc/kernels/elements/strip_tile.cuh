@@ -40,7 +40,6 @@ class StripTile {
   static constexpr int kSteps = kSteps_;
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
-  static constexpr bool kFewWays = false;  // see Gradients
   // Only units of neighbours, which are the half types. Of units that are spread, a thread would
   // ask for one column each, and float32 was slower so.
   static constexpr bool kLooksAhead = kIsHalf;
@@ -64,6 +63,10 @@ class StripTile {
   }
   __device__ __forceinline__ bool is_half(Which which) const {
     return kIsHalf || traits_.is_half(which);
+  }
+  // Whether all operands are of one half type.
+  __device__ __forceinline__ bool has_common_half() const {
+    return kIsHalf || plan_.has_common_half;
   }
   // Whether the columns of a unit have one number.
   __device__ __forceinline__ bool is_one(Which which) const {

@@ -84,7 +84,7 @@ struct KlDivTerm {
     }
   }
 
-  // The same where it is of a half type, as the gradient.
+  // The same where all operands are of one half type.
   LOSSOPS_HOST_DEVICE float backward_half_input(float input, float target) const {
     const float t = probability(target);
     if constexpr (kLogInput) {
@@ -114,7 +114,7 @@ struct KlDivTerm {
     }
   }
 
-  // The same where it is of a half type, as the gradient.
+  // The same where all operands are of one half type.
   LOSSOPS_HOST_DEVICE float backward_half_target(float input, float target) const {
     float x = input;
     if constexpr (!kLogInput) {
