@@ -432,6 +432,13 @@ def test_other_files_are_refused(
     assert f"--from {path}: " in capsys.readouterr().err
 
 
+def test_draws_are_not_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "draws.json"
+    path.write_text(f'{{{ABOUT}, "seed": 1, "draws": []}}')
+    assert cli.main(["--from", str(path)]) == 2
+    assert "has calls drawn at random" in capsys.readouterr().err
+
+
 def test_table() -> None:
     found = made_up()
     found.cases[0].times["eager"].note = "gives 1 where float64 gives 2"

@@ -155,6 +155,8 @@ def answer(arguments: argparse.Namespace) -> str:
         strides = arguments.strides and [int(stride) for stride in arguments.strides.split(",")]
     except ValueError:
         raise ValueError("SHAPE is written as 8192x50257, --strides as 50304,1") from None
+    if any(abs(number) >= 2**63 for number in [*sizes, *(strides or [])]):
+        raise ValueError("SHAPE and --strides have numbers below 2^63")
     decided = plan(
         sizes,
         dtype,

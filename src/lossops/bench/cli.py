@@ -255,6 +255,8 @@ def _reader(fields: dict[str, Any]) -> Callable[[str | None], int]:
         return functools.partial(heads.show, *heads.read(fields))
     if "goals" in fields:
         return functools.partial(compiled_steps.show, *compiled_steps.read(fields))
+    if "draws" in fields:
+        raise ValueError("it has calls drawn at random, which only the run itself prints")
     report = Report.read(fields)
 
     def show(picture: str | None) -> int:
