@@ -342,7 +342,7 @@ def test_logits_of_other_weights_are_not_computed() -> None:
     with torch.no_grad():
         model.lm_head.weight.add_(1)
     assert early.logits.sum().item() == values
-    for read in (lambda logits: logits.sum(), lambda logits: logits.double()):
+    for read in (lambda logits: logits.sum(), lambda logits: logits.double().sum()):
         with pytest.raises(
             RuntimeError, match=r"logits of LlamaForCausalLM .* weight .* was changed"
         ):
@@ -496,15 +496,73 @@ def test_refused_when_fused_and_when_called(kind: str) -> None:
         model(**make_batch())
 
 
+def prepared(model: Any) -> Any:
+    """The model as accelerate's prepare leaves it under bf16: its forward is wrapped."""
+    accelerate = pytest.importorskip("accelerate")
+    state = accelerate.state.AcceleratorState
+    state._reset_state(reset_partial_state=True)  # of the process, which others may have set
+    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    state._reset_state(reset_partial_state=True)
+    return model
+
+
+def test_casts_have_the_graph_of_their_logits() -> None:
+    model = make("llama")
+    fuse_head(model)
+    logits = model(**make_batch()).logits
+    cast, seen = logits.double(), []
+    logits.register_hook(seen.append)
+    logits.retain_grad()
+    (2 * cast).sum().backward()
+    assert cast.dtype is torch.float64 and cast._values is not None
+    assert seen[0].dtype is torch.float32 and logits.grad.equal(torch.full(logits.shape, 2.0))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            logits = model(**make_batch()).logits
+        assert not logits.double().requires_grad
+        logits.double().numpy()
+        student = torch.zeros(logits.shape, requires_grad=True)
+        (student - logits.double()).square().sum().backward()
+
+
+def test_logits_that_inference_mode_reads_first_have_a_graph() -> None:
+    results = []
+    for fuse in (False, True):
+        model = make("llama")
+        if fuse:
+            fuse_head(model)
+        output = model(**make_batch())
+        with torch.inference_mode():
+            output.logits.argmax(-1)
+        (output.loss + output.logits.square().mean()).backward()
+        results.append(gradients(model))
+    assert_same(results[1], results[0], rtol=1e-5)
+
+
+def test_a_forward_without_the_loss_function_is_refused() -> None:
+    class Own(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
+            hidden = self.model(input_ids).last_hidden_state
+            return transformers.modeling_outputs.CausalLMOutput(loss=hidden.sum())
+
+    model = Own(make("llama").config)
+    fuse_head(model)
+    with pytest.raises(NotImplementedError, match="calls no loss function"):
+        model(**make_batch())
+
+
 def test_a_replaced_forward_is_refused_ahead() -> None:
     """A forward that was bound before would never see the fused head."""
-    accelerate = pytest.importorskip("accelerate")
-    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(make("llama"))
+    model = prepared(make("llama"))
     with pytest.raises(NotImplementedError, match="forward of this LlamaForCausalLM is replaced"):
         fuse_head(model)
     model = make("llama")
-    fuse_head(model)
-    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    handle = fuse_head(model)
+    model = prepared(model)
+    assert type(model(**make_batch()).logits) is DeferredLogits
+    handle.remove()
+    assert type(model(**make_batch()).logits) is Tensor
+    fuse_head(model)  # the wrapper has the forward that was fused
     assert type(model(**make_batch()).logits) is DeferredLogits
 
 

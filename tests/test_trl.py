@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_transformers import ARGUMENTS, assert_same, gradients, make, make_batch, texts
+from test_transformers import (
+    ARGUMENTS,
+    assert_same,
+    gradients,
+    make,
+    make_batch,
+    prepared,
+    texts,
+)
 
 transformers = pytest.importorskip("transformers", reason="these tests need transformers")
 trl = pytest.importorskip("trl", reason="these tests need trl")
@@ -71,7 +80,37 @@ def test_undoing() -> None:
     assert found.loss.item() == pytest.approx(torch.tensor(97.0).log().item())
 
 
+def test_undoing_of_what_accelerate_wrapped() -> None:
+    expected = make("llama")(**make_batch()).loss
+    for add_first in (False, True):
+        model = make("llama")
+        if add_first:
+            add_trls_head(model)
+        handle = ours.add_fused_lm_head(model)
+        model = prepared(model)
+        handle.remove()
+        loss = model(**make_batch()).loss
+        assert not loss.equal(expected)  # autocast is still there
+        torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
+        if add_first:
+            assert model(**make_batch(), fused_lm_head=True).log_probs.shape == (3, 8)
+
+
+def test_calls_by_position_and_without_labels() -> None:
+    model, batch = make("llama"), make_batch()
+    ours.add_fused_lm_head(model)
+    with pytest.raises(ValueError, match="needs labels"):
+        model(batch["input_ids"], fused_lm_head=True)
+    position = [batch["input_ids"], None, None, None, None, batch["labels"]]
+    found, expected = model(*position, fused_lm_head=True), model(**batch, fused_lm_head=True)
+    assert found.log_probs.equal(expected.log_probs)
+
+
 def test_refusals() -> None:
+    model = make("llama")
+    model.forward = functools.partial(type(model).forward, model)
+    with pytest.raises(NotImplementedError, match="is replaced"):
+        ours.add_fused_lm_head(model)
     model = make("llama")
     add_trls_head(model)
     before = model.forward

@@ -273,7 +273,7 @@ struct Gradients {
     }
   }
   // A term may have a faster way where all operands are of one half type. It gives other bits, so
-  // nothing but the types of operands may choose it.
+  // the layout of grad_output may not choose it.
   template <typename Term>
   __device__ __forceinline__ void of_input(const Tile& tile, const Term& term,
                                            acc_t (&results)[kCount]) const {
@@ -423,7 +423,7 @@ __device__ __forceinline__ void process(Tile& tile, Work work, const ElementScal
                            (!Work::all().has(kHasGradOutputs) || kCount <= kFewElements);
   // What multiplies a derivative is selected here, once: else the compiler makes loops over the
   // elements for each case.
-  // No bits depend on the layout of grad_output: where it is read, the ways are all there.
+  // Where grad_output is read all ways are compiled, so that its layout chooses none.
   constexpr bool kFewWays = Sums::kSums && !Tile::kIsHalf && !Work::all().has(kHasGradOutputs);
   Gradients<Tile, kFewWays> gradients{operands};
 #pragma unroll

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ class Call:
 
     model: str  # the name of its class
     runs: bool = True
+    has_loss: bool = False  # its loss function was called
 
 
 class _Autocast(NamedTuple):
@@ -159,13 +160,29 @@ class _Read(torch.autograd.Function):
         return grad
 
 
+class _Cast(torch.autograd.Function):
+    """Logits without values -> the same in another dtype. Gradients go back through the former.
+
+    The recipe has the cast as its last step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits, recipe: _Recipe) -> DeferredLogits:
+        ctx.dtype = logits.dtype
+        return _without_values(recipe)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
 class DeferredLogits(Tensor):
     """Logits of shape (..., V) that are computed when something reads them.
 
     What describes a tensor (shape, dtype, device, hooks) needs no values, and a cast is recorded.
     While the model's call runs, multiplications and divisions by numbers and `tanh` are recorded
     too, and anything else raises `NotImplementedError`. After the call, anything else computes the
-    logits, once, and uses them, and so do casts from then on.
+    logits, once, and uses them. Later casts are of these values.
 
     Storage is one NaN, so that code that passes by `__torch_function__` cannot take it for logits.
     """
@@ -174,16 +191,13 @@ class DeferredLogits(Tensor):
     # The operands that a loss should use: those that _Deferred returned.
     operands: Operands
     _values: Tensor | None
-    _has_hooks: bool  # set after the call: they want the gradient of what is made of these logits
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _HOOKS:
-            args[0]._has_hooks = not args[0]._recipe.call.runs
-        if func in _ABOUT or func in _HOOKS or _is_about(func):
+        if func in _ABOUT or _is_about(func):
             return super().__torch_function__(func, types, args, kwargs)
         if _owner(func) == "_base":
             return None  # the storage is a view, the logits are not
@@ -195,22 +209,23 @@ class DeferredLogits(Tensor):
         return func(*_with_values(args, func), **_with_values(kwargs, func))
 
     def _records(self, step: Step) -> bool:
-        """After the call, values that were read, and maybe changed in place, are what is cast."""
-        if self._recipe.call.runs:
-            return True
-        return step[0] == "to" and not self._has_hooks and self._values is None
+        """Whether the step is recorded. Values that were read may have been changed in place."""
+        return self._recipe.call.runs or (step[0] == "to" and self._values is None)
 
     def _then(self, step: Step) -> DeferredLogits:
         recipe = self._recipe
-        if not recipe.call.runs:
-            recipe.check()
-        return defer(self.operands, recipe.call, (*recipe.steps, step), recipe.autocast)
+        steps = (*recipe.steps, step)
+        if recipe.call.runs:
+            return defer(self.operands, recipe.call, steps, recipe.autocast)
+        made: DeferredLogits = _Cast.apply(self, replace(recipe, steps=steps))
+        made.operands = self.operands
+        return made
 
     def read(self) -> Tensor:
         """The logits. A second call returns the same tensor."""
         if self._values is None:
-            # Also under no_grad, as a model's logits have their graph there.
-            with torch.set_grad_enabled(self.requires_grad):
+            # A model's logits have their graph, whatever the mode they are read in.
+            with torch.inference_mode(False), torch.set_grad_enabled(self.requires_grad):
                 self._values = _Read.apply(self)
         return self._values
 
@@ -285,7 +300,6 @@ def _without_values(recipe: _Recipe) -> DeferredLogits:
     logits = nan.expand(shape).as_subclass(DeferredLogits)
     logits._recipe = recipe
     logits._values = None
-    logits._has_hooks = False
     return logits
 
 
@@ -302,13 +316,14 @@ _ABOUT: frozenset[Any] = frozenset(
         Tensor.ndimension,
         Tensor.nelement,
         Tensor.numel,
+        Tensor.register_hook,
+        Tensor.retain_grad,
         Tensor.size,
         torch.is_complex,
         torch.is_floating_point,
         torch.numel,
     }
 )
-_HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 # Attributes that need values, or are no attributes of the logits.
 _VALUES = frozenset({"H", "T", "_base", "data", "imag", "mH", "mT", "real"})
 

@@ -106,18 +106,19 @@ def fuse_head(
             quantisation, tensor parallelism), its forward is replaced, it has hooks, or its weight
             is DeepSpeed ZeRO-3's; or the loss is not `ForCausalLMLoss`. A call with labels raises
             it too if this holds by then, or if the model does more with its logits than a scale, a
-            softcap and the loss. Also, ahead of calls, if the forward of the model is replaced.
+            softcap and the loss, or calls no loss function. `fuse_head` alone raises it if the
+            forward of the model is replaced.
         RuntimeError: the head is fused already.
     """
     model = _unwrapped(model)
     name = _class(model).__name__
     if getattr(model, _STATE, None) is not None:
         raise RuntimeError(f"fuse_head: the head of {name} is fused already")
-    if "forward" in vars(model):
+    if not _reaches_fused_forward(vars(model).get("forward")):
         raise NotImplementedError(
-            f"fuse_head: the forward of this {name} is replaced, as accelerate's prepare, Liger "
-            "and TRL's trainers do. Call fuse_head before that; for a TRL trainer's model, use "
-            "lossops.integrations.trl"
+            f"fuse_head: the forward of this {name} is replaced, as accelerate's prepare and "
+            "device_map, Liger and TRL's trainers do. Call fuse_head before prepare; for a TRL "
+            "trainer's model, use lossops.integrations.trl"
         )
     head = _checked_head(model)
     _check_weight(name, head, is_gathered=False)
@@ -135,6 +136,17 @@ def fuse_head(
     if not hasattr(type(model), "_lossops_fused"):  # FSDP2's class keeps it after remove()
         model.__class__ = _fused_class(type(model))
     return FusedHead(model)
+
+
+def _reaches_fused_forward(forward: Any) -> bool:
+    """Whether a model's own forward, if it has one, wraps that of a class which was fused then."""
+    if forward is None:
+        return True
+    while forward is not None:
+        if hasattr(forward, "_lossops_fused"):
+            return True
+        forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _unwrapped(model: Any) -> PreTrainedModel:
@@ -169,6 +181,8 @@ def _fused_class(base: Any) -> type:
         if state is None or not _has_labels(state, args, kwargs):
             return base_forward(self, *args, **kwargs)
         return _fused_call(base_forward, self, state, args, kwargs)
+
+    forward._lossops_fused = True  # type: ignore[attr-defined]
 
     def loss_function(self: Any) -> Any:
         """The model's own loss function, or in a fused call the one that takes deferred logits."""
@@ -212,7 +226,12 @@ def _fused_call(
     state.call = call
     head.forward = deferred  # so that hooks of FSDP2 run, which gather the weight
     try:
-        return forward(model, *args, **kwargs)
+        output = forward(model, *args, **kwargs)
+        if not call.has_loss and kwargs.get("labels") is not None:
+            raise NotImplementedError(
+                f"fuse_head: {call.model} does not fit. It calls no loss function with labels"
+            )
+        return output
     finally:
         del head.forward
         state.call = None
@@ -225,6 +244,7 @@ def _checked_loss(
     """What a model calls in place of its own loss function, with the same arguments."""
     assert state.call is not None
     name = state.call.model
+    state.call.has_loss = True
     _check_loss(name, own)
     if not isinstance(logits, DeferredLogits):
         raise NotImplementedError(

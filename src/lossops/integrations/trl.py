@@ -32,22 +32,29 @@ class FusedLMHead:
 
     def __init__(self, model: Any, temperature: float, outputs: tuple[str, ...]) -> None:
         self._model = model
-        self._before = vars(model).pop("forward", None)  # of TRL's own head
+        before = vars(model).get("forward")
+        self._before = before if _is_trls(before) else None
+        if self._before is not None:
+            del model.forward
         try:
             self._head = fuse_head(model)
         except Exception:
             self._restore_forward(model)
             raise
-        forward = functools.wraps(type(model).forward)(_forward(temperature, outputs))
-        model.forward = types.MethodType(forward, model)
+        forward = _forward(temperature, outputs, getattr(self._before, "__func__", None))
+        forward = functools.wraps(type(model).forward)(forward)
+        self._forward = types.MethodType(forward, model)
+        model.forward = self._forward
 
     def remove(self) -> None:
         """Gives the model the forward that it had. A second call does nothing."""
         model, self._model = self._model, None
         if model is None:
             return
-        del model.forward
-        self._restore_forward(model)
+        # accelerate may have wrapped it since. What is wrapped does then what it did before.
+        if vars(model).get("forward") == self._forward:
+            del model.forward
+            self._restore_forward(model)
         self._head.remove()
 
     def _restore_forward(self, model: Any) -> None:
@@ -105,14 +112,23 @@ def add_fused_lm_head(
     return FusedLMHead(model, temperature, outputs)
 
 
-def _forward(temperature: float, outputs: tuple[str, ...]) -> Any:
+def _is_trls(forward: Any) -> bool:
+    """Whether TRL's add_fused_lm_head made it."""
+    made_in = getattr(getattr(forward, "__func__", None), "__globals__", {}).get("__name__")
+    return bool(made_in == FusedCausalLMOutput.__module__)
+
+
+def _forward(temperature: float, outputs: tuple[str, ...], before: Any) -> Any:
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         own = type(self).forward
+        if getattr(self, _STATE, None) is None and before is not None:  # removed
+            return before(self, *args, fused_lm_head=fused_lm_head, **kwargs)
         if not fused_lm_head:
             return own(self, *args, **kwargs)
         kwargs["use_cache"] = False
-        if kwargs.get("labels") is None:  # without them, models call no loss function
-            kwargs["labels"] = kwargs.get("shift_labels")
+        shifted = kwargs.get("shift_labels")
+        if shifted is not None and kwargs.get("labels") is None:
+            kwargs["labels"] = shifted  # without labels, models call no loss function
         if getattr(self.config.get_text_config(), "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         found: dict[str, Tensor | None] = {}
@@ -123,6 +139,8 @@ def _forward(temperature: float, outputs: tuple[str, ...]) -> Any:
             output = own(self, *args, **kwargs)
         finally:
             setattr(self, _STATE, state)
+        if not found:
+            raise ValueError("add_fused_lm_head: fused_lm_head=True needs labels")
         return FusedCausalLMOutput(
             loss=output.loss, aux_loss=getattr(output, "aux_loss", None), **found
         )
