@@ -511,6 +511,18 @@ def test_training_loop_in_one_graph(loss: Loss, device: str) -> None:
         torch.testing.assert_close(compiled, eager, rtol=1e-2, atol=1e-4)
 
 
+def run_backward(value: Tensor, x: Tensor, compiler: Callable[..., Any] | None) -> Tensor:
+    """The gradient of the leaf x, by compiled autograd if there is a compiler."""
+    x.grad = None
+    if compiler is None:
+        value.backward()
+    else:
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            value.backward()
+    assert x.grad is not None
+    return x.grad
+
+
 @per_loss
 def test_compiled_autograd(loss: Loss) -> None:
     """The backward pass of an eager forward pass, in one graph."""
@@ -523,14 +535,7 @@ def test_compiled_autograd(loss: Loss) -> None:
         gradients = []
         for backend in (None, torch.compile(backend="eager", fullgraph=True)):
             value = sample.with_tensors(input=x * 1).call(loss.function).sum()
-            x.grad = None
-            if backend is None:
-                value.backward()
-            else:
-                with torch._dynamo.compiled_autograd._enable(backend):
-                    value.backward()
-            gradients.append(x.grad)
-        assert gradients[0] is not None and gradients[1] is not None
+            gradients.append(run_backward(value, x, backend))
         assert same_bits(gradients[0], gradients[1]), sample.name
 
 
@@ -553,13 +558,7 @@ def test_compiled_autograd_of_row_values(order: int, function: Callable[..., Ten
         if order == 2:
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
             value = gradient.square().sum()
-        x.grad = None
-        if backend is None:
-            value.backward()
-        else:
-            with torch._dynamo.compiled_autograd._enable(backend):
-                value.backward()
-        gradients.append(x.grad)
+        gradients.append(run_backward(value, x, backend))
     torch.testing.assert_close(*gradients)
 
 

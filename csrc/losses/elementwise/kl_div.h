@@ -170,8 +170,8 @@ struct KlDivTerm {
     }
   }
 
-  // log(target) - x by the hardware's logarithm, rounded once. Else the compiler would make a
-  // multiply-add of it in some kernels, and the bits of an element would depend on its layout.
+  // log(target) - x by the hardware's logarithm, rounded once. Else the compiler might make a
+  // multiply-add of it in some kernels only, and the bits of an element would depend on its layout.
   static LOSSOPS_HOST_DEVICE float half_log_ratio(float target, float x) {
 #if defined(__CUDA_ARCH__)
     return ::fmaf(math::log_in_sum<false>(target, 1.0f), math::kLn2, -x);

@@ -256,6 +256,7 @@ def _make_function(self: RowValues) -> Any:
 
         setup_context = staticmethod(self.save_for_backward)
 
+        # Of a bound method, compiled autograd would pass no ctx.
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             return self.backward(ctx, *grads)
@@ -276,6 +277,7 @@ def _make_gradient_function(self: RowValues) -> Any:
 
         setup_context = staticmethod(self.save_for_double_backward)
 
+        # Of a bound method, compiled autograd would pass no ctx.
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             return self.double_backward(ctx, *grads)

@@ -114,7 +114,7 @@ def fuse_head(
     name = _class(model).__name__
     if getattr(model, _STATE, None) is not None:
         raise RuntimeError(f"fuse_head: the head of {name} is fused already")
-    if not _reaches_fused_forward(vars(model).get("forward")):
+    if "forward" in vars(model) and not _reaches_fused_forward(model.forward):
         raise NotImplementedError(
             f"fuse_head: the forward of this {name} is replaced, as accelerate's prepare and "
             "device_map, Liger and TRL's trainers do. Call fuse_head before prepare; for a TRL "
@@ -139,9 +139,7 @@ def fuse_head(
 
 
 def _reaches_fused_forward(forward: Any) -> bool:
-    """Whether a model's own forward, if it has one, wraps that of a class which was fused then."""
-    if forward is None:
-        return True
+    """Whether the forward of a model wraps that of a class which was fused then."""
     while forward is not None:
         if hasattr(forward, "_lossops_fused"):
             return True

@@ -121,9 +121,10 @@ def _is_trls(forward: Any) -> bool:
 def _forward(temperature: float, outputs: tuple[str, ...], before: Any) -> Any:
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         own = type(self).forward
-        if getattr(self, _STATE, None) is None and before is not None:  # removed
+        state = getattr(self, _STATE, None)
+        if state is None and before is not None:  # removed
             return before(self, *args, fused_lm_head=fused_lm_head, **kwargs)
-        if not fused_lm_head:
+        if state is None or not fused_lm_head:
             return own(self, *args, **kwargs)
         kwargs["use_cache"] = False
         shifted = kwargs.get("shift_labels")
@@ -132,7 +133,6 @@ def _forward(temperature: float, outputs: tuple[str, ...], before: Any) -> Any:
         if getattr(self.config.get_text_config(), "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         found: dict[str, Tensor | None] = {}
-        state = getattr(self, _STATE)
         loss = functools.partial(_token_loss, found, temperature, outputs)
         setattr(self, _STATE, replace(state, loss=loss))
         try:
