@@ -12,8 +12,9 @@ import pytest
 import lossops
 
 
-def run_two_ranks(program: Path, timeout: int) -> str:
-    """What two ranks of the program print, on the CPU. The test fails if they do, or wait."""
+def run_two_ranks(program: Path, timeout: int, gpus: bool = False) -> str:
+    """What two ranks of the program print, on the CPU or on a GPU each. The test fails if they do,
+    or wait."""
     package = str(Path(lossops.__file__).resolve().parents[1])
     with subprocess.Popen(
         [
@@ -23,7 +24,7 @@ def run_two_ranks(program: Path, timeout: int) -> str:
         cwd=program.parent,
         env={
             **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
+            **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
         },

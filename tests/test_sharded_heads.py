@@ -33,6 +33,11 @@ def dtensor_module() -> Any:
     return module
 
 
+def generator(seed: int) -> torch.Generator:
+    """A generator of the device of new tensors."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 class Comparisons:
     """Calls of DTensors and of plain tensors, and which of them differ."""
 
@@ -40,7 +45,7 @@ class Comparisons:
         self.dt = dtensor_module()
         self.size = dist.get_world_size()
         self.meshes = {
-            shape: dist.init_device_mesh("cpu", shape)
+            shape: dist.init_device_mesh(torch.get_default_device().type, shape)
             for shape in ((self.size,), (self.size, 1), (1, self.size))
         }
         self.count = 0
@@ -123,17 +128,17 @@ def sample(
     *shape: int, classes: int = 33, dtype: torch.dtype = torch.float64, bias: bool = True
 ) -> dict[str, Tensor]:
     """Operands of a head. More rows are ignored at the end than at the beginning."""
-    generator = torch.Generator().manual_seed(sum(shape) + classes)
+    source = generator(sum(shape) + classes)
     *rows, features = shape
-    target = torch.randint(classes, rows, generator=generator)
+    target = torch.randint(classes, rows, generator=source)
     flat = target.view(-1)
     flat[flat.numel() * 2 // 3 :: 2] = -100
     found = {
-        "input": torch.randn(shape, generator=generator, dtype=torch.float64),
-        "linear_weight": torch.randn(classes, features, generator=generator, dtype=torch.float64),
+        "input": torch.randn(shape, generator=source, dtype=torch.float64),
+        "linear_weight": torch.randn(classes, features, generator=source, dtype=torch.float64),
     }
     if bias:
-        found["linear_bias"] = torch.randn(classes, generator=generator, dtype=torch.float64)
+        found["linear_bias"] = torch.randn(classes, generator=source, dtype=torch.float64)
     found = {key: x.to(dtype).requires_grad_() for key, x in found.items()}
     return {**found, "target": target}
 
@@ -202,9 +207,9 @@ def keyword_cases() -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any]]]:
     """Names, operands, and keywords of calls, beside reductions."""
     base = sample(7, 6)
     rows = base["target"].shape
-    generator = torch.Generator().manual_seed(1)
-    class_weight = torch.rand(33, generator=generator, dtype=torch.float64)
-    token_weight = torch.rand(rows, generator=generator, dtype=torch.float64)
+    source = generator(1)
+    class_weight = torch.rand(33, generator=source, dtype=torch.float64)
+    token_weight = torch.rand(rows, generator=source, dtype=torch.float64)
     weighted = {**base, "weight": class_weight}
     yield "no bias", sample(7, 6, bias=False), {}
     yield "class weights", weighted, {}
@@ -233,7 +238,7 @@ def keyword_cases() -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any]]]:
     yield "int32", {**base, "target": base["target"].int()}, {}
     yield "one token", sample(1, 6), ALL_RETURNED
     yield "workspace", base, {"max_workspace_bytes": 600}
-    probabilities = torch.rand(7, 33, generator=generator, dtype=torch.float64).requires_grad_()
+    probabilities = torch.rand(7, 33, generator=source, dtype=torch.float64).requires_grad_()
     soft = {**base, "target": probabilities}
     yield "probabilities", soft, {"label_smoothing": 0.1}
     yield "probabilities, weights", {**soft, "weight": class_weight.clone().requires_grad_()}, {}
@@ -242,14 +247,14 @@ def keyword_cases() -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any]]]:
         {**soft, "weight": class_weight, "token_weight": token_weight},
         {"lse_square_scale": 0.1, "return_lse": True, "return_z_loss": True},
     )
-    deep = {**base, "linear_weight": torch.randn(4, 3, 6, dtype=torch.float64, generator=generator)}
+    deep = {**base, "linear_weight": torch.randn(4, 3, 6, dtype=torch.float64, generator=source)}
     deep["linear_weight"].requires_grad_()
-    deep["linear_bias"] = torch.randn(4, 3, dtype=torch.float64, generator=generator)
+    deep["linear_bias"] = torch.randn(4, 3, dtype=torch.float64, generator=source)
     deep["linear_bias"].requires_grad_()
-    deep["target"] = torch.randint(4, (7, 3), generator=generator)
+    deep["target"] = torch.randint(4, (7, 3), generator=source)
     deep["target"][5:, 1] = -100
     yield "K dimensions", deep, {"return_lse": True}
-    deep_soft = torch.rand(7, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    deep_soft = torch.rand(7, 4, 3, generator=source, dtype=torch.float64, requires_grad=True)
     yield "K dimensions, probabilities", {**deep, "target": deep_soft}, {}
     for frozen in ("input", "linear_weight", "linear_bias"):
         yield f"frozen {frozen}", {**base, frozen: base[frozen].detach()}, {}
@@ -334,12 +339,12 @@ def log_softmax(run: Comparisons) -> None:
     mesh = run.meshes[(run.size,)]
     for rows, several in itertools.product(((7,), (3, 5)), (False, True)):
         given = sample(*rows, 6)
-        generator = torch.Generator().manual_seed(2)
+        source = generator(2)
         size = (*rows, 4) if several else rows
-        given["index"] = torch.randint(33, size, generator=generator)
+        given["index"] = torch.randint(33, size, generator=source)
         del given["target"]
-        mask = torch.rand(rows, generator=generator) > 0.4
-        values_mask = torch.rand(size, generator=generator) > 0.4
+        mask = torch.rand(rows, generator=source) > 0.4
+        values_mask = torch.rand(size, generator=source) > 0.4
         for i, (of_input, of_weight) in enumerate(
             itertools.product(
                 [shard(i) for i in range(len(rows) + 1)] + [replicate, run.dt.Partial()],
@@ -371,7 +376,7 @@ def dtypes(run: Comparisons) -> None:
     weight = torch.linspace(0.5, 1.5, 33)
 
     def autocast(**given: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return lossops.linear_cross_entropy(**given)
 
     def without_kept(**given: Any) -> Any:
@@ -686,7 +691,10 @@ PARTS = (grid, keywords, numbers, log_softmax, dtypes, autograd, refusals, modul
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():
+        torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(torch.get_default_device())
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     run = Comparisons()
     for part in PARTS:
         before = run.count
@@ -698,9 +706,13 @@ def main() -> None:
         sys.exit("\n".join([f"{len(run.failures)} failures", *run.failures[:20]]))
 
 
-def test_two_processes() -> None:
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=TWO_GPUS)], ids=["cpu", "gpus"])
+def test_two_processes(gpus: bool) -> None:
     """Values and gradients of all parts. No rank waits for another one that fails."""
-    printed = run_two_ranks(Path(__file__), timeout=240)
+    printed = run_two_ranks(Path(__file__), timeout=240, gpus=gpus)
     for part in PARTS:
         assert f"{part.__name__}: " in printed
 

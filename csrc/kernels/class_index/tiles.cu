@@ -48,6 +48,14 @@ struct ConstantGradient {
   }
 };
 
+// A row that is reduced, and whose loss is left.
+struct LeftRow {
+  IndexRow reduced;
+  float x_at_index = 0;
+  int index = kIgnoredRow;
+  int64_t number = -1;  // -1: none
+};
+
 // kTeam: lanes that share a row.
 template <typename scalar_t, int kTeam, bool kGradient, Rows kRows>
 __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
@@ -193,6 +201,24 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
   };
 
+  // The lanes of a team have its rows in turn. Without a gradient the losses of one row of each
+  // lane are computed at once.
+  int turn = 0;
+  LeftRow left;
+  const auto record_loss = [&](const LeftRow& row, float weight, float loss) {
+    record_row(
+        args, row.index >= 0 ? loss : gradient_without_loss(row.index), weight, row.reduced,
+        row.x_at_index, row.number, [&](int64_t number) { return offset_of(args.output, number); },
+        partial);
+  };
+  const auto record = [&](LeftRow& row) {
+    if (row.number >= 0) {
+      const float weight = row_weight(args, row.index);
+      record_loss(row, weight, row.reduced.template finish<true>(row.x_at_index, 1, weight).loss);
+    }
+    row.number = -1;
+  };
+
   const int64_t first_of_warp = (int64_t{blockIdx.x} * kWarps + warp) * tile_rows;
 #pragma unroll 1
   for (first_row = first_of_warp; first_row < args.rows.numel; first_row += row_stride) {
@@ -244,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       const bool in_vectors = kMayBeVectors && shape.in_vectors;
       // see(word): each word with the row's elements.
       const auto sum_of = [&](auto&& term, auto&& see) {
-        ExactSum sum;
+        PlainSum sum;
         int k = member;
 #pragma unroll 1
         for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
@@ -292,11 +318,13 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       IndexRow reduced;
       bool plain = index < 0;
       uint32_t reaches = 0;
-      const float plain_others =
-          sum_of([](float x) { return plain_exp(x); },
-                 [&](uint32_t word) { reaches = reach_of_words<scalar_t>(word, reaches); });
-      const float reach = math::max_number(warp_max(max_of_elements<scalar_t>(reaches), kTeam),
-                                           ::fabsf(x_at_index));
+      const PlainTerms plain_terms(x_at_index);
+      const float plain_others = plain_terms.exponentials(
+          sum_of(plain_terms,
+                 [&](uint32_t word) { reaches = reach_of_pairs<scalar_t>(word, reaches); }),
+          x_at_index);
+      const float reach = math::max_number(
+          warp_max(max_of_elements<scalar_t>(without_signs(reaches)), kTeam), ::fabsf(x_at_index));
       if (IndexRow::may_be_plain(reach, plain_others)) {
         plain = true;
         reduced = IndexRow::plain(plain_others);
@@ -327,16 +355,24 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           reduced = IndexRow::of(terms, max, others, x_at_index);
         }
       }
-      const float weight = row_weight(args, index);
-      const auto finished = reduced.template finish<true>(x_at_index, scale, weight);
       const bool exists = r < rows;
-      if (member == 0 && exists) {
-        const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
-        record_row(
-            args, loss, weight, reduced, x_at_index, first_row + r,
-            [&](int64_t row) { return offset_of(args.output, row); }, partial);
-      }
-      if constexpr (kGradient) {
+      const bool is_own = member == turn;
+      turn = turn + 1 == kTeam ? 0 : turn + 1;
+      if constexpr (!kGradient) {
+        if (is_own) {
+          left = {reduced, x_at_index, index, exists ? first_row + r : -1};
+        }
+        const bool is_last =
+            r - first_of_tile + kRowsAtATime >= rows && first_row + row_stride >= args.rows.numel;
+        if (turn == 0 || is_last) {
+          record(left);
+        }
+      } else {
+        const float weight = row_weight(args, index);
+        const auto finished = reduced.template finish<true>(x_at_index, scale, weight);
+        if (is_own && exists) {
+          record_loss({reduced, x_at_index, index, first_row + r}, weight, finished.loss);
+        }
         if constexpr (kOdd) {
           __syncwarp();  // a word has elements of two lanes
         }

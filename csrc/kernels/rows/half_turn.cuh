@@ -79,7 +79,7 @@ class HalfTurn {
     const int (&at)[kRows];
     uint32_t last;  // the word of the last class, whose logits take the place of the class indices'
     // The largest magnitudes. Their signs mean nothing, but reach_of_pairs() wants none at first.
-    uint32_t reaches = last & 0x7fff7fffu;
+    uint32_t reaches = without_signs(last);
     PlainSum sums[kRows];
 
     // Adds the words of kPair classes from k on.

@@ -27,6 +27,28 @@ __device__ __forceinline__ float plain_exp(float x) { return math::exp_of_finite
 // have so many classes that this is nothing in their sum.
 __device__ __forceinline__ float plain_term(float x) { return math::exp2(x * math::kLog2E); }
 
+// The same, relative to the logit at the class index: off by |x_c - x_t| / 2^24 instead, as the
+// loss of a row that has such a logit is. Relative to 0 they are plain_term()'s.
+class PlainTerms {
+ public:
+  PlainTerms() = default;
+  __device__ __forceinline__ explicit PlainTerms(float x_at_index)
+      : offset_(-x_at_index * math::kLog2E) {}
+
+  __device__ __forceinline__ float operator()(float x) const {
+    return math::exp2(__fmaf_rn(x, math::kLog2E, offset_));
+  }
+  // The sum of exponentials that is the sum of terms.
+  __device__ __forceinline__ float exponentials(float sum, float x_at_index) const {
+    const float lost = __fmaf_rn(x_at_index, math::kLog2E, offset_);  // by rounding of the offset
+    const float at_index = plain_exp(x_at_index);
+    return __fmul_rn(sum, __fmaf_rn(at_index, -math::kLn2 * lost, at_index));
+  }
+
+ private:
+  float offset_ = 0;
+};
+
 // The gradients of a plain row, but for the class index: LogitGradient's, to the bit.
 struct PlainGradient {
   float factor;
@@ -40,12 +62,8 @@ struct PlainGradient {
   }
 };
 
-// The larger distance from 0, element by element of half types; of a NaN and a number, the number.
-// a: without signs.
-template <typename scalar_t>
-__device__ __forceinline__ uint32_t reach_of_words(uint32_t word, uint32_t a) {
-  return max_of_words<scalar_t>(word & 0x7fff7fffu, a);
-}
+// The magnitudes of the two elements of a word.
+__device__ __forceinline__ uint32_t without_signs(uint32_t word) { return word & 0x7fff7fffu; }
 
 // Element by element of half types the larger magnitude, with a sign that means nothing; of a NaN
 // and a number, the number. b: without signs, or what this function returned.
@@ -60,7 +78,7 @@ __device__ __forceinline__ uint32_t reach_of_pairs(uint32_t a, uint32_t b) {
   }
   return result;
 #else
-  return reach_of_words<scalar_t>(a, b);
+  return max_of_words<scalar_t>(without_signs(a), b);
 #endif
 }
 
@@ -78,6 +96,15 @@ struct ExactSum {
     lost += math::lost_by_adding(sum, other.sum);
   }
   __device__ __forceinline__ float total() const { return sum + lost; }
+};
+
+// As ExactSum, for half types: sums of eight at a time, some 20 of them or fewer, lose less than
+// what their logits were rounded by.
+struct PlainSum {
+  float sum = 0;
+
+  __device__ __forceinline__ void add(float x) { sum += x; }
+  __device__ __forceinline__ float total() const { return sum; }
 };
 
 // The total over the lanes of a team, in each of them.

@@ -58,7 +58,7 @@ class GroupShare {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       sums_[i] = {};
-      references_[i] = -math::infinity<float>();
+      references_[i] = 0;
       indices[i] = class_indices[i];
     }
     reaches_ = {};
@@ -76,6 +76,7 @@ class GroupShare {
         const float x = to_acc<float>(bits_as<element_t>(logit));
         logits[i] = x;
         if constexpr (!kExact) {
+          references_[i] = grid_.share_bits == 0 ? x : 0.0f;
           RowGroup<element_t> alone = {};
           alone.words[i / 2] = uint32_t{bits_as<uint16_t>(logit)} << (16 * (i % 2));
           reinterpret_cast<RowGroup<element_t>*>(&reaches_)->reach_to(alone);
@@ -87,11 +88,29 @@ class GroupShare {
 
   // Adds its classes to the sums of plain rows.
   template <typename element_t>
-  __device__ __forceinline__ void add_plain(TypeTag<element_t> element) {
-    if (grid_.share_bits > 0) {
-      add_plain(element, plain_term);
-    } else {
-      add_plain(element, plain_exp);
+  __device__ __forceinline__ void add_plain(TypeTag<element_t>) {
+    auto* const reaches = reinterpret_cast<RowGroup<element_t>*>(&reaches_);
+    const Part<element_t> part(*this);
+    PlainTerms terms[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      terms[i] = PlainTerms(references_[i]);
+    }
+    sum_group<kExact, element_t>(
+        part.own, grid_.pitch, part.count, sums_, [&](int i, float x) { return terms[i](x); },
+        [&](const auto& x) { reaches->reach_to(x); },
+        [&](auto& added) {
+          if (part.has_last) {
+            reaches->reach_to(part.own[part.count * part.pitch]);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              added[i] += has_index(i) ? 0.0f : terms[i](part.last(i));
+            }
+          }
+        });
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      sums_[i] = {terms[i].exponentials(sums_[i].total(), references_[i])};
     }
   }
   // Marks all sums as plain. Returns the rows of which that is wrong, a bit each: sum_shifted()
@@ -301,24 +320,6 @@ class GroupShare {
   }
 
  private:
-  template <typename element_t, typename Term>
-  __device__ __forceinline__ void add_plain(TypeTag<element_t>, const Term& term) {
-    auto* const reaches = reinterpret_cast<RowGroup<element_t>*>(&reaches_);
-    const Part<element_t> part(*this);
-    sum_group<kExact, element_t>(
-        part.own, grid_.pitch, part.count, sums_, [&](int, float x) { return term(x); },
-        [&](const auto& x) { reaches->reach_to(x); },
-        [&](auto& added) {
-          if (part.has_last) {
-            reaches->reach_to(part.own[part.count * part.pitch]);
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-              added[i] += has_index(i) ? 0.0f : term(part.last(i));
-            }
-          }
-        });
-  }
-
   // What is summed: `count` classes, and the last one, of rows whose class index is not here.
   template <typename element_t>
   struct Part {
@@ -354,8 +355,10 @@ class GroupShare {
 
   int rows_ = 0;  // that exist
   GroupSum<kExact> sums_[kRows];
-  float references_[kRows];  // what they are relative to
-  Words reaches_;            // the largest magnitudes of logits: of plain rows
+  // What they are relative to. Of plain rows, until they are marked, the logit at the class index
+  // where the thread has all classes, and 0 elsewhere.
+  float references_[kRows];
+  Words reaches_;  // the largest magnitudes of logits: of plain rows
 };
 
 }  // namespace lossops::cuda::plane_rows

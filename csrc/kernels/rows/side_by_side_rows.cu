@@ -271,13 +271,19 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
     bool is_written = false;
     [[maybe_unused]] Group reaches = {};
     if constexpr (!kExact) {
+      PlainTerms terms[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        terms[i] = PlainTerms(x_at_index[i]);
+      }
       sum_terms(
-          others, [](int, float x) { return plain_exp(x); },
+          others, [&](int i, float x) { return terms[i](x); },
           [&](const Group& x) { reaches.reach_to(x); });
       float reach = 0;
       float total = 0;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
+        others[i] = terms[i].exponentials(others[i], x_at_index[i]);
         reach = math::max_number(::fabsf(reaches.get(i)), reach);
         reach = math::max_number(::fabsf(x_at_index[i]), reach);
         total += others[i];

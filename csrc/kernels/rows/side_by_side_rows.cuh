@@ -20,13 +20,4 @@ __device__ __forceinline__ float sum_of_four(const Term& term) {
   return pairwise_sum(values);
 }
 
-// As ExactSum, for half types: sums of eight at a time, of few classes, lose less than what their
-// logits were rounded by.
-struct PlainSum {
-  float sum = 0;
-
-  __device__ __forceinline__ void add(float x) { sum += x; }
-  __device__ __forceinline__ float total() const { return sum; }
-};
-
 }  // namespace lossops::cuda

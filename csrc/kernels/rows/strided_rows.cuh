@@ -96,10 +96,12 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
   };
   if constexpr (!kExact) {
     float reach = ::fabsf(x_at_index);
-    const float plain_others = sum_of([&](float x) {
+    const PlainTerms terms(x_at_index);
+    const float sum = sum_of([&](float x) {
       reach = math::max_number(::fabsf(x), reach);
-      return plain_exp(x);
+      return terms(x);
     });
+    const float plain_others = terms.exponentials(sum, x_at_index);
     if (IndexRow::may_be_plain(reach, plain_others)) {
       return IndexRow::plain(plain_others);
     }
