@@ -117,13 +117,6 @@ __device__ __forceinline__ float divide_by_sum(float a, float b, float c) {
   return is_nan(corrected) ? quotient : corrected;  // an infinity has no remainder
 }
 
-// The same of a and b alone, where the quotient is finite.
-__device__ __forceinline__ float divide_finite(float a, float b) {
-  const float inverse = rcp_approx_ftz(b);
-  const float quotient = a * inverse;
-  return ::fmaf(::fmaf(-quotient, b, a), inverse, quotient);
-}
-
 // The hardware's powers of negative exponents are too small by as much of themselves: measured on
 // an H200, mean of -8 to 0; elsewhere it may be less, and then costs as much. Of a sum of them it
 // can be given back.

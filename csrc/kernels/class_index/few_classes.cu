@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kClasses, kGradient))
       if (!kGradient && leaves_stats) {
         const IndexRow kept = usual || index >= 0 ? reduced : IndexRow();
         if (exists) {
-          *max_of_row = kept.max;
+          *max_of_row = kept.reference;
           *rest_of_row = kept.rest;
         }
         max_of_row += kWarpSize;

@@ -281,8 +281,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     if (exists && member == 0) {
       const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
       record_row(
-          args, loss, weight, reduced.max, reduced.rest, first_row + own_row,
-          [&](int64_t) { return offsets[1]; }, partial);
+          args, loss, weight, reduced, first_row + own_row, [&](int64_t) { return offsets[1]; },
+          partial);
     }
     if constexpr (kGradient) {
       const LogitGradient<float, true> gradient(finished.softmax, scale * weight);

@@ -19,33 +19,6 @@ namespace lossops::cuda {
 namespace half_rows {
 namespace {
 
-// A row needs no shift where the sum of its other exponentials and the logit at its class index are
-// within these: what is too small for fp32 is nothing beside that sum, and neither the quotient of
-// the two nor a gradient's factor leaves fp32's range. Single logits may be as low as they like.
-constexpr float kMaxLogitAtIndex = 44;
-constexpr float kMinOthers = 0x1p-20f;
-constexpr float kMaxOthers = 0x1p60f;
-
-[[maybe_unused]] __device__ __forceinline__ bool is_plain(float others, float x_at_index) {
-  return others >= kMinOthers && others <= kMaxOthers && ::fabsf(x_at_index) <= kMaxLogitAtIndex;
-}
-
-// Two logits of -32768, which have no exponentials but finite products.
-template <typename scalar_t>
-constexpr uint32_t kNoLogits = std::is_same_v<scalar_t, half_t> ? 0xf800f800u : 0xc700c700u;
-
-// The same as those where they are less; NaN stays.
-template <typename scalar_t>
-__device__ __forceinline__ uint32_t bounded_word(uint32_t word) {
-  uint32_t result;
-  if constexpr (std::is_same_v<scalar_t, half_t>) {
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(word), "r"(kNoLogits<scalar_t>));
-  } else {
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(word), "r"(kNoLogits<scalar_t>));
-  }
-  return result;
-}
-
 // A thread's share of a row: each warp has a part of it, whose vectors the lanes take in turn.
 template <typename scalar_t, bool kAligned>
 struct Share {
@@ -149,8 +122,9 @@ struct Rows {
   float weight[kMaxRows];
   float scaled[kMaxRows];  // the weight, times the mean's scale
   float x_at_index[kMaxRows];
-  float max[kMaxRows];  // IndexRow's
+  float reference[kMaxRows];  // IndexRow's
   float rest[kMaxRows];
+  float first_at_index;
   uint32_t left;  // a bit a row: those that are not plain, or whose gradients are not
 };
 static_assert(kMaxThreads / kWarpSize == 4, "Rows::parts");
@@ -160,9 +134,15 @@ static_assert(kMaxThreads / kWarpSize == 4, "Rows::parts");
   return reinterpret_cast<float*>(rows.parts + n)[threadIdx.x / kWarpSize];
 }
 
-[[maybe_unused]] __device__ __forceinline__ float others_of(const Rows& rows, int n) {
+[[maybe_unused]] __device__ __forceinline__ float sum_of_parts(const Rows& rows, int n) {
   const float4 all = rows.parts[n];
   return (all.x + all.y) + (all.z + all.w);
+}
+
+// Relative to the logit at the class index.
+[[maybe_unused]] __device__ __forceinline__ float others_of(const Rows& rows, int n,
+                                                            float x_at_index) {
+  return PlainTerms(x_at_index).corrected(sum_of_parts(rows, n), x_at_index);
 }
 
 // A row that is not plain, reduced by the block.
@@ -209,12 +189,12 @@ __device__ __forceinline__ IndexRow reduce_shifted(const Share<scalar_t, kAligne
     part_of(rows, n) = sum;
   }
   __syncthreads();
-  return IndexRow::of(terms, max, others_of(rows, n), x_at_index);
+  return IndexRow::of(terms, max, sum_of_parts(rows, n), x_at_index);
 }
 
-// Each exponential is computed once, without a shift, and kept for the gradient; what rounding
-// takes from its exponent counts in the sum. While a row is computed, the next one is on its way.
-// Rows that are not plain, and whose gradients are not, are read again in the end.
+// Each exponential is computed once, relative to the logit at the class index, and kept for the
+// gradient. While a row is computed, the next one is on its way. Rows that are not plain, and whose
+// gradients are not, are read again in the end.
 template <typename scalar_t, bool kAligned, bool kGradient>
 __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
     cross_entropy_half_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -228,7 +208,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
   const int thread = static_cast<int>(threadIdx.x);
   const auto* const input = static_cast<const scalar_t*>(args.input.data);
   auto* const grad_input = static_cast<scalar_t*>(args.grad_input.data);
-  RowShare share(static_cast<int>(args.num_classes), kNoLogits<scalar_t>);
+  RowShare share(static_cast<int>(args.num_classes), lowest_word<scalar_t>());
   const int64_t first_row = int64_t{blockIdx.x} * rows_of_block;
   share.load(input + row_offset(args.rows, args.input, first_row));
   let_next_kernel_start();
@@ -253,11 +233,23 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
     }
   }
   __syncthreads();
+  // The logit at the class index of the next row is read as its vectors are, by every thread; that
+  // of the first row by one, for all.
+  if (share.has(rows.index[0])) {
+    rows.first_at_index = share.take(rows.index[0]);
+  }
+  __syncthreads();
+  float next_at_index = rows.first_at_index;
 #pragma unroll 1
   for (int n = 0; n < count; ++n) {
     const int index = rows.index[n];
-    const bool loads = n + 1 < count && rows.index[n + 1] >= 0;  // fault: half-rows-load
+    const int next_index = n + 1 < count ? rows.index[n + 1] : -1;  // fault: half-rows-load
+    const bool loads = next_index >= 0;
     const scalar_t* const next = input + rows.logits[loads ? n + 1 : n];
+    const float x_at_index = next_at_index;
+    if (loads) {
+      next_at_index = to_acc<float>(next[next_index]);
+    }
     scalar_t* const gradient = kGradient ? grad_input + rows.gradients[n] : nullptr;
     if (index < 0) {
       const float value = gradient_without_loss(index);
@@ -277,44 +269,42 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
     }
     const bool has_index = share.has(index);
     if (has_index) {
-      rows.x_at_index[n] = share.take(index);
+      share.take(index);
+      rows.x_at_index[n] = x_at_index;
     }
+    const PlainTerms terms(x_at_index);
     float powers[kGradient ? kThreadLogits : kSize];
     float sum = 0;
-    float lost = 0;  // of the sum, by what rounding took from the exponents
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
       float values[kSize];
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        const uint32_t word = bounded_word<scalar_t>(share.vectors[u].word(i / 2));
-        const float x = word_element<scalar_t>(word, i % 2);
-        const float t = x * math::kLog2E;
-        values[i] = math::exp2(t);
-        lost = ::fmaf(values[i], ::fmaf(t, -math::kLn2, x), lost);
+        values[i] = terms(to_acc<float>(share.vectors[u].get(i)));
         powers[kGradient ? u * kSize + i : i] = values[i];
       }
       sum += pairwise_sum(values);
       share.load(next, u, loads);
     }
-    sum = warp_sum(sum + lost);
+    sum = warp_sum(sum);
     if (thread % kWarpSize == 0) {
       part_of(rows, n) = sum;
     }
     if constexpr (kGradient) {
       __syncthreads();
-      const float others = others_of(rows, n);
-      const float x_at_index = rows.x_at_index[n];
+      const float others = others_of(rows, n, x_at_index);
       const float scaled = rows.scaled[n];
-      const bool writes = is_plain(others, x_at_index) && IndexRow::gradient_is_plain(scaled);
-      // IndexRow::finish()'s
-      const float factor = math::divide_by_sum(scaled, plain_exp(x_at_index), others);
+      const bool writes =
+          IndexRow::may_be_plain(others, x_at_index) && IndexRow::gradient_is_plain(scaled);
+      // IndexRow::finish()'s, and LogitGradient's
+      const float factor = math::divide_by_one_plus(scaled, others);
+      const float factor_of_terms = factor * terms.correction(x_at_index);
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
         float values[kSize];
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
-          values[i] = factor * powers[u * kSize + i];
+          values[i] = factor_of_terms * powers[u * kSize + i];
         }
         if (writes) {
           share.store(gradient, u, values);
@@ -322,7 +312,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
       }
       if (writes && has_index) {
         // By the thread that wrote it before.
-        gradient[index] = from_acc<scalar_t>(factor * -others);
+        gradient[index] = from_acc<scalar_t>(-factor * others);
       }
     }
   }
@@ -332,11 +322,12 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
     if (thread < count) {
       IndexRow row;
       if (rows.index[thread] >= 0) {
-        row = IndexRow::plain(others_of(rows, thread));
-        again = !is_plain(-row.rest, rows.x_at_index[thread]) ||
+        const float x_at_index = rows.x_at_index[thread];
+        row = IndexRow::plain(others_of(rows, thread, x_at_index), x_at_index);
+        again = !IndexRow::may_be_plain(-row.rest, row.reference) ||
                 (kGradient && !IndexRow::gradient_is_plain(rows.scaled[thread]));
       }
-      rows.max[thread] = row.max;
+      rows.reference[thread] = row.reference;
       rows.rest[thread] = row.rest;
     }
     const uint32_t left = __ballot_sync(kAllLanes, again);
@@ -356,11 +347,11 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
     if (has_index) {
       again.take(index);
     }
-    IndexRow row = {rows.max[n], rows.rest[n]};
-    if (!is_plain(-row.rest, x_at_index)) {
+    IndexRow row = {rows.reference[n], rows.rest[n]};
+    if (!IndexRow::may_be_plain(-row.rest, x_at_index)) {
       row = reduce_shifted(again, rows, n, x_at_index);
       if (thread == 0) {
-        rows.max[n] = row.max;
+        rows.reference[n] = row.reference;
         rows.rest[n] = row.rest;
       }
     }
@@ -391,12 +382,12 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
   Partial partial;
   if (thread < count) {
     const float weight = rows.weight[thread];
-    const IndexRow row{rows.max[thread], rows.rest[thread]};
+    const IndexRow row{rows.reference[thread], rows.rest[thread]};
     const float loss = rows.index[thread] >= 0
                            ? row.finish<true>(rows.x_at_index[thread], 1.0f, weight).loss
                            : gradient_without_loss(rows.index[thread]);
     record_row(
-        args, loss, weight, row, rows.x_at_index[thread], row_of_thread,
+        args, loss, weight, row, row_of_thread,
         [&](int64_t number) { return row_offset(args.rows, args.output, number); }, partial);
   }
   if (args.reduction != Reduction::kNone) {

@@ -208,8 +208,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   const auto record_loss = [&](const LeftRow& row, float weight, float loss) {
     record_row(
         args, row.index >= 0 ? loss : gradient_without_loss(row.index), weight, row.reduced,
-        row.x_at_index, row.number, [&](int64_t number) { return offset_of(args.output, number); },
-        partial);
+        row.number, [&](int64_t number) { return offset_of(args.output, number); }, partial);
   };
   const auto record = [&](LeftRow& row) {
     if (row.number >= 0) {
@@ -268,8 +267,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       // Words of a lane: those of a lane that has the row alone may be vectors.
       constexpr bool kMayBeVectors = kTeam == 1 && !kOdd;
       const bool in_vectors = kMayBeVectors && shape.in_vectors;
-      // see(word): each word with the row's elements.
-      const auto sum_of = [&](auto&& term, auto&& see) {
+      const auto sum_of = [&](auto&& term) {
         PlainSum sum;
         int k = member;
 #pragma unroll 1
@@ -286,7 +284,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           float values[kUnroll * kPerWord];
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) {
-            see(loaded[u]);
 #pragma unroll
             for (int i = 0; i < kPerWord; ++i) {
               values[u * kPerWord + i] = term(word_element<scalar_t>(loaded[u], i));
@@ -299,7 +296,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         for (; k < words; k += kTeam) {
           float values[kPerWord];
           const uint32_t loaded = word(k);
-          see(loaded);
 #pragma unroll
           for (int i = 0; i < kPerWord; ++i) {
             values[i] = term(word_element<scalar_t>(loaded, i));
@@ -307,27 +303,18 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           last_terms += pairwise_sum(values);
         }
         if (has_last) {
-          const scalar_t last = own[num_others - 1];
-          float values[kPerWord] = {to_acc<float>(last)};
-          see(pack_word<scalar_t>(values));
-          last_terms += term(values[0]);  // fault: tile-odd-element
+          last_terms += term(to_acc<float>(own[num_others - 1]));  // fault: tile-odd-element
         }
         sum.add(last_terms);
         return warp_sum(sum.total(), kTeam);
       };
       IndexRow reduced;
       bool plain = index < 0;
-      uint32_t reaches = 0;
       const PlainTerms plain_terms(x_at_index);
-      const float plain_others = plain_terms.exponentials(
-          sum_of(plain_terms,
-                 [&](uint32_t word) { reaches = reach_of_pairs<scalar_t>(word, reaches); }),
-          x_at_index);
-      const float reach = math::max_number(
-          warp_max(max_of_elements<scalar_t>(without_signs(reaches)), kTeam), ::fabsf(x_at_index));
-      if (IndexRow::may_be_plain(reach, plain_others)) {
+      const float plain_others = plain_terms.corrected(sum_of(plain_terms), x_at_index);
+      if (IndexRow::may_be_plain(plain_others, x_at_index)) {
         plain = true;
-        reduced = IndexRow::plain(plain_others);
+        reduced = IndexRow::plain(plain_others, x_at_index);
       }
       // All of a warp, for the sake of its shuffles.
       if (__any_sync(kAllLanes, !plain)) {
@@ -350,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         }
         max = warp_max(max, kTeam);
         const RowTerms<false> terms(max);
-        const float others = sum_of(terms, [](uint32_t) {});
+        const float others = sum_of(terms);
         if (!plain) {
           reduced = IndexRow::of(terms, max, others, x_at_index);
         }
@@ -442,11 +429,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           }
         };
         if (exists && index >= 0) {
-          if (finished.has_plain_gradient) {
-            write(num_others, PlainGradient{finished.softmax.factor});
-          } else {
-            write(num_others, LogitGradient<float, false>(finished.softmax, scale * weight));
-          }
+          write(num_others, LogitGradient<float, false>(finished.softmax, scale * weight));
         } else if (exists) {
           write(num_classes, ConstantGradient{gradient_without_loss(index)});
         }

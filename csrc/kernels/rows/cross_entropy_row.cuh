@@ -358,14 +358,11 @@ __device__ __forceinline__ void finish_indexed_row(
   record_row(args, loss, weight, softmax.max, softmax.rest(), row, output_offset, partial);
 }
 
-// Records a row that may be a plain one (IndexRow).
 template <typename OutputOffset>
 __device__ __forceinline__ void record_row(const CrossEntropyForwardArgs& args, float loss,
-                                           float weight, const IndexRow& row, float x_at_index,
-                                           int64_t number, OutputOffset&& output_offset,
-                                           Partial& partial) {
-  const IndexRow kept = row.kept(x_at_index);
-  record_row(args, loss, weight, kept.max, kept.rest, number, output_offset, partial);
+                                           float weight, const IndexRow& row, int64_t number,
+                                           OutputOffset&& output_offset, Partial& partial) {
+  record_row(args, loss, weight, row.reference, row.rest, number, output_offset, partial);
 }
 
 }  // namespace lossops::cuda

@@ -1,13 +1,13 @@
-// Rows of half types with a class index whose logits are small enough for exponentials without a
-// shift.
+// Rows with a class index, whose exponentials are relative to a reference:
 //
-//   others   = sum_{c != t} exp(x_c)
-//   loss     = log1p(others / exp(x_t))
-//   d / dx_c = factor exp(x_c), d / dx_t = -factor others,   factor = scale / (others + exp(x_t))
+//   rest     = sum_c exp(x_c - reference) - 1
+//   loss     = log1p(rest) + (reference - x_t)
+//   d / dx_c = factor exp(x_c - reference),   factor = scale / (1 + rest)
 //
-// The differences x - max, and what rounding takes from them, do not occur: one pass over the row
-// instead of two, and fewer instructions of a gradient. Nothing cancels: the class index
-// is not in the sum.
+// The largest logit is a reference of any row. Of half types, the logit x_t at the class index is
+// tried first: then no maximum is needed, so that one pass over the row will do instead of two,
+// rest = sum_{c != t} exp(x_c - x_t) and d / dx_t = -factor rest. Such rows are called plain.
+// Nothing cancels: the class index is not in the sum.
 #pragma once
 
 #include "kernels/rows/row_terms.cuh"
@@ -16,49 +16,32 @@
 
 namespace lossops::cuda {
 
+// Where no thread has x_t, terms are relative to 0, and a row is plain if no logit is larger:
 // exp(64) times as many classes as there may be is within fp32's range.
 constexpr float kMaxPlainLogit = 32;
 
-// exp(x), |x| <= kMaxPlainLogit, within 3 units in the last place. fp32 would leave gradients at 5:
-// with a shift the largest term is exactly 1, and only the others' errors count.
-__device__ __forceinline__ float plain_exp(float x) { return math::exp_of_finite_in_sum(x); }
-
-// plain_exp(x) in fewer instructions, off by another |x| / 2^24 of its value. Rows have it that
-// have so many classes that this is nothing in their sum.
+// exp(x), |x| <= kMaxPlainLogit, in fewer instructions: off by |x| / 2^24 of its value. Rows have
+// it that have so many classes that this is nothing in their sum.
 __device__ __forceinline__ float plain_term(float x) { return math::exp2(x * math::kLog2E); }
 
-// The same, relative to the logit at the class index: off by |x_c - x_t| / 2^24 instead, as the
-// loss of a row that has such a logit is. Relative to 0 they are plain_term()'s.
-class PlainTerms {
- public:
+// RowTerms<false>(x_t) of a plain row. What rounding takes from the offset is a factor of all
+// terms.
+struct PlainTerms {
+  float offset = 0;
+
   PlainTerms() = default;
   __device__ __forceinline__ explicit PlainTerms(float x_at_index)
-      : offset_(-x_at_index * math::kLog2E) {}
+      : offset(-x_at_index * math::kLog2E) {}
 
   __device__ __forceinline__ float operator()(float x) const {
-    return math::exp2(__fmaf_rn(x, math::kLog2E, offset_));
+    return math::exp2(__fmaf_rn(x, math::kLog2E, offset));
   }
-  // The sum of exponentials that is the sum of terms.
-  __device__ __forceinline__ float exponentials(float sum, float x_at_index) const {
-    const float lost = __fmaf_rn(x_at_index, math::kLog2E, offset_);  // by rounding of the offset
-    const float at_index = plain_exp(x_at_index);
-    return __fmul_rn(sum, __fmaf_rn(at_index, -math::kLn2 * lost, at_index));
+  __device__ __forceinline__ float correction(float x_at_index) const {
+    return math::exp2(-__fmaf_rn(x_at_index, math::kLog2E, offset));
   }
-
- private:
-  float offset_ = 0;
-};
-
-// The gradients of a plain row, but for the class index: LogitGradient's, to the bit.
-struct PlainGradient {
-  float factor;
-
-  template <int kCount>
-  __device__ __forceinline__ void replace(float (&x)[kCount]) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      x[i] = factor * math::exp2(x[i] * math::kLog2E);
-    }
+  // The sum of exp(x_c - x_t), of the sum of terms.
+  __device__ __forceinline__ float corrected(float sum, float x_at_index) const {
+    return __fmul_rn(sum, correction(x_at_index));
   }
 };
 
@@ -116,17 +99,27 @@ __device__ __forceinline__ float team_total(ExactSum sum, int team) {
   return sum.total();
 }
 
-// What a row with a class index is reduced to:
-//   shifted  max = the largest logit, rest = sum_c exp(x_c - max) - 1, not negative
-//   plain    max = 0, rest = -others, negative
-// A row without a sum has a max that is not finite, and -1.
+// What a row with a class index is reduced to. The rest is not negative, but of a plain row it is
+// negated: a reader of row_stats then needs no logit. A row without a sum has a reference that is
+// not finite, and -1.
 struct IndexRow {
   static constexpr float kLowest = -87;  // exp() of less is subnormal
 
-  float max = -math::infinity<float>();
+  float reference = -math::infinity<float>();
   float rest = -1;
 
-  static __device__ __forceinline__ IndexRow plain(float others) { return {0, -others}; }
+  // others: the sum of exp(x_c - x_t) over the other classes.
+  static __device__ __forceinline__ IndexRow plain(float others, float x_at_index) {
+    return {x_at_index, -others};
+  }
+  // Within these, no term is lost that counts beside the sum, and neither does the offset of
+  // RowTerms lose much, nor a gradient's factor leave fp32's range. False of NaN.
+  static __device__ __forceinline__ bool may_be_plain(float others, float x_at_index) {
+    return others >= 0x1p-60f && others <= 0x1p40f && ::fabsf(x_at_index) <= 0x1p14f;
+  }
+  __device__ __forceinline__ bool is_plain() const {
+    return rest < 0.0f && ::fabsf(reference) < math::infinity<float>();
+  }
 
   // Of a row with a class index: `others` is the sum of `terms` over all other classes, and `max`
   // the largest of their logits. The class index joins them here, with an exact difference: as one
@@ -158,25 +151,8 @@ struct IndexRow {
     return ::fabsf(x_at_index - max) <= -kLowest && others == others;
   }
 
-  // others is 0 of a row of one class.
-  static __device__ __forceinline__ bool may_be_plain(float reach, float others) {
-    return reach <= kMaxPlainLogit && others > 0.0f;
-  }
-
-  __device__ __forceinline__ bool is_plain() const { return max == 0.0f && rest < 0.0f; }
-
-  // What forward leaves of it in row_stats. A plain row has the logit x_t at its class index
-  // instead of 0: relative to that the rest is others / exp(x_t), so a reader needs no logits.
-  __device__ __forceinline__ IndexRow kept(float x_at_index) const {
-    return {is_plain() ? x_at_index : max, rest};
-  }
-  static __device__ __forceinline__ IndexRow of_kept(float max, float rest) {
-    // Only plain rows have a finite max and a negative rest.
-    return {rest < 0.0f && ::fabsf(max) < math::infinity<float>() ? 0.0f : max, rest};
-  }
-
-  // Whether a plain row's gradients are PlainGradient's: else the factor might leave fp32's range
-  // where no gradient does. scaled: its scale, times its weight.
+  // Whether the gradients of a plain row are relative to x_t, too: else the factor might leave
+  // fp32's range where no gradient does. scaled: its scale, times its weight.
   static __device__ __forceinline__ bool gradient_is_plain(float scaled) {
     const float magnitude = ::fabsf(scaled);
     return magnitude >= 0x1p-60f && magnitude <= 0x1p60f;
@@ -187,30 +163,28 @@ struct IndexRow {
     float loss;
     RowSoftmax<float> softmax;
     float gradient_at_index;
-    bool has_plain_gradient;
   };
 
   template <bool kMayBePlain>
   __device__ __forceinline__ Finished finish(float x_at_index, float scale, float weight) const {
     if (kMayBePlain && is_plain()) {
-      const float at_index = plain_exp(x_at_index);
-      const float loss = weight * math::log1p(math::divide_by_sum(-rest, at_index, 0.0f));
+      const float others = -rest;
+      const float log_sum = math::log1p(others);
       const float scaled = scale * weight;
       if (gradient_is_plain(scaled)) {
-        const float factor = math::divide_by_sum(scaled, at_index, -rest);
-        return {loss, {0, rest, factor, 0}, factor * rest, true};
+        const float factor = math::divide_by_one_plus(scaled, others);
+        return {weight * log_sum, {reference, others, factor, log_sum}, -factor * others};
       }
-      const float sum = at_index - rest;
-      const float log_sum = math::log(sum);
-      const float ratio = math::divide_by_sum(plain_exp(log_sum), sum, 0.0f);
-      return {loss,
-              {log_sum, rest, scaled * ratio, log_sum},
-              scaled * math::divide_by_sum(rest, sum, 0.0f),
-              false};
+      // Relative to the logarithm of the sum of all exponentials.
+      const float log_of_all = reference + log_sum;
+      const float ratio = math::divide_by_one_plus(math::exp(log_of_all - reference), others);
+      return {weight * log_sum,
+              {log_of_all, others, scaled * ratio, log_sum},
+              -scaled * math::divide_by_one_plus(others, others)};
     }
-    const auto softmax = RowSoftmax<float>::of(max, rest, scale, weight);
-    return {sparse_row_loss(max, rest, x_at_index, weight), softmax,
-            softmax.gradient_at_index(x_at_index), false};
+    const auto softmax = RowSoftmax<float>::of(reference, rest, scale, weight);
+    return {sparse_row_loss(reference, rest, x_at_index, weight), softmax,
+            softmax.gradient_at_index(x_at_index)};
   }
 };
 

@@ -24,9 +24,13 @@ __device__ __forceinline__ IndexRow index_row_of(const OthersSum<kExact>& others
                                                  float x_at_index) {
   OthersSum<kExact> shifted = others;
   if constexpr (!kExact) {
-    if (OthersSum<kExact>::is_plain(others.reference) &&
-        IndexRow::may_be_plain(::fabsf(x_at_index), others.total)) {
-      return IndexRow::plain(others.total);
+    // Otherwise a sum relative to the logit at the class index is one of a plain row.
+    const bool is_relative_to_0 = OthersSum<kExact>::is_plain(others.reference);
+    const float total =
+        is_relative_to_0 ? __fmul_rn(others.total, math::exp(-x_at_index)) : others.total;
+    if ((is_relative_to_0 || others.reference == x_at_index) &&
+        IndexRow::may_be_plain(total, x_at_index)) {
+      return IndexRow::plain(total, x_at_index);
     }
     shifted = others.near_largest();
   }

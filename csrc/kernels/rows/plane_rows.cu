@@ -69,8 +69,8 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
     if (is_there) {
       const float loss = index >= 0 ? finished.loss : gradient_without_loss(index);
       record_row(
-          args, loss, weight, reduced, x_at_index, number,
-          [&](int64_t) { return of_row.offset(args.output); }, partial);
+          args, loss, weight, reduced, number, [&](int64_t) { return of_row.offset(args.output); },
+          partial);
     }
     if (args.grad_input.data != nullptr) {
       using Gradient = IndexGradient<kExact>;
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(resident_threads(sizeof(scalar_t)), 1)
       }
     });
     if constexpr (!kExact) {
-      const int shifted = visit([&](auto element) { return share.mark_plain(element); });
+      const int shifted = visit([&](auto element) { return share.find_plain(element); });
       if (__any_sync(kAllLanes, shifted != 0)) {
         share.sum_shifted(shifted,
                           [&] { visit([&](auto element) { share.add_shifted(element); }); });

@@ -110,23 +110,25 @@ class GroupShare {
         });
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      sums_[i] = {terms[i].exponentials(sums_[i].total(), references_[i])};
+      sums_[i] = {terms[i].corrected(sums_[i].total(), references_[i])};
     }
   }
-  // Marks all sums as plain. Returns the rows of which that is wrong, a bit each: sum_shifted()
-  // sums them again.
+  // Returns the rows that are not plain, a bit each: sum_shifted() sums them again.
   template <typename element_t>
-  __device__ __forceinline__ int mark_plain(TypeTag<element_t>) {
+  __device__ __forceinline__ int find_plain(TypeTag<element_t>) {
     const auto& reaches = reinterpret_cast<const RowGroup<element_t>&>(reaches_);
     int shifted = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float total = sums_[i].total();
-      const float reach = ::fabsf(reaches.get(i));
-      references_[i] = OthersSum<kExact>::kPlain;
-      // One of several shares may have no other class.
-      const bool is_plain = reach <= kMaxPlainLogit &&
-                            (total > 0.0f || (grid_.share_bits > 0 && total == 0.0f) || rows_ == 0);
+      bool is_plain = rows_ == 0;
+      if (grid_.share_bits == 0) {
+        is_plain = is_plain || IndexRow::may_be_plain(total, references_[i]);
+      } else {
+        // A share may have no other class.
+        is_plain = is_plain || (::fabsf(reaches.get(i)) <= kMaxPlainLogit && total >= 0.0f);
+        references_[i] = OthersSum<kExact>::kPlain;
+      }
       shifted |= is_plain ? 0 : 1 << i;
     }
     return shifted;
@@ -136,9 +138,11 @@ class GroupShare {
   template <typename Body>
   __device__ __forceinline__ void sum_shifted(int shifted, const Body& body) {
     float plain[kRows];
+    float plain_references[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       plain[i] = sums_[i].total();
+      plain_references[i] = references_[i];
       sums_[i] = {};
       references_[i] = -math::infinity<float>();
     }
@@ -147,7 +151,7 @@ class GroupShare {
     for (int i = 0; i < kRows; ++i) {
       if ((shifted >> i & 1) == 0) {
         sums_[i] = {plain[i]};
-        references_[i] = OthersSum<kExact>::kPlain;
+        references_[i] = plain_references[i];
       }
     }
   }
@@ -355,8 +359,8 @@ class GroupShare {
 
   int rows_ = 0;  // that exist
   GroupSum<kExact> sums_[kRows];
-  // What they are relative to. Of plain rows, until they are marked, the logit at the class index
-  // where the thread has all classes, and 0 elsewhere.
+  // What they are relative to. Of plain rows it is the logit at the class index where the thread
+  // has all classes, and 0 elsewhere.
   float references_[kRows];
   Words reaches_;  // the largest magnitudes of logits: of plain rows
 };

@@ -144,7 +144,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
     const float loss = index >= 0 ? reduced.template finish<!kExact>(x_at_index, 1, weight).loss
                                   : gradient_without_loss(index);
     record_row(
-        args, loss, weight, reduced, x_at_index, of_row.number(grid),
+        args, loss, weight, reduced, of_row.number(grid),
         [&](int64_t) { return of_row.offset(args.output); }, partial);
   }
 }

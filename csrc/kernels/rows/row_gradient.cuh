@@ -242,9 +242,8 @@ __device__ __forceinline__ RowSummary<acc_t> kept_summary(acc_t max, acc_t rest,
                                                           const RowTarget<acc_t>& target,
                                                           const LogitOf& logit_of) {
   if constexpr (std::is_same_v<acc_t, float>) {
-    const IndexRow kept = IndexRow::of_kept(max, rest);
-    if (kept.is_plain()) {
-      return {kept.max, kept.rest, 0, max};  // as IndexRow::kept() left it
+    if (IndexRow{max, rest}.is_plain()) {
+      return {max, rest, 0, max};
     }
   }
   return {max, rest, 0, target.has_loss() ? logit_of(target.index) : acc_t(0)};

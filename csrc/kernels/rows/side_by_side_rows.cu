@@ -55,13 +55,13 @@ __device__ __forceinline__ void weigh_distances(const SmoothedIndex& smooth,
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       distances[i] += sum_of_four([&](int u) {
-        return c + u < count ? smooth.of_other(reduced[i].max - x[u].get(i)) : 0.0f;
+        return c + u < count ? smooth.of_other(reduced[i].reference - x[u].get(i)) : 0.0f;
       });
     }
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    distances[i] = smooth.with_any_index(distances[i], reduced[i].max, x_at_index[i]);
+    distances[i] = smooth.with_any_index(distances[i], reduced[i].reference, x_at_index[i]);
   }
 }
 
@@ -239,9 +239,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
       x_at_index[i] = to_acc<float>(logit);
       logit = scalars[count * kPitch + i];
     }
-    const auto sum_terms = [&](auto& totals, auto&& term, auto&& see) {
+    const auto sum_terms = [&](auto& totals, auto&& term) {
       GroupSum<kExact> sums[kRows];
-      sum_group<kExact, scalar_t>(own, kWarpSize, count, sums, term, see, [](auto&) {});
+      sum_group<kExact, scalar_t>(
+          own, kWarpSize, count, sums, term, [](const Group&) {}, [](auto&) {});
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         totals[i] = sums[i].total();
@@ -269,26 +270,19 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
     float scales[kRows];                    // grad_output, and what the mean divides by
     bool all_plain = false;
     bool is_written = false;
-    [[maybe_unused]] Group reaches = {};
+    [[maybe_unused]] PlainTerms plain_terms[kRows];
     if constexpr (!kExact) {
-      PlainTerms terms[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        terms[i] = PlainTerms(x_at_index[i]);
+        plain_terms[i] = PlainTerms(x_at_index[i]);
       }
-      sum_terms(
-          others, [&](int i, float x) { return terms[i](x); },
-          [&](const Group& x) { reaches.reach_to(x); });
-      float reach = 0;
-      float total = 0;
+      sum_terms(others, [&](int i, float x) { return plain_terms[i](x); });
+      all_plain = scale_is_plain;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        others[i] = terms[i].exponentials(others[i], x_at_index[i]);
-        reach = math::max_number(::fabsf(reaches.get(i)), reach);
-        reach = math::max_number(::fabsf(x_at_index[i]), reach);
-        total += others[i];
+        others[i] = plain_terms[i].corrected(others[i], x_at_index[i]);
+        all_plain = all_plain && IndexRow::may_be_plain(others[i], x_at_index[i]);
       }
-      all_plain = IndexRow::may_be_plain(reach, total) && scale_is_plain;
     }
 #pragma unroll
     for (float& of_row : scales) {
@@ -312,9 +306,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
       if constexpr (!kExact) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          const float reach = math::max_number(::fabsf(reaches.get(i)), ::fabsf(x_at_index[i]));
-          if (IndexRow::may_be_plain(reach, others[i])) {
-            reduced[i] = IndexRow::plain(others[i]);
+          if (IndexRow::may_be_plain(others[i], x_at_index[i])) {
+            reduced[i] = IndexRow::plain(others[i], x_at_index[i]);
           } else {
             shift = shift || indices[i] >= 0;
           }
@@ -347,7 +340,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
           maxima[i] = math::max_number(largest_other, -math::infinity<float>());
           terms[i] = Terms(maxima[i]);
         }
-        sum_terms(others, [&](int i, float x) { return terms[i](x); }, [](const Group&) {});
+        sum_terms(others, [&](int i, float x) { return terms[i](x); });
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           if (!reduced[i].is_plain()) {
@@ -360,7 +353,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
         weigh_distances(smooth, own, count, reduced, x_at_index, distances);
       }
       LogitGradient<float, kExact> gradients[kRows];
-      // Whether one formula gives the gradients of all rows: PlainGradient's, or the direct one.
+      // Whether one formula gives the gradients of all rows: that of plain rows, or the direct one.
       bool all_alike = true;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -392,8 +385,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
           }
           all_alike = all_alike && gradients[i].is_direct(least[i]);
         } else {
-          factors[i] = has_loss ? finished.softmax.factor : gradient_without_loss(indices[i]);
-          all_alike = all_alike && (has_loss ? finished.has_plain_gradient : reduced[i].is_plain());
+          factors[i] = has_loss ? gradients[i].factor : gradient_without_loss(indices[i]);
+          all_alike = all_alike && reduced[i].is_plain() &&
+                      (!has_loss || IndexRow::gradient_is_plain(scales[i] * weight));
         }
       }
       if constexpr (kIsSmooth) {
@@ -432,11 +426,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
       bool all_have_loss = true;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        reduced[i] = IndexRow::plain(others[i]);
-        const float exp_at_index = plain_exp(x_at_index[i]);
-        losses[i] = math::log1p(math::divide_finite(others[i], exp_at_index));
-        factors[i] = math::divide_by_sum(scales[i], exp_at_index, others[i]);
-        at_index[i] = factors[i] * reduced[i].rest;
+        reduced[i] = IndexRow::plain(others[i], x_at_index[i]);
+        losses[i] = math::log1p(others[i]);
+        const float factor = math::divide_by_one_plus(scales[i], others[i]);
+        factors[i] = factor * plain_terms[i].correction(x_at_index[i]);
+        at_index[i] = -factor * others[i];
         all_have_loss = all_have_loss && indices[i] >= 0;
       }
       if (!all_have_loss) {
@@ -459,9 +453,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
       const int64_t row = first_row(args.rows, shape, group, place);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const IndexRow kept = reduced[i].kept(x_at_index[i]);
-        stats.max[row + i] = kept.max;
-        stats.rest[row + i] = kept.rest;
+        stats.max[row + i] = reduced[i].reference;
+        stats.rest[row + i] = reduced[i].rest;
         if constexpr (kIsSmooth) {
           stats.q_sum[row + i] = SmoothedIndex::kSum;
         }
@@ -482,9 +475,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
           write([&](auto& x) {
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-              float value[1] = {x[i]};
-              PlainGradient{factors[i]}.replace(value);
-              x[i] = value[0];
+              x[i] = factors[i] * plain_terms[i](x[i]);
             }
           });
         }

@@ -95,15 +95,10 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
     return others.total();
   };
   if constexpr (!kExact) {
-    float reach = ::fabsf(x_at_index);
     const PlainTerms terms(x_at_index);
-    const float sum = sum_of([&](float x) {
-      reach = math::max_number(::fabsf(x), reach);
-      return terms(x);
-    });
-    const float plain_others = terms.exponentials(sum, x_at_index);
-    if (IndexRow::may_be_plain(reach, plain_others)) {
-      return IndexRow::plain(plain_others);
+    const float others = terms.corrected(sum_of(terms), x_at_index);
+    if (IndexRow::may_be_plain(others, x_at_index)) {
+      return IndexRow::plain(others, x_at_index);
     }
   }
   // Of NaN alone, and of one class, there is no maximum.
@@ -190,9 +185,7 @@ __global__ void __launch_bounds__(kStridedThreads)
             reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
         const float weight = target.index_weight();
         const float loss = reduced.finish<!Loader::kExact>(x_at_index, 1.0f, weight).loss;
-        record_row(
-            args, loss, weight, reduced, x_at_index, row, [&](int64_t) { return offsets[2]; },
-            partial);
+        record_row(args, loss, weight, reduced, row, [&](int64_t) { return offsets[2]; }, partial);
         continue;
       }
       if constexpr (kDense && std::is_same_v<Loader, FloatLoader>) {
@@ -201,14 +194,12 @@ __global__ void __launch_bounds__(kStridedThreads)
           const IndexRow reduced =
               reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
           const float distance = smoothed_distance(SmoothedIndex(args), logit, args.num_classes,
-                                                   target.index, reduced.max, x_at_index);
+                                                   target.index, reduced.reference, x_at_index);
           const float loss = dense_row_loss(reduced.rest, SmoothedIndex::kSum, distance);
           if (args.row_stats != nullptr) {
             RowStats<float>(args.row_stats, args.rows.numel).q_sum[row] = SmoothedIndex::kSum;
           }
-          record_row(
-              args, loss, 1.0f, reduced.max, reduced.rest, row, [&](int64_t) { return offsets[2]; },
-              partial);
+          record_row(args, loss, 1.0f, reduced, row, [&](int64_t) { return offsets[2]; }, partial);
           continue;
         }
       }

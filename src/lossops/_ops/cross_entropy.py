@@ -2,9 +2,8 @@
 
 `cross_entropy_forward` returns the loss, row_stats and mean_terms. row_stats has for each row the
 maximum, the sum of exp(x - max) less 1, and with smoothing or probabilities the sum of the
-coefficients. On CUDA rows of half types may have the logit of their class index x_t instead of the
-maximum, and the sum of exp(x) over the other classes, negated. mean_terms has the denominator of a
-mean, and the mean before rounding. `cross_entropy_forward_gradient` packs both into one float64
+coefficients. On CUDA rows of half types may have the logit at their class index in the place of the
+maximum, and that sum negated. mean_terms has the denominator of a mean, and the mean before rounding. `cross_entropy_forward_gradient` packs both into one float64
 tensor.
 """
 

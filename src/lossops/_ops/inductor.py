@@ -282,10 +282,10 @@ def _gradient_of_logits(given: Any) -> Tensor:
     rows = _Rows(given.target, given.input.size(1), given.ignore_index)
     row_max, rest = (stats.view(given.target.shape).unsqueeze(-1) for stats in given.row_stats)
     if _may_have_plain_rows(given.input):
-        # Plain rows (plain_rows.cuh) have the logit at the class index, x_t, and minus the sum of
-        # the others' exp(x). Relative to x_t, their rest is that sum over exp(x_t).
-        is_of_others = (rest < 0) & (row_max.abs() < torch.inf)  # fault: rest-of-others
-        rest = _in_memory(torch.where(is_of_others, -rest * (-row_max).exp(), rest))
+        # Plain rows (plain_rows.cuh) are relative to the logit at the class index, which stands in
+        # the place of the maximum, and their rest is negated.
+        is_plain = (rest < 0) & (row_max.abs() < torch.inf)  # fault: rest-of-plain-rows
+        rest = torch.where(is_plain, -rest, rest)
     grad = given.grad_output.float()
     if given.reduction == "none":
         grad = grad.unsqueeze(-1)
