@@ -43,6 +43,8 @@ INDICES = [
     ((64, 1001), "fp16", "tiles", "tiles", "tiles"),
     ((64, 1279), "bf16", "tiles", "tiles", "tiles"),
     ((64, 1281), "fp16", "staged_rows", "staged_rows", "register_rows"),
+    ((64, 1301), "bf16", "tiles", "tiles", "register_rows"),
+    ((64, 1531), "fp16", "staged_rows", "staged_rows", "register_rows"),
     ((64, 1008), "bf16", "half_rows", "half_rows", "register_rows"),
     ((64, 4096), "fp16", "half_rows", "half_rows", "register_rows"),
     ((64, 4100), "fp16", "staged_rows", "staged_rows", "register_rows"),

@@ -98,7 +98,7 @@ Tensor empty_gradient(const View& logits, Reduction reduction) {
   const int64_t classes = logits.sizes[1];
   const int64_t element_bytes = element_size(to_dtype(kCrossEntropy, logits.dtype));
   constexpr int64_t kShortBytes = 2000;
-  constexpr int64_t kShortHalfBytes = 2560;
+  constexpr int64_t kShortHalfBytes = 3072;
   const int64_t bytes = classes * element_bytes;
   const bool is_short = bytes <= kShortBytes || (element_bytes == 2 && bytes <= kShortHalfBytes &&
                                                  bytes % kVectorBytes != 0);

@@ -337,15 +337,18 @@ void test_float_tile_lanes() {
 // Tiles of half types fit in the shared memory that their launch allows, with any gap between rows.
 // A gap does not change the team.
 void test_tile_bytes() {
-  for (int64_t classes = 1; classes <= tiles::kMaxRowBytes / 2; ++classes) {
-    const CrossEntropyForwardArgs dense = short_rows(DType::kBFloat16, classes, classes);
-    const int team = tiles::plan({dense, kNamedDevices[0].limits, false}).team;
-    CHECK(classes <= team * tiles::kMaxLaneWords * 2);
-    for (int64_t stride = classes; stride <= 2 * classes + 16; ++stride) {
-      test::subject() = std::to_string(classes) + " " + std::to_string(stride);
-      const CrossEntropyForwardArgs args = short_rows(DType::kBFloat16, classes, stride);
-      const RowPlan plan = tiles::plan({args, kNamedDevices[0].limits, false});
-      CHECK(plan.shared_bytes <= tiles::kMaxSharedBytes && plan.team == team);
+  for (const NamedDevice& device : {kNamedDevices[0], kNamedDevices[3]}) {
+    const int64_t most = device.limits.hopper ? tiles::kMaxHopperRowBytes : tiles::kMaxRowBytes;
+    for (int64_t classes = 1; classes <= most / 2; ++classes) {
+      const CrossEntropyForwardArgs dense = short_rows(DType::kBFloat16, classes, classes);
+      const int team = tiles::plan({dense, device.limits, false}).team;
+      CHECK(classes <= team * tiles::kMaxLaneWords * 2 || classes > tiles::kMaxRowBytes / 2);
+      for (int64_t stride = classes; stride <= 2 * classes + 16; ++stride) {
+        test::subject() = std::to_string(classes) + " " + std::to_string(stride);
+        const CrossEntropyForwardArgs args = short_rows(DType::kBFloat16, classes, stride);
+        const RowPlan plan = tiles::plan({args, device.limits, false});
+        CHECK(plan.shared_bytes <= tiles::max_shared_bytes(device.limits) && plan.team == team);
+      }
     }
   }
   test::subject() = "";

@@ -517,7 +517,8 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
     }
   }
   const auto launch = [&](auto kernel) {
-    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);
+    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes,
+                       max_shared_bytes(current_device_limits()));
     launch_kernel("cross_entropy_forward_tile_kernel", kernel,
                   {blocks, kThreads, plan.shared_bytes, 1,
                    waits_for_previous_kernel(denominator, grad_output)},

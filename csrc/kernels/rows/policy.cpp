@@ -114,17 +114,15 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) { return p.contiguous_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
      float_tiles::plan, always, Again::kForAll, never},
     {Family::kTiles, "tiles", "class_index/tiles.cu",
-     "fp16 and bf16, class indices, to 2000 bytes; to 2560 where rows are not whole vectors",
+     "fp16 and bf16, class indices, to 2000 bytes; to 2560 where rows are not whole vectors, with "
+     "Hopper to 3072 where no more than two accesses meet in a bank of shared memory",
      "a warp copies a tile of rows, with Hopper in bulk where they need no padding or are long; "
      "1, 2 or 8 lanes a row, in turn",
      "bf16 262144x64 by a thread a row .08 / .11; 125628x1252 staged .53 / .74, this .74 / .79. "
      "Without Hopper 2097152x100 by a thread a row .33 / .30, 131072x1000 by team rows .30 / "
      ".36, 83752x1252 by register rows .30 / .38; this .83 / .86, .67 / .75, .66 / .72",
-     [](P p) {
-       return p.contiguous_half && p.indices &&
-              (p.bytes < kMinStagedBytes || (p.bytes <= tiles::kMaxRowBytes && !p.whole_vectors));
-     },
-     tiles::plan, always, Again::kForAll, always},
+     [](P p) { return p.contiguous_half && p.indices && tiles::fits(p); }, tiles::plan, always,
+     Again::kForAll, always},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
      "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
      "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its "

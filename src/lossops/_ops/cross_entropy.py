@@ -3,8 +3,8 @@
 `cross_entropy_forward` returns the loss, row_stats and mean_terms. row_stats has for each row the
 maximum, the sum of exp(x - max) less 1, and with smoothing or probabilities the sum of the
 coefficients. On CUDA rows of half types may have the logit at their class index in the place of the
-maximum, and that sum negated. mean_terms has the denominator of a mean, and the mean before rounding. `cross_entropy_forward_gradient` packs both into one float64
-tensor.
+maximum, and that sum negated. mean_terms has the denominator of a mean, and the mean before
+rounding. `cross_entropy_forward_gradient` packs both into one float64 tensor.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _is_short(row_bytes: int, element_bytes: int) -> bool:
     """Whether a row is short, so that its gradient is never padded: see csrc/bindings/rows.h."""
-    return row_bytes <= 2000 or (element_bytes == 2 and row_bytes <= 2560 and row_bytes % 16 != 0)
+    return row_bytes <= 2000 or (element_bytes == 2 and row_bytes <= 3072 and row_bytes % 16 != 0)
 
 
 def fake_gradient(operand: Tensor) -> Tensor:
