@@ -446,6 +446,82 @@ void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes) {
   CHECK(statistics(kRows - 1, 1) == expected);
 }
 
+// Rows of half types whose logits are near the one at the class index, or so far below or above it
+// that the sum relative to it is out of range; near 0 and far from it. Losses, gradients of the
+// forward pass, and those of a backward pass that has its statistics.
+void test_far_rows(Random& random, DType dtype, int64_t num_classes, ClassLayout layout) {
+  CrossEntropyCase c;
+  c.num_classes = num_classes;
+  std::vector<double> distances;
+  std::vector<double> places;
+  for (const double place : {0.0, -100.0, 8000.0, 16384.0, -17000.0, 30000.0}) {
+    for (const double distance :
+         {0.0, 3.0, 20.0, 27.0, 28.0, 30.0, 41.0, 42.0, 60.0, 90.0, 300.0}) {
+      distances.insert(distances.end(), {distance, -distance});
+      places.insert(places.end(), {place, place});
+    }
+  }
+  const auto rows = static_cast<int64_t>(places.size());
+  c.rows = {rows};
+  c.input = test::class_tensor(dtype, c.rows, num_classes, layout);
+  c.target = TestTensor(DType::kInt64, c.rows, Layout::kDense);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t target = random.below(num_classes);
+    c.target.set(row, static_cast<double>(target));
+    for (int64_t k = 0; k < num_classes; ++k) {
+      const bool is_masked = row % 5 == 4 && k % 3 == 1;
+      const double other =
+          is_masked ? -std::numeric_limits<double>::infinity() : random.uniform(-0.5, 0.5);
+      c.input.set(row + k * rows, places[row] + (k == target ? distances[row] : other));
+    }
+  }
+  const double unit = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
+  const double least = dtype == DType::kBFloat16 ? 0x1p-116 : 0x1p-24;
+  for (const Reduction reduction : {Reduction::kSum, Reduction::kNone}) {
+    c.reduction = reduction;
+    const bool none = reduction == Reduction::kNone;
+    c.output = TestTensor(DType::kFloat32, none ? c.rows : std::vector<int64_t>{}, Layout::kDense);
+    c.row_stats = TestTensor(DType::kFloat32, {2, rows}, Layout::kDense);
+    c.grad_input = c.input;
+    c.grad_output = c.output;
+    c.grad_output.fill([] { return 1.0; });
+    test::subject() = c.describe() + ", far rows";
+    Device device(0);
+    CrossEntropyForwardArgs args = c.forward_args(device.place());
+    if (!none) {
+      args.grad_input = test::operand_of(c.grad_input, device.place());
+      args.grad_input_class_stride = c.grad_input.strides.back();
+    }
+    const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
+    cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
+    if (none) {
+      const CrossEntropyBackwardArgs backward = c.backward_args(device.place());
+      cuda::launch_cross_entropy_backward(
+          backward, device.scratch(cuda::cross_entropy_backward_scratch(backward)), nullptr);
+    }
+    const TestTensor losses = device.download(c.output);
+    const TestTensor gradients = device.download(c.grad_input);
+    for (int64_t row = 0; row < rows; ++row) {
+      const auto target = static_cast<int64_t>(c.target.at(row));
+      const double x_at_index = c.input.at(row + target * rows);
+      double others = 0;
+      for (int64_t k = 0; k < num_classes; ++k) {
+        others += k == target ? 0 : std::exp(c.input.at(row + k * rows) - x_at_index);
+      }
+      if (none) {
+        const double loss = std::log1p(others);
+        CHECK_CLOSE(losses.at(row), loss, 0x1p-18 * loss + 0x1p-116);
+      }
+      for (int64_t k = 0; k < num_classes; ++k) {
+        const double term = std::exp(c.input.at(row + k * rows) - x_at_index);
+        const double exact = (k == target ? -others : term) / (1 + others);
+        CHECK_CLOSE(gradients.at(row + k * rows), exact,
+                    (unit + 0x1p-18) * std::fabs(exact) + least);
+      }
+    }
+  }
+}
+
 // Sums and means of planes with an odd number of rows, and more rows than one block takes at a
 // time. Each row must count once.
 void test_sums_of_odd_planes(Random& random, DType dtype, int64_t num_classes,
@@ -748,6 +824,12 @@ int main() {
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
     for (const int64_t num_classes : {96, 97, 150, 389, 512}) {
       test_bits_of_planes(random, dtype, num_classes);
+    }
+    for (const int64_t num_classes : {2, 7, 33, 150, 401, 1100}) {
+      for (const ClassLayout layout :
+           {ClassLayout::kInner, ClassLayout::kOuter, ClassLayout::kSparse}) {
+        test_far_rows(random, dtype, num_classes, layout);
+      }
     }
     for (const int64_t num_classes : {96, 1500}) {
       for (const Reduction reduction : {Reduction::kSum, Reduction::kMean}) {

@@ -18,18 +18,18 @@ __device__ __forceinline__ OthersSum<kExact> merge_parts(int parts, int member, 
   return sum;
 }
 
-// The row, from the sum over all other classes and the logit at the class index.
+// The row, from the sum over all other classes and the logit at the class index. has_all_classes:
+// one thread has summed them, so the sum of a plain row is relative to that logit, not to 0.
 template <bool kExact>
-__device__ __forceinline__ IndexRow index_row_of(const OthersSum<kExact>& others,
-                                                 float x_at_index) {
+__device__ __forceinline__ IndexRow index_row_of(const OthersSum<kExact>& others, float x_at_index,
+                                                 bool has_all_classes) {
   OthersSum<kExact> shifted = others;
   if constexpr (!kExact) {
-    // Otherwise a sum relative to the logit at the class index is one of a plain row.
     const bool is_relative_to_0 = OthersSum<kExact>::is_plain(others.reference);
     const float total =
         is_relative_to_0 ? __fmul_rn(others.total, math::exp(-x_at_index)) : others.total;
-    if ((is_relative_to_0 || others.reference == x_at_index) &&
-        IndexRow::may_be_plain(total, x_at_index)) {
+    const bool is_relative_to_index = has_all_classes && others.reference == x_at_index;
+    if ((is_relative_to_0 || is_relative_to_index) && IndexRow::may_be_plain(total, x_at_index)) {
       return IndexRow::plain(total, x_at_index);
     }
     shifted = others.near_largest();

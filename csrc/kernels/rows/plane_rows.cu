@@ -61,7 +61,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
                                                numbers.of_part(n, RowNumbers::kReference)[row],
                                                numbers.of_part(n, RowNumbers::kTotal)[row]};
                                          }),
-                     x_at_index);
+                     x_at_index, grid.share_bits == 0);
     if (member > 0) {
       continue;
     }

@@ -140,7 +140,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyForwardArgs& args,
     if (member > 0 || !of_row.is_there()) {
       continue;
     }
-    const IndexRow reduced = plane_rows::index_row_of(others, x_at_index);
+    const IndexRow reduced = plane_rows::index_row_of(others, x_at_index, false);
     const float loss = index >= 0 ? reduced.template finish<!kExact>(x_at_index, 1, weight).loss
                                   : gradient_without_loss(index);
     record_row(
