@@ -108,7 +108,8 @@ struct RowTarget {
   }
 };
 
-// The planes of row_stats, (2 or 3, rows): max, rest, and Q of dense rows.
+// The planes of row_stats, (2 or 3, rows): max, rest, and Q of dense rows. A kernel for CUDA may
+// leave the logit at the class index for max; rest is then negated (plain_rows.cuh).
 template <typename acc_t>
 struct RowStats {
   acc_t* max;

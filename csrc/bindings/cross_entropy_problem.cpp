@@ -98,10 +98,13 @@ Tensor empty_gradient(const View& logits, Reduction reduction) {
   const int64_t classes = logits.sizes[1];
   const int64_t element_bytes = element_size(to_dtype(kCrossEntropy, logits.dtype));
   constexpr int64_t kShortBytes = 2000;
-  constexpr int64_t kShortHalfBytes = 3072;
+  constexpr int64_t kShortHalfBytes = 2560;
+  constexpr int64_t kMostShortHalfBytes = 3072;
   const int64_t bytes = classes * element_bytes;
-  const bool is_short = bytes <= kShortBytes || (element_bytes == 2 && bytes <= kShortHalfBytes &&
-                                                 bytes % kVectorBytes != 0);
+  const bool is_short_half =
+      bytes <= kShortHalfBytes || (bytes <= kMostShortHalfBytes && (bytes + 14) % 128 > 28);
+  const bool is_short =
+      bytes <= kShortBytes || (element_bytes == 2 && bytes % kVectorBytes != 0 && is_short_half);
   const int64_t vector = kVectorBytes / element_bytes;
   const int64_t padding = logits.strides[0] > classes ? (logits.strides[0] - classes) % vector : 0;
   if (padding == 0 || is_short) {

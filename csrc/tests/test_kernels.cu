@@ -454,7 +454,7 @@ void test_far_rows(Random& random, DType dtype, int64_t num_classes, ClassLayout
   c.num_classes = num_classes;
   std::vector<double> distances;
   std::vector<double> places;
-  for (const double place : {0.0, -100.0, 8000.0, 16384.0, -17000.0, 30000.0}) {
+  for (const double place : {0.0, -100.0, 12496.0, 16384.0, -17000.0, 30000.0}) {
     for (const double distance :
          {0.0, 3.0, 20.0, 27.0, 28.0, 30.0, 41.0, 42.0, 60.0, 90.0, 300.0}) {
       distances.insert(distances.end(), {distance, -distance});

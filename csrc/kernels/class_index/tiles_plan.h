@@ -41,21 +41,25 @@ constexpr int kTeams[] = {1, 2, 8};
 // warps.
 constexpr int kMaxLaneWords = 80;
 // The longest row that is not whole vectors; rows of whole vectors are for other kernels from
-// kMinStagedBytes on. Its tile fits in max_shared_bytes(), also with gaps of half a row. On Hopper,
-// too, where more than two accesses meet in a bank. Measured on an H200, forward / step, staged and
-// this: 1301 classes .50 / .71, .84 / .84; 1501 classes .57 / .77, .79 / .81; 1601 classes, of
-// which four accesses meet, .59 / .78, .66 / .65.
+// kMinStagedBytes on. Its tile fits in max_shared_bytes(), also with gaps of half a row.
 constexpr int64_t kMaxRowBytes = kTeams[2] * kMaxLaneWords * 4;
+// The same on Hopper, but for rows of nearly whole lines: of these, three or four accesses of a
+// warp meet in a bank. Measured on an H200, forward / step, staged rows and this: 1301 classes .50
+// / .71, .84 / .84; 1501 classes .57 / .77, .79 / .81; 1601 classes, of which four meet, .59 / .78,
+// .66 / .65.
 constexpr int64_t kMaxHopperRowBytes = 3072;
+constexpr int64_t kNearLineBytes = 14;
 
-// Rows of half types and class indices.
+constexpr bool are_nearly_lines(int64_t bytes) {
+  return (bytes + kNearLineBytes) % kLineBytes <= 2 * kNearLineBytes;
+}
+
+// Rows of half types and class indices. csrc/bindings/rows.h knows the numbers.
 inline bool fits(const RowProblem& problem) {
-  const int64_t bytes = problem.bytes;
-  const bool is_longer = bytes > kMaxRowBytes && problem.device.hopper &&
-                         bytes <= kMaxHopperRowBytes &&
-                         bank_conflict(static_cast<int>(bytes), kTeams[2]) <= 2;
-  return bytes < kMinStagedBytes ||
-         (!problem.whole_vectors && (bytes <= kMaxRowBytes || is_longer));
+  const bool is_longer = problem.device.hopper && problem.bytes <= kMaxHopperRowBytes &&
+                         !are_nearly_lines(problem.bytes);
+  return problem.bytes < kMinStagedBytes ||
+         (!problem.whole_vectors && (problem.bytes <= kMaxRowBytes || is_longer));
 }
 
 // How rows lie in shared memory: sets `by_words`, `padding` and `row_bytes`.
@@ -66,8 +70,8 @@ inline void place_rows(const RowProblem& problem, RowPlan& plan) {
     plan.row_bytes = 4 * (words | 1);  // an odd number of words: few lanes meet in a bank
     return;
   }
-  // Rows have the same distance as in global memory, or 16 bytes more. Only rows of whole granules,
-  // which begin at the same place of a granule, may have many accesses in a bank; others have two.
+  // Rows have the same distance as in global memory, or 16 bytes more if they are whole granules:
+  // then they begin at the same place of a granule, and the most accesses meet in a bank.
   plan.row_bytes =
       static_cast<int>(row_stride(problem.args, problem.args.input) * problem.element_bytes);
   plan.padding = padding_of(plan.row_bytes, plan.team);

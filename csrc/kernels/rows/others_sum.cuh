@@ -10,7 +10,8 @@ namespace lossops::cuda::plane_rows {
 
 // total = sum of exp(x_c - reference) over classes c of a row, without its class index. reference
 // is the largest of these logits, or -infinity where there are none. Of half types it may also be
-// kPlain or log(total). kExact: for fp32 logits.
+// kPlain, log(total), or the logit at the class index where one thread has all classes. kExact: for
+// fp32 logits.
 //
 // of_parts(parts, member, team, part) is the sum of parts member, member + team, ... of a row;
 // part(n) is part n, and member < parts. add_lanes(most, least) leaves in each lane the sum over
@@ -80,10 +81,11 @@ struct OthersSum<true> {
   }
 };
 
-// Half types. The sum of a plain row (plain_rows.cuh) is not shifted: reference is then -0.0f,
-// which marks it. A largest logit is never -0.0f (add_shifted() adds +0.0f). Nearly all rows are
-// plain, so three functions for the others are not inlined: else the kernel spills, and takes 3 to
-// 9 % longer. (H100, 2026-11)
+// Half types. The sum of a plain row (plain_rows.cuh) that threads share is relative to 0:
+// reference is then -0.0f, which marks it. A largest logit is never -0.0f (add_shifted() adds
+// +0.0f), and a sum relative to a logit of -0.0f at the class index is one relative to 0. Nearly
+// all rows are plain, so three functions for the others are not inlined: else the kernel spills,
+// and takes 3 to 9 % longer. (H100, 2026-11)
 template <>
 struct OthersSum<false> {
   static constexpr float kPlain = -0.0f;

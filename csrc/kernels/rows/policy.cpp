@@ -115,7 +115,7 @@ const PolicyRow kPolicy[kFamilies] = {
      float_tiles::plan, always, Again::kForAll, never},
     {Family::kTiles, "tiles", "class_index/tiles.cu",
      "fp16 and bf16, class indices, to 2000 bytes; to 2560 where rows are not whole vectors, with "
-     "Hopper to 3072 where no more than two accesses meet in a bank of shared memory",
+     "Hopper to 3072, but for those within 14 bytes of whole lines of 128",
      "a warp copies a tile of rows, with Hopper in bulk where they need no padding or are long; "
      "1, 2 or 8 lanes a row, in turn",
      "bf16 262144x64 by a thread a row .08 / .11; 125628x1252 staged .53 / .74, this .74 / .79. "
@@ -126,7 +126,7 @@ const PolicyRow kPolicy[kFamilies] = {
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
      "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
      "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its "
-     "way; rows with logits beyond some 41 are read again",
+     "way; rows whose logit at the class index is far from the others are read again",
      "fp16, staged: 32768x4096 .72 / .83, 65536x1024 .49 / .69; this, as first built, .83 / "
      ".85, .76 / .77",
      [](P p) {

@@ -104,7 +104,9 @@ def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _is_short(row_bytes: int, element_bytes: int) -> bool:
     """Whether a row is short, so that its gradient is never padded: see csrc/bindings/rows.h."""
-    return row_bytes <= 2000 or (element_bytes == 2 and row_bytes <= 3072 and row_bytes % 16 != 0)
+    is_near_lines = (row_bytes + 14) % 128 <= 28
+    is_short_half = row_bytes <= 2560 or (row_bytes <= 3072 and not is_near_lines)
+    return row_bytes <= 2000 or (element_bytes == 2 and row_bytes % 16 != 0 and is_short_half)
 
 
 def fake_gradient(operand: Tensor) -> Tensor:

@@ -285,7 +285,7 @@ def _gradient_of_logits(given: Any) -> Tensor:
         # Plain rows (plain_rows.cuh) are relative to the logit at the class index, which stands in
         # the place of the maximum, and their rest is negated.
         is_plain = (rest < 0) & (row_max.abs() < torch.inf)  # fault: rest-of-plain-rows
-        rest = torch.where(is_plain, -rest, rest)
+        rest = _in_memory(torch.where(is_plain, -rest, rest))
     grad = given.grad_output.float()
     if given.reduction == "none":
         grad = grad.unsqueeze(-1)
