@@ -245,6 +245,7 @@ def test_info() -> None:
     [
         (("8x5", "fp8"), "dtype must be one of"),
         (("8by5", "fp32"), "SHAPE is written as"),
+        (("8x5", "fp32", "--strides="), "SHAPE is written as"),
         (("8x5", "fp32", "--device", "x"), "device must be one of h200"),
         (("8x5", "fp32", "--smoothing", "2"), "label_smoothing must be between 0 and 1"),
         ((f"{10**20}x5", "fp32"), "numbers below 2^63"),

@@ -721,7 +721,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lossops
@@ -813,6 +813,24 @@ for tied in (False, True):
                 torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-5)
         print(f"rank {rank}: {kind} is the same, tied: {tied}", flush=True)
 
+# FSDP2 casts what a module returns. The logits stay uncomputed.
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+found = []
+for fuse in (False, True):
+    model = make(False)
+    if fuse:
+        fused.fuse_head(model)
+    model = fully_shard(model, mesh=mesh, mp_policy=policy)
+    calls.clear()
+    output = model(**next(batches()))
+    output.loss.backward()
+    assert len(calls) == fuse and (type(output.logits) is not torch.Tensor) == fuse
+    assert output.loss.dtype == output.logits.dtype == torch.float32
+    found.append([output.loss.detach(), *(x.grad.full_tensor() for x in model.parameters())])
+for unfused, own in zip(*found):
+    torch.testing.assert_close(own, unfused, rtol=0.05, atol=0.01 * unfused.abs().max().item())
+print(f"rank {rank}: mixed precision is the same", flush=True)
+
 model = make(False)
 fused.fuse_head(model)
 model = wrap(model, "fsdp-head")
@@ -830,7 +848,7 @@ def test_two_processes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROCESSES)
     printed = run_two_ranks(tmp_path / "train.py", timeout=180)
     for rank in (0, 1):
-        assert printed.count(f"rank {rank}: ") == 9, printed
+        assert printed.count(f"rank {rank}: ") == 10, printed
         assert (
             f"rank {rank}: fuse_head: the weight of LlamaForCausalLM's head is sharded" in printed
         )

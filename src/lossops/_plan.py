@@ -152,7 +152,8 @@ def answer(arguments: argparse.Namespace) -> str:
     shape, dtype = arguments.plan
     try:
         sizes = [int(size) for size in shape.split("x")]
-        strides = arguments.strides and [int(stride) for stride in arguments.strides.split(",")]
+        given = arguments.strides
+        strides = None if given is None else [int(stride) for stride in given.split(",")]
     except ValueError:
         raise ValueError("SHAPE is written as 8192x50257, --strides as 50304,1") from None
     if any(abs(number) >= 2**63 for number in [*sizes, *(strides or [])]):
@@ -160,7 +161,7 @@ def answer(arguments: argparse.Namespace) -> str:
     decided = plan(
         sizes,
         dtype,
-        strides=strides or None,
+        strides=strides,
         gradient=arguments.grad,
         label_smoothing=arguments.smoothing,
         weights=arguments.weights,
