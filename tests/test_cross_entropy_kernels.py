@@ -510,6 +510,44 @@ def test_rows_with_and_without_a_shift(dtype: torch.dtype, classes: int) -> None
         assert same_bits(alone.value, whole.value[row : row + 1]), f"row {row}"
 
 
+@pytest.mark.parametrize("classes", [2, 15, 33, 88, 130, 401, 1001, 1024, 1301, 1501, 4096])
+@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+def test_rows_far_from_their_class_index(dtype: torch.dtype, classes: int) -> None:
+    """Sums relative to the logit at the class index: in range and out of it, near 0 and far off."""
+    distance = torch.tensor([0.0, 3.0, 20.0, 27.0, 28.0, 30.0, 41.0, 42.0, 60.0, 90.0, 300.0])
+    distance = torch.cat([distance, -distance])
+    place = torch.tensor([0.0, -100.0, 12496.0, 16384.0, -17000.0, 30000.0])
+    place, distance = place.repeat_interleave(len(distance)), distance.repeat(len(place))
+    rows = torch.arange(len(place))
+    t = torch.randint(0, classes, (len(rows),))
+    x = place[:, None] + torch.rand(len(rows), classes) - 0.5
+    if classes > 3:
+        x[4::5, 1::3] = -torch.inf
+    x[rows, t] = place + distance
+    x, t = x.to(dtype).cuda(), t.cuda()
+    leaf = x.double().requires_grad_()
+    others = leaf.scatter(1, t[:, None], -torch.inf).logsumexp(1)
+    exact = torch.nn.functional.softplus(others - leaf.gather(1, t[:, None])[:, 0])
+    exact.sum().backward()
+    assert leaf.grad is not None
+    for what, logits, targets in (
+        ("rows", x, t),
+        ("padded", torch.nn.functional.pad(x, (0, 3))[:, :classes], t),
+        ("strided", x.t().contiguous().t(), t),
+        ("images", x.view(6, 22, classes).transpose(1, 2).contiguous(), t.view(6, 22)),
+    ):
+        leaf_of = logits.detach().requires_grad_()
+        loss = lossops.cross_entropy(leaf_of, targets, reduction="none")
+        (gradient,) = torch.autograd.grad(loss.sum(), leaf_of)
+        flat = gradient.transpose(1, 2).reshape(x.shape) if what == "images" else gradient
+        for found, wanted in ((loss.detach().reshape(t.shape), exact.detach()), (flat, leaf.grad)):
+            bound = 2.0**-18 * wanted.abs() + 0.51 * ulp(wanted, dtype) + 2.0**-116
+            assert_within(found, wanted, bound, what)
+        kept = logits.detach().requires_grad_()
+        lossops.cross_entropy(kept, targets, reduction="sum").backward()
+        assert kept.grad is not None and same_bits(kept.grad, gradient), f"{what}: kept"
+
+
 @pytest.mark.parametrize("classes", [21, 85, 88, 100, 500])
 def test_gradients_of_few_classes(classes: int) -> None:
     """Within 4 units in the last place, for equal logits and for those that spread."""
