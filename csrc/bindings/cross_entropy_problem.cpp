@@ -100,9 +100,12 @@ Tensor empty_gradient(const View& logits, Reduction reduction) {
   constexpr int64_t kShortBytes = 2000;
   constexpr int64_t kShortHalfBytes = 2560;
   constexpr int64_t kMostShortHalfBytes = 3072;
+  constexpr int64_t kLineBytes = 128;
+  constexpr int64_t kNearLineBytes = 14;
   const int64_t bytes = classes * element_bytes;
+  const bool are_nearly_lines = (bytes + kNearLineBytes) % kLineBytes <= 2 * kNearLineBytes;
   const bool is_short_half =
-      bytes <= kShortHalfBytes || (bytes <= kMostShortHalfBytes && (bytes + 14) % 128 > 28);
+      bytes <= kShortHalfBytes || (bytes <= kMostShortHalfBytes && !are_nearly_lines);
   const bool is_short =
       bytes <= kShortBytes || (element_bytes == 2 && bytes % kVectorBytes != 0 && is_short_half);
   const int64_t vector = kVectorBytes / element_bytes;

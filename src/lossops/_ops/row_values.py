@@ -256,7 +256,7 @@ def _make_function(self: RowValues) -> Any:
 
         setup_context = staticmethod(self.save_for_backward)
 
-        # Of a bound method, compiled autograd would pass no ctx.
+        # A static method: compiled autograd passes no ctx to a bound one.
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             return self.backward(ctx, *grads)
@@ -277,7 +277,7 @@ def _make_gradient_function(self: RowValues) -> Any:
 
         setup_context = staticmethod(self.save_for_double_backward)
 
-        # Of a bound method, compiled autograd would pass no ctx.
+        # A static method: compiled autograd passes no ctx to a bound one.
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             return self.double_backward(ctx, *grads)
