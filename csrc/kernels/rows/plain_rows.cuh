@@ -115,7 +115,8 @@ struct IndexRow {
   // Within these, no term is lost that counts beside the sum, and neither does the offset of
   // RowTerms lose much, nor a gradient's factor leave fp32's range. False of NaN.
   static __device__ __forceinline__ bool may_be_plain(float others, float x_at_index) {
-    return others >= 0x1p-60f && others <= 0x1p40f && ::fabsf(x_at_index) <= 0x1p14f;
+    // & instead of &&: for less branches.
+    return (others >= 0x1p-60f) & (others <= 0x1p40f) & (::fabsf(x_at_index) <= 0x1p14f);
   }
   __device__ __forceinline__ bool is_plain() const {
     return rest < 0.0f && ::fabsf(reference) < math::infinity<float>();
@@ -155,7 +156,7 @@ struct IndexRow {
   // fp32's range where no gradient does. scaled: its scale, times its weight.
   static __device__ __forceinline__ bool gradient_is_plain(float scaled) {
     const float magnitude = ::fabsf(scaled);
-    return magnitude >= 0x1p-60f && magnitude <= 0x1p60f;
+    return (magnitude >= 0x1p-60f) & (magnitude <= 0x1p60f);
   }
 
   // What becomes of the row, once the logit at its class index is known. kMayBePlain: half types.

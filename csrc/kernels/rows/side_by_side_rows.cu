@@ -212,9 +212,6 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
     scale = unit.get();
   }
   [[maybe_unused]] const SmoothedIndex smooth(args);
-  // For rows without class weights.
-  [[maybe_unused]] const bool scale_is_plain =
-      args.weight == nullptr && IndexRow::gradient_is_plain(scale);
   Partial partial;
   int counted = 0;  // rows for the mean, if they have no weights
   while (group < shape.groups) {
@@ -277,11 +274,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
         plain_terms[i] = PlainTerms(x_at_index[i]);
       }
       sum_terms(others, [&](int i, float x) { return plain_terms[i](x); });
-      all_plain = scale_is_plain;
+      all_plain = true;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         others[i] = plain_terms[i].corrected(others[i], x_at_index[i]);
-        all_plain = all_plain && IndexRow::may_be_plain(others[i], x_at_index[i]);
+        all_plain &= IndexRow::may_be_plain(others[i], x_at_index[i]);
       }
     }
 #pragma unroll
@@ -296,7 +293,29 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
       for (int i = 0; i < kRows; ++i) {
         scales[i] = load_grad_output<float>(grad_output.operand,
                                             offset[0] + i * grad_output.operand.strides[0]);
-        all_plain = all_plain && (indices[i] < 0 || IndexRow::gradient_is_plain(scales[i]));
+      }
+    }
+    // 1 without class weights, also of a row without a loss.
+    float weights[kRows];
+#pragma unroll
+    for (float& weight : weights) {
+      weight = 1;
+    }
+    if (args.weight != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        weights[i] = row_weight(args, indices[i]);
+        partial.weight += static_cast<double>(i >= counts_from ? weights[i] : 0.0f);
+      }
+    }
+    if constexpr (!kExact && kGradient) {
+      if (args.weight == nullptr && !grad_output.is_per_row) {
+        all_plain &= IndexRow::gradient_is_plain(scale);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          all_plain &= (indices[i] < 0) | IndexRow::gradient_is_plain(scales[i] * weights[i]);
+        }
       }
     }
     // The rare way first: the compiler then puts the other one beside what follows, for fewer waits
@@ -357,16 +376,13 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
       bool all_alike = true;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const float weight = row_weight(args, indices[i]);
+        const float weight = weights[i];
         const auto finished = reduced[i].template finish<!kExact>(x_at_index[i], scales[i], weight);
         const bool has_loss = indices[i] >= 0;
         const float loss = kIsSmooth
                                ? dense_row_loss(reduced[i].rest, SmoothedIndex::kSum, distances[i])
                                : finished.loss;
         losses[i] = has_loss ? loss : gradient_without_loss(indices[i]);
-        if (args.weight != nullptr && i >= counts_from) {
-          partial.weight += static_cast<double>(weight);
-        }
         gradients[i] = LogitGradient<float, kExact>(finished.softmax, scales[i] * weight);
         const float gradient_at_index =
             kIsSmooth
@@ -422,16 +438,16 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
         }
       }
     } else {
-      // What finish() says of such rows without class weights, in half the instructions.
+      // What finish() says of such rows, in half the instructions.
       bool all_have_loss = true;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         reduced[i] = IndexRow::plain(others[i], x_at_index[i]);
-        losses[i] = math::log1p(others[i]);
-        const float factor = math::divide_by_one_plus(scales[i], others[i]);
+        losses[i] = weights[i] * math::log1p(others[i]);
+        const float factor = math::divide_by_one_plus(scales[i] * weights[i], others[i]);
         factors[i] = factor * plain_terms[i].correction(x_at_index[i]);
         at_index[i] = -factor * others[i];
-        all_have_loss = all_have_loss && indices[i] >= 0;
+        all_have_loss &= indices[i] >= 0;
       }
       if (!all_have_loss) {
 #pragma unroll
@@ -442,11 +458,24 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
         }
       }
     }
+    bool all_count = counts_from == 0;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      // fault: columns-shared-rows
-      partial.sum += static_cast<double>(i >= counts_from ? losses[i] : 0.0f);
-      counted += i >= counts_from && indices[i] != kIgnoredRow ? 1 : 0;
+    for (const int index : indices) {
+      all_count &= index != kIgnoredRow;
+    }
+    if (all_count) {
+#pragma unroll
+      for (const float loss : losses) {
+        partial.sum += static_cast<double>(loss);
+      }
+      counted += kRows;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        // fault: columns-shared-rows
+        partial.sum += static_cast<double>(i >= counts_from ? losses[i] : 0.0f);
+        counted += i >= counts_from && indices[i] != kIgnoredRow ? 1 : 0;
+      }
     }
     if (args.row_stats != nullptr) {
       const RowStats<float> stats(args.row_stats, args.rows.numel);
@@ -545,8 +574,11 @@ void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan
                               Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   using namespace side_by_side;
   const bool targets_in_line = args.target.dtype == DType::kInt64 && args.target.strides[0] == 1;
-  ColumnShape shape = {groups_of(args), false, targets_in_line, has_counted_planes(args), {}, 0};
+  ColumnShape shape = {};
+  shape.groups = groups_of(args);
   shape.aligned = are_aligned(args);
+  shape.targets_in_line = targets_in_line;
+  shape.by_divisor = has_counted_planes(args);
   if (shape.by_divisor) {
     shape.first_dimension = Divisor(static_cast<uint32_t>(groups_of_plane(args)));
     const int64_t followed = (positions_of(args) - 1) / group_rows(element_size(args.input.dtype));

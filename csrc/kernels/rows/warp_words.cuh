@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/primitives/async_copy.cuh"
 #include "kernels/primitives/sizes.h"
@@ -12,7 +13,7 @@
 
 namespace lossops::cuda::side_by_side {
 
-// The groups of a warp's lanes, which are neighbours: 64 words of each class, or 65 where rows
+// The groups of a warp's lanes, which are neighbours: 64 words of each class, or 65 where its rows
 // begin in the middle of a word. Neighbouring lanes copy and write neighbouring words, whosever
 // they are. All lanes of the warp call each function.
 template <typename scalar_t>
@@ -28,88 +29,93 @@ class WarpWords {
   // from: the lane's group of class 0. Where rows begin in the middle of a word, an element must
   // follow those of the warp: the 65th word has it, too.
   __device__ __forceinline__ void start_copies(const scalar_t* from, int64_t class_stride) const {
-    from -= lane() * kRows;
-    CopyPlace<uint32_t> words(words_ + lane());
-    CopyPlace<uint32_t> last(last_words_);
     __syncwarp();  // all lanes have read what is overwritten
-#pragma unroll 2
-    for (int c = 0; c < classes_; ++c) {
-      const uint32_t* const own = word_around(from) + lane();
-      words.start_copy(own);
-      words += kWarpSize;
-      words.start_copy(own + kWarpSize);
-      words += kWarpSize;
-      if (lane() == 0 && is_odd(from)) {
-        last.start_copy(own + kWords);
-      }
-      last += 1;
-      from += class_stride;
-    }
+    for_each_kind(from - lane() * kRows, class_stride,
+                  [&](const ClassKind& kind, const scalar_t* first) {
+                    const uint32_t* own = word_around(first) + lane();
+                    CopyPlace<uint32_t> words(words_ + kind.first * kWords + lane());
+                    kind.for_each([&] {
+                      words.start_copy(own);
+                      words += kWarpSize;
+                      words.start_copy(own + kWarpSize);
+                      words += kind.step * kWords - kWarpSize;
+                      own += kind.words;
+                    });
+                    if (kind.is_odd) {
+                      for_each_of_lane(kind, [&](int c, int64_t words_before) {
+                        start_own_copy(last_words_ + c, word_around(first) + words_before + kWords);
+                      });
+                    }
+                  });
   }
 
   // Brings each group to its lane, after the lane has waited for its copies. from: as of
   // start_copies().
   __device__ __forceinline__ void settle(const scalar_t* from, int64_t class_stride) const {
-    auto* const own = reinterpret_cast<Group*>(words_) + lane();
     const bool is_last = lane() == kWarpSize - 1;
-    const uint32_t* const next = is_last ? last_words_ : (own + 1)->words;
-    const int next_pitch = is_last ? 1 : kWords;
-    const uint32_t change = class_stride % 2 == 0 ? 0 : 16;
-    uint32_t shift = is_odd(from) ? 16 : 0;
     __syncwarp();
-    if ((shift | change) == 0) {
-      return;  // all are where they belong
-    }
-#pragma unroll 1
-    for (int c = 0; c < classes_; c += kColumnUnroll) {
-      Group x[kColumnUnroll];
-#pragma unroll
-      for (int u = 0; u < kColumnUnroll; ++u) {
-        const int k = min(c + u, classes_ - 1);
-        x[u] = own[k * kWarpSize];
-        x[u].words[0] = __funnelshift_r(x[u].words[0], x[u].words[1], shift);
-        x[u].words[1] = __funnelshift_r(x[u].words[1], next[k * next_pitch], shift);
-        shift ^= change;  // fault: columns-odd-stride
+    for_each_kind(from - lane() * kRows, class_stride, [&](const ClassKind& kind, const scalar_t*) {
+      if (!kind.is_odd) {
+        return;  // they are where they belong
       }
-      __syncwarp();
+      auto* own = reinterpret_cast<Group*>(words_) + kind.first * kWarpSize + lane();
+      const int pitch = kind.step * kWarpSize;
+      const uint32_t* next = is_last ? last_words_ + kind.first : (own + 1)->words;
+      const int next_pitch = kind.step * (is_last ? 1 : kWords);
+      kind.for_each_batch([&](auto count) {
+        constexpr int kCount = decltype(count)::value;
+        Group x[kCount];
 #pragma unroll
-      for (int u = 0; u < kColumnUnroll; ++u) {
-        if (c + u < classes_) {
-          own[(c + u) * kWarpSize] = x[u];
+        for (int u = 0; u < kCount; ++u) {
+          x[u] = own[u * pitch];
+          x[u].words[0] = joined_words(x[u].words[0], x[u].words[1]);
+          x[u].words[1] = joined_words(x[u].words[1], next[u * next_pitch]);
         }
-      }
-    }
+        __syncwarp();
+#pragma unroll
+        for (int u = 0; u < kCount; ++u) {
+          own[u * pitch] = x[u];
+        }
+        own += kCount * pitch;
+        next += kCount * next_pitch;
+      });
+    });
   }
 
   // Writes the groups of all lanes. to: the lane's group of class 0.
   __device__ __forceinline__ void store(scalar_t* to, int64_t class_stride) const {
-    to -= lane() * kRows;
-    const uint32_t* words = words_ + lane();
-    const bool is_first = lane() == 0;
     __syncwarp();
-#pragma unroll 2
-    for (int c = 0; c < classes_; ++c) {
-      const uint32_t low = words[0];
-      const uint32_t high = words[kWarpSize];
-      if (!is_odd(to)) {
-        auto* const own = reinterpret_cast<uint32_t*>(to) + lane();
-        own[0] = low;
-        own[kWarpSize] = high;
-      } else {
-        auto* const own = reinterpret_cast<uint32_t*>(to + 1) + lane() - 1;
-        if (is_first) {
-          reinterpret_cast<uint16_t*>(to)[0] = static_cast<uint16_t>(low);
-        } else {
-          own[0] = __funnelshift_r(words[-1], low, 16);  // fault: columns-odd-words
-        }
-        own[kWarpSize] = __funnelshift_r(words[kWarpSize - 1], high, 16);
-        if (lane() == kWarpSize - 1) {
-          reinterpret_cast<uint16_t*>(to)[2 * kWords - 1] = static_cast<uint16_t>(high >> 16);
-        }
+    for_each_kind(to - lane() * kRows, class_stride, [&](const ClassKind& kind, scalar_t* first) {
+      const uint32_t* words = words_ + kind.first * kWords + lane();
+      if (!kind.is_odd) {
+        auto* own = reinterpret_cast<uint32_t*>(first) + lane();
+        kind.for_each([&] {
+          own[0] = words[0];
+          own[kWarpSize] = words[kWarpSize];
+          words += kind.step * kWords;
+          own += kind.words;
+        });
+        return;
       }
-      words += kWords;
-      to += class_stride;
-    }
+      // The whole words, and then the halves of words at both ends.
+      auto* own = reinterpret_cast<uint32_t*>(first + 1) + lane();
+      const bool is_last = lane() == kWarpSize - 1;
+      kind.for_each([&] {
+        own[0] = joined_words(words[0], words[1]);
+        if (!is_last) {
+          // fault: columns-odd-words
+          own[kWarpSize] = joined_words(words[kWarpSize], words[kWarpSize + 1]);
+        }
+        words += kind.step * kWords;
+        own += kind.words;
+      });
+      for_each_of_lane(kind, [&](int c, int64_t words_before) {
+        const auto* const elements = reinterpret_cast<const scalar_t*>(words_ + c * kWords);
+        scalar_t* const row = first + 2 * words_before;
+        row[0] = elements[0];
+        row[2 * kWords - 1] = elements[2 * kWords - 1];
+      });
+    });
     __syncwarp();  // a lane may overwrite what others have read
   }
 
@@ -117,10 +123,67 @@ class WarpWords {
   static constexpr int kRows = Group::kRows;
   static constexpr int kWords = Group::kWords * kWarpSize;  // of a class
   static_assert(Group::kWords == 2);
+  // Classes first, first + step, ... whose rows all begin at words, or all in the middle of one.
+  struct ClassKind {
+    int first;
+    int step;
+    int count;
+    int64_t words;  // from one of these classes to the next, in global memory
+    bool is_odd;    // rows begin in the middle of a word
+
+    // Calls body(integral_constant<int, n>) for the next n classes.
+    template <typename Body>
+    __device__ __forceinline__ void for_each_batch(const Body& body) const {
+      int left = count;
+#pragma unroll 1
+      for (; left >= kColumnUnroll; left -= kColumnUnroll) {
+        body(std::integral_constant<int, kColumnUnroll>());
+      }
+#pragma unroll 1
+      for (; left > 0; --left) {
+        body(std::integral_constant<int, 1>());
+      }
+    }
+    template <typename Body>
+    __device__ __forceinline__ void for_each(const Body& body) const {
+      for_each_batch([&](auto n) {
+#pragma unroll
+        for (int u = 0; u < decltype(n)::value; ++u) {
+          body();
+        }
+      });
+    }
+  };
+
+  // Calls body(kind, pointer to class kind.first). With an odd stride every other class begins in
+  // the middle of a word.
+  template <typename Element, typename Body>
+  __device__ __forceinline__ void for_each_kind(Element* elements, int64_t class_stride,
+                                                const Body& body) const {
+    const int step_bits = static_cast<int>(class_stride & 1);
+#pragma unroll 1
+    for (int first = 0; first <= step_bits; ++first) {
+      Element* const of_first = elements + first * class_stride;
+      // fault: columns-odd-stride
+      const bool is_odd = (reinterpret_cast<uintptr_t>(of_first) & 2) != 0;
+      body(ClassKind{first, 1 << step_bits, (classes_ - first + step_bits) >> step_bits,
+                     class_stride >> (1 - step_bits), is_odd},
+           of_first);
+    }
+  }
+  // Deals out the classes of a kind to the lanes. body(c, words from class kind.first to c).
+  template <typename Body>
+  __device__ __forceinline__ void for_each_of_lane(const ClassKind& kind, const Body& body) const {
+#pragma unroll 1
+    for (int k = lane(); k < kind.count; k += kWarpSize) {
+      body(kind.first + k * kind.step, k * kind.words);
+    }
+  }
 
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % kWarpSize); }
-  static __device__ __forceinline__ bool is_odd(const scalar_t* pointer) {
-    return (reinterpret_cast<uintptr_t>(pointer) & 2) != 0;
+  // The two elements in the middle of two neighbouring words.
+  static __device__ __forceinline__ uint32_t joined_words(uint32_t word, uint32_t next) {
+    return __funnelshift_r(word, next, 16);
   }
 
   uint32_t* words_;  // of class 0, of the warp's first group
