@@ -98,19 +98,9 @@ Tensor empty_gradient(const View& logits, Reduction reduction) {
   const int64_t classes = logits.sizes[1];
   const int64_t element_bytes = element_size(to_dtype(kCrossEntropy, logits.dtype));
   constexpr int64_t kShortBytes = 2000;
-  constexpr int64_t kShortHalfBytes = 2560;
-  constexpr int64_t kMostShortHalfBytes = 3072;
-  constexpr int64_t kLineBytes = 128;
-  constexpr int64_t kNearLineBytes = 14;
-  const int64_t bytes = classes * element_bytes;
-  const bool are_nearly_lines = (bytes + kNearLineBytes) % kLineBytes <= 2 * kNearLineBytes;
-  const bool is_short_half =
-      bytes <= kShortHalfBytes || (bytes <= kMostShortHalfBytes && !are_nearly_lines);
-  const bool is_short =
-      bytes <= kShortBytes || (element_bytes == 2 && bytes % kVectorBytes != 0 && is_short_half);
   const int64_t vector = kVectorBytes / element_bytes;
   const int64_t padding = logits.strides[0] > classes ? (logits.strides[0] - classes) % vector : 0;
-  if (padding == 0 || is_short) {
+  if (padding == 0 || classes * element_bytes <= kShortBytes) {
     return empty_like(logits);
   }
   Dims strides;

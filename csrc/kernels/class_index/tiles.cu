@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   const bool in_bulk = kMayCopyInBulk && shape.in_bulk;
   constexpr int kUnroll = kElementsAtATime / kPerWord;
   constexpr int kGradientUnroll = kUnroll / 2;
+  constexpr bool kLongRows = kTeam > 2;
   LOSSOPS_DYNAMIC_SHARED(uint4, dynamic);
   __shared__ CopyBarrier barriers[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -443,29 +444,48 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
     }
     __syncwarp();
-    if (kGradient && !shape.gradient_in_run) {
-      store_rows(args, shape, elements + phase, first_row, rows);
-      __syncwarp();
-    } else if constexpr (kGradient) {
-      scalar_t* const base = grad_input + first_element - phase;
-      const int end = whole_end();
-      int g = lane >= whole_begin() ? lane : lane + kWarpSize;
-      for (; g + (kStoreUnroll - 1) * kWarpSize < end; g += kStoreUnroll * kWarpSize) {
-        Vector<scalar_t> vectors[kStoreUnroll];
+    if constexpr (kGradient) {
+      const bool in_rows = kLongRows && shape.gradient_in_rows;
+      if (shape.gradient_in_run || in_rows) {
+        // One run, or a run for each row, between which there are other gaps than in the buffer.
+        const int runs = in_rows ? rows : 1;
+        const int length = in_rows ? num_classes : count;
+        const int64_t run_stride = args.grad_input.strides[0];
+        scalar_t* to = grad_input + (in_rows ? first_row * run_stride : first_element);
+        int begin = phase;
+#pragma unroll 1
+        for (int run = 0; run < runs; ++run) {
+          scalar_t* const base = to - begin;
+          const int end = begin + length;
+          const int vectors_end = end / kSize;
+          const int vectors_begin = (begin + kSize - 1) / kSize;
+          int g = vectors_begin + lane;
+          for (; g + (kStoreUnroll - 1) * kWarpSize < vectors_end; g += kStoreUnroll * kWarpSize) {
+            Vector<scalar_t> vectors[kStoreUnroll];
 #pragma unroll
-        for (int u = 0; u < kStoreUnroll; ++u) {
-          vectors[u] = load_vector(elements, shape.padded(g + u * kWarpSize));
-        }
+            for (int u = 0; u < kStoreUnroll; ++u) {
+              vectors[u] = load_vector(elements, shape.padded(g + u * kWarpSize));
+            }
 #pragma unroll
-        for (int u = 0; u < kStoreUnroll; ++u) {
-          store_vector(base, g + u * kWarpSize, vectors[u]);
+            for (int u = 0; u < kStoreUnroll; ++u) {
+              store_vector(base, g + u * kWarpSize, vectors[u]);
+            }
+          }
+#pragma unroll 1
+          for (; g < vectors_end; g += kWarpSize) {
+            store_vector(base, g, load_vector(elements, shape.padded(g)));
+          }
+          // The elements before the vectors, and those behind them.
+          const bool is_before = lane < kSize;
+          const int e = is_before ? begin + lane : vectors_end * kSize + lane - kSize;
+          if (e >= begin && e < (is_before ? min(vectors_begin * kSize, end) : end)) {
+            base[e] = elements[e];  // fault: tile-gradient-edges
+          }
+          begin += pitch;
+          to += run_stride;
         }
-      }
-      for (; g < end; g += kWarpSize) {
-        store_vector(base, g, load_vector(elements, shape.padded(g)));
-      }
-      if (edge >= 0) {
-        base[edge] = elements[edge];
+      } else {
+        store_rows(args, shape, elements + phase, first_row, rows);
       }
       __syncwarp();
     }
@@ -496,6 +516,9 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.gradient_in_run = gradients_follow && !plan.by_words && shape.stride == num_classes &&
                           (plan.padding == 0 || is_vector_aligned(args.input.data)) &&
                           lies_as_input(args, args.grad_input, args.grad_input_class_stride);
+  shape.gradient_in_rows =
+      !shape.gradient_in_run && !plan.by_words && args.rows.ndim == 1 &&
+      lies_as_input(args, args.grad_input, args.grad_input_class_stride);
   shape.gradient_in_quads =
       gradients_follow && reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));

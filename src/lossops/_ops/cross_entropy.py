@@ -22,6 +22,8 @@ from .fakes import DTYPES, FLOATING, check_devices, check_dtype
 CLASS_INDICES = (torch.int64, torch.int32, torch.uint8)
 # csrc/ packs this many doubles, mean_terms, before row_stats.
 _MEAN_TERMS = 2
+# Gradients of rows of at most so many bytes are never padded: csrc/bindings/rows.h.
+_SHORT_BYTES = 2000
 
 
 def rows_of(input: Tensor) -> list[int]:
@@ -102,13 +104,6 @@ def fake_saved(forward: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (row_stats.new_empty((doubles,), dtype=torch.float64),)
 
 
-def _is_short(row_bytes: int, element_bytes: int) -> bool:
-    """Whether a row is short, so that its gradient is never padded: see csrc/bindings/rows.h."""
-    is_near_lines = (row_bytes + 14) % 128 <= 28
-    is_short_half = row_bytes <= 2560 or (row_bytes <= 3072 and not is_near_lines)
-    return row_bytes <= 2000 or (element_bytes == 2 and row_bytes % 16 != 0 and is_short_half)
-
-
 def fake_gradient(operand: Tensor) -> Tensor:
     """A gradient in the layout of csrc/bindings/rows.h, empty_gradient(): padded as rows may be."""
     if operand.dim() == 2 and operand.is_floating_point() and operand.stride(1) == 1:
@@ -118,7 +113,7 @@ def fake_gradient(operand: Tensor) -> Tensor:
         if (
             operand.stride(0) > classes
             and padding > 0
-            and not _is_short(classes * element_bytes, element_bytes)
+            and classes * element_bytes > _SHORT_BYTES
         ):
             strides = (classes + padding, 1)
             return torch.empty_strided(
