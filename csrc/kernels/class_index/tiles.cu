@@ -516,9 +516,8 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.gradient_in_run = gradients_follow && !plan.by_words && shape.stride == num_classes &&
                           (plan.padding == 0 || is_vector_aligned(args.input.data)) &&
                           lies_as_input(args, args.grad_input, args.grad_input_class_stride);
-  shape.gradient_in_rows =
-      !shape.gradient_in_run && !plan.by_words && args.rows.ndim == 1 &&
-      lies_as_input(args, args.grad_input, args.grad_input_class_stride);
+  shape.gradient_in_rows = !shape.gradient_in_run && !plan.by_words && args.rows.ndim == 1 &&
+                           lies_as_input(args, args.grad_input, args.grad_input_class_stride);
   shape.gradient_in_quads =
       gradients_follow && reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));

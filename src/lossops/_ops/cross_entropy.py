@@ -110,11 +110,7 @@ def fake_gradient(operand: Tensor) -> Tensor:
         classes = operand.size(1)
         element_bytes = operand.element_size()
         padding = (operand.stride(0) - classes) % (16 // element_bytes)
-        if (
-            operand.stride(0) > classes
-            and padding > 0
-            and classes * element_bytes > _SHORT_BYTES
-        ):
+        if operand.stride(0) > classes and padding > 0 and classes * element_bytes > _SHORT_BYTES:
             strides = (classes + padding, 1)
             return torch.empty_strided(
                 operand.shape, strides, dtype=operand.dtype, device=operand.device
