@@ -22,12 +22,24 @@ struct RowStates {
   double sum[kBlock];
   double q_sum[kBlock];
   double dot[kBlock];
+  // Where has_below, the sum without the maximum, of rows that may have few bits without it.
+  double below[kBlock];
+  bool has_below = false;
 
   LOSSOPS_HOST_DEVICE void clear(int width, acc_t least) {
     std::fill_n(max, width, least);
     std::fill_n(sum, width, 0);
     std::fill_n(q_sum, width, 0);
     std::fill_n(dot, width, 0);
+    has_below = false;
+  }
+  // Whether the sums of rows [first, last) hold a rest of few bits beside the 1 of a maximum.
+  LOSSOPS_HOST_DEVICE bool have_few_bits(int first, int last, acc_t least) const {
+    int with_few_bits = 0;
+    for (int j = first; j < last; ++j) {
+      with_few_bits += std::fabs(static_cast<acc_t>(sum[j] - 1)) < least ? 1 : 0;
+    }
+    return with_few_bits != 0;
   }
 };
 
@@ -53,12 +65,16 @@ struct ChunkSums {
 using ForwardWalker = BlockWalker<3>;  // over input, target, output
 
 // Beside the 1 of the maximum, an fp64 sum of `terms` may lose terms / 2^53, and the terms of fp32
-// have rounded distances from the maximum, which may be all of a confident row's rest. A rest of
-// less than this would miss bits of an acc_t, and is summed apart.
+// logits have rounded distances from the maximum, which may be all of a confident row's rest; those
+// of half types are exact where it matters. A rest of less than this would miss bits of an acc_t,
+// and is summed apart.
 template <typename acc_t>
-acc_t least_rest(int64_t terms) {
-  return sizeof(acc_t) < 8 ? std::max(static_cast<acc_t>(terms) * acc_t(0x1p-28), acc_t(0.125))
-                           : acc_t(0.5);
+acc_t least_rest(const CrossEntropyArgs& args, int64_t terms) {
+  if (sizeof(acc_t) == 8) {
+    return acc_t(0.5);
+  }
+  const acc_t of_sum = static_cast<acc_t>(terms) * acc_t(0x1p-28);
+  return element_size(args.input.dtype) == 2 ? of_sum : std::max(of_sum, acc_t(0.125));
 }
 
 // The sum of exp(x - max) of a row over the classes below its maximum, with exact differences.
@@ -66,7 +82,7 @@ template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int64_t row_offset,
                                         acc_t max) {
   acc_t buffer[kBlock];
-  acc_t terms[kBlock];
+  double terms[kBlock];
   LaneSum sum;
   for (int64_t c = 0; c < args.num_classes; c += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, args.num_classes - c));
@@ -75,8 +91,8 @@ LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int
     for (int i = 0; i < padded(count); ++i) {
       acc_t difference = x[i];
       const acc_t lost = math::lost_by_adding(difference, -max);
-      const acc_t term = math::exp_times(acc_t(1), difference, lost);  // fault: ce-distances
-      terms[i] = x[i] == max ? acc_t(0) : term;
+      const double term = math::exp_in_double(difference, lost);  // fault: ce-distances
+      terms[i] = x[i] == max ? 0.0 : term;
     }
     sum.add(terms, padded(count));
   }
@@ -122,14 +138,20 @@ LOSSOPS_HOST_DEVICE void finish_rows_inline(const CrossEntropyForwardArgs& args,
     }
   }
 
-  const acc_t least = least_rest<acc_t>(terms_per_sum);
+  const acc_t least = least_rest<acc_t>(args, terms_per_sum);
   int with_few_bits = 0;
   for (int j = 0; j < width; ++j) {
     // The sum holds exp(0) = 1 for the maximum. An empty row has -1.
     rest[j] = static_cast<acc_t>(states.sum[j] - 1);
     with_few_bits += std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0) ? 1 : 0;
   }
-  if (with_few_bits != 0) {  // fault: ce-few-bits
+  if (states.has_below) {
+    for (int j = 0; j < width; ++j) {
+      const bool has_few_bits = std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0);
+      const acc_t below = static_cast<acc_t>(states.below[j]);
+      rest[j] = has_few_bits ? below : rest[j];  // fault: ce-few-bits-of-columns
+    }
+  } else if (with_few_bits != 0) {  // fault: ce-few-bits
     for (int j = 0; j < count; ++j) {
       if (std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0)) {
         rest[j] = sum_below_max(args, walker[0][j], states.max[j]);

@@ -90,6 +90,27 @@ LOSSOPS_HOST_DEVICE void fold_columns(const Columns<acc_t>& x, const Probability
   }
 }
 
+// Adds a block of classes to the sums without the maxima, of rows [first, first + kVector), with
+// exact differences as in sum_below_max(). The maxima are known.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE void add_below(const Columns<acc_t>& x, int classes, int first,
+                                   RowStates<acc_t>& states) {
+  acc_t max[kVector];
+  double sums[kVector];
+  std::copy_n(states.max + first, kVector, max);
+  std::copy_n(states.below + first, kVector, sums);
+  for (int c = 0; c < classes; ++c) {
+    const acc_t* column = x.first + c * x.stride + first;
+    for (int lane = 0; lane < kVector; ++lane) {
+      acc_t difference = column[lane];
+      const acc_t lost = math::lost_by_adding(difference, -max[lane]);
+      const double term = math::exp_in_double(difference, lost);  // fault: ce-column-distances
+      sums[lane] += column[lane] == max[lane] ? 0.0 : term;
+    }
+  }
+  std::copy_n(sums, kVector, states.below + first);
+}
+
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& args,
                                                 const Coefficients<acc_t>& coefficients,
@@ -100,16 +121,25 @@ LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& a
   acc_t weights[kBlock];
   ProbabilityColumns<acc_t> p(buffers);
   auto& states = buffers_of_this_thread<RowStates<acc_t>>();
+  const bool is_one_block = args.num_classes <= plan.classes;
   for (int64_t first = begin; first < end; first += plan.rows) {
     const int count = static_cast<int>(std::min<int64_t>(plan.rows, end - first));
     const int width = padded(count);
     walker.next(count);
     states.clear(width, -math::infinity<acc_t>());
-    for (int64_t c = 0; c < args.num_classes; c += plan.classes) {
-      const int classes = static_cast<int>(std::min<int64_t>(plan.classes, args.num_classes - c));
-      const Columns<acc_t> x =
-          load_columns(args.input, {walker[0], args.input_class_stride, c, classes, count},
-                       buffers.x, buffers.staging);
+    Columns<acc_t> x = {};
+    // Calls body(c, classes) for each block, with x its logits: those of one block stay there.
+    const auto for_each_block = [&](const auto& body) LOSSOPS_ALWAYS_INLINE {
+      for (int64_t c = 0; c < args.num_classes; c += plan.classes) {
+        const int classes = static_cast<int>(std::min<int64_t>(plan.classes, args.num_classes - c));
+        if (!is_one_block || x.first == nullptr) {
+          x = load_columns(args.input, {walker[0], args.input_class_stride, c, classes, count},
+                           buffers.x, buffers.staging);
+        }
+        body(c, classes);
+      }
+    };
+    for_each_block([&](int64_t c, int classes) LOSSOPS_ALWAYS_INLINE {
       if (args.dense()) {
         p.load(args, walker[1], c, classes, count);
         coefficients.load_weights(c, classes, weights);
@@ -118,6 +148,18 @@ LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& a
         args.dense() ? fold_columns<true>(x, p, weights, classes, j, states)
                      : fold_columns<false>(x, p, weights, classes, j, states);
       }
+    });
+    const acc_t least = least_rest<acc_t>(args, args.num_classes);
+    if (states.have_few_bits(0, width, least)) {
+      states.has_below = true;
+      std::fill_n(states.below, width, 0);
+      for_each_block([&](int64_t, int classes) LOSSOPS_ALWAYS_INLINE {
+        for (int j = 0; j < width; j += kVector) {
+          if (states.have_few_bits(j, j + kVector, least)) {
+            add_below(x, classes, j, states);
+          }
+        }
+      });
     }
     finish_rows(args, coefficients, walker, first, count, args.num_classes, states, chunk);
   }
