@@ -22,9 +22,9 @@ inline Dims without_class_dim(const Dims& dims) {
 }
 
 // Returns a new tensor for the gradient of logits. With a reduction, forward may write it. Then
-// rows of padded logits (N, C) get a padded gradient: its vectors of 16 bytes lie as those of the
-// logits. Kernels that read a row once for loss and gradient need this; those of short rows, of at
-// most 2000 bytes, do not. The padding is less than a vector a row.
+// rows of more than 2000 bytes of padded logits (N, C) get a padded gradient: its vectors of 16
+// bytes lie as those of the logits. Most kernels of such rows need this, and tiles are faster with
+// it. The padding is less than a vector a row.
 // src/lossops/_ops/cross_entropy.py tells the compiler the same.
 Tensor empty_gradient(const View& logits, Reduction reduction);
 

@@ -488,7 +488,8 @@ LOSSOPS_HOST_DEVICE float exp_times(float factor, float x, float lost) {
   const float result = (parts.e * scaled + scaled) * (deep ? 0x1p-64f : 1.0f);
   return x < -131.0f ? factor * 0.0f : result;  // there the power wraps around; -inf
 }
-// exp(x + lost) of these as fp64, so that nothing is subnormal: that takes a hundred times as long.
+// exp(x + lost), x and lost as in exp_times(). As fp64, because arithmetic on results that are
+// subnormal in fp32 is slow. 0 for x < -131.
 LOSSOPS_HOST_DEVICE double exp_in_double(float x, float lost) {
   const bool deep = x < -45.0f;
   const float round = 0x1.8p23f + (deep ? 127.0f + 64.0f : 127.0f);

@@ -22,19 +22,20 @@ struct RowStates {
   double sum[kBlock];
   double q_sum[kBlock];
   double dot[kBlock];
-  // Where has_below, the sum without the maximum, of rows that may have few bits without it.
+  // If has_below: the sum over the classes below the maximum, with exact distances. Only of vectors
+  // of rows in which one has few bits.
   double below[kBlock];
   bool has_below = false;
 
-  LOSSOPS_HOST_DEVICE void clear(int width, acc_t least) {
-    std::fill_n(max, width, least);
+  LOSSOPS_HOST_DEVICE void clear(int width, acc_t initial_max) {
+    std::fill_n(max, width, initial_max);
     std::fill_n(sum, width, 0);
     std::fill_n(q_sum, width, 0);
     std::fill_n(dot, width, 0);
     has_below = false;
   }
-  // Whether the sums of rows [first, last) hold a rest of few bits beside the 1 of a maximum.
-  LOSSOPS_HOST_DEVICE bool have_few_bits(int first, int last, acc_t least) const {
+  // Whether one of rows [first, last) has a rest below least_rest() beside the 1 of its maximum.
+  LOSSOPS_HOST_DEVICE bool any_has_few_bits(int first, int last, acc_t least) const {
     int with_few_bits = 0;
     for (int j = first; j < last; ++j) {
       with_few_bits += std::fabs(static_cast<acc_t>(sum[j] - 1)) < least ? 1 : 0;
@@ -65,9 +66,9 @@ struct ChunkSums {
 using ForwardWalker = BlockWalker<3>;  // over input, target, output
 
 // Beside the 1 of the maximum, an fp64 sum of `terms` may lose terms / 2^53, and the terms of fp32
-// logits have rounded distances from the maximum, which may be all of a confident row's rest; those
-// of half types are exact where it matters. A rest of less than this would miss bits of an acc_t,
-// and is summed apart.
+// logits have rounded distances from the maximum, which may be all of a confident row's rest. Of
+// half types a distance is exact, or its logit 2^12 times smaller than the maximum. A rest of less
+// than this would miss bits of an acc_t, and is summed apart.
 template <typename acc_t>
 acc_t least_rest(const CrossEntropyArgs& args, int64_t terms) {
   if (sizeof(acc_t) == 8) {

@@ -93,8 +93,8 @@ LOSSOPS_HOST_DEVICE void fold_columns(const Columns<acc_t>& x, const Probability
 // Adds a block of classes to the sums without the maxima, of rows [first, first + kVector), with
 // exact differences as in sum_below_max(). The maxima are known.
 template <typename acc_t>
-LOSSOPS_HOST_DEVICE void add_below(const Columns<acc_t>& x, int classes, int first,
-                                   RowStates<acc_t>& states) {
+LOSSOPS_HOST_DEVICE void add_below_max(const Columns<acc_t>& x, int classes, int first,
+                                       RowStates<acc_t>& states) {
   acc_t max[kVector];
   double sums[kVector];
   std::copy_n(states.max + first, kVector, max);
@@ -128,7 +128,8 @@ LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& a
     walker.next(count);
     states.clear(width, -math::infinity<acc_t>());
     Columns<acc_t> x = {};
-    // Calls body(c, classes) for each block, with x its logits: those of one block stay there.
+    // Calls body(c, classes) for each block; x then holds its logits. If one block has all classes,
+    // they are read once for both sums.
     const auto for_each_block = [&](const auto& body) LOSSOPS_ALWAYS_INLINE {
       for (int64_t c = 0; c < args.num_classes; c += plan.classes) {
         const int classes = static_cast<int>(std::min<int64_t>(plan.classes, args.num_classes - c));
@@ -150,13 +151,13 @@ LOSSOPS_HOST_DEVICE void forward_class_by_class(const CrossEntropyForwardArgs& a
       }
     });
     const acc_t least = least_rest<acc_t>(args, args.num_classes);
-    if (states.have_few_bits(0, width, least)) {
+    if (states.any_has_few_bits(0, width, least)) {
       states.has_below = true;
       std::fill_n(states.below, width, 0);
       for_each_block([&](int64_t, int classes) LOSSOPS_ALWAYS_INLINE {
         for (int j = 0; j < width; j += kVector) {
-          if (states.have_few_bits(j, j + kVector, least)) {
-            add_below(x, classes, j, states);
+          if (states.any_has_few_bits(j, j + kVector, least)) {
+            add_below_max(x, classes, j, states);
           }
         }
       });

@@ -74,7 +74,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   const bool in_bulk = kMayCopyInBulk && shape.in_bulk;
   constexpr int kUnroll = kElementsAtATime / kPerWord;
   constexpr int kGradientUnroll = kUnroll / 2;
-  constexpr bool kLongRows = kTeam > 2;
+  // Whether gradients may be written row by row. Rows of smaller teams have at most 40 vectors, too
+  // few to be worth a turn of 32 lanes each. (A choice, not measured.)
+  constexpr bool kWritesRows = kTeam > 2;
   LOSSOPS_DYNAMIC_SHARED(uint4, dynamic);
   __shared__ CopyBarrier barriers[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -445,9 +447,10 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
     __syncwarp();
     if constexpr (kGradient) {
-      const bool in_rows = kLongRows && shape.gradient_in_rows;
+      const bool in_rows = kWritesRows && shape.gradient_in_rows;
       if (shape.gradient_in_run || in_rows) {
-        // One run, or a run for each row, between which there are other gaps than in the buffer.
+        // One run of the whole tile, or one of each row: gaps between rows may differ in both
+        // memories.
         const int runs = in_rows ? rows : 1;
         const int length = in_rows ? num_classes : count;
         const int64_t run_stride = args.grad_input.strides[0];
@@ -475,7 +478,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           for (; g < vectors_end; g += kWarpSize) {
             store_vector(base, g, load_vector(elements, shape.padded(g)));
           }
-          // The elements before the vectors, and those behind them.
+          // The elements before the first whole vector, and those behind the last.
           const bool is_before = lane < kSize;
           const int e = is_before ? begin + lane : vectors_end * kSize + lane - kSize;
           if (e >= begin && e < (is_before ? min(vectors_begin * kSize, end) : end)) {

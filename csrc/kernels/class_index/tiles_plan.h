@@ -54,7 +54,7 @@ constexpr bool are_nearly_lines(int64_t bytes) {
   return (bytes + kNearLineBytes) % kLineBytes <= 2 * kNearLineBytes;
 }
 
-// Rows of half types and class indices.
+// Whether tiles take these rows: of half types and class indices.
 inline bool fits(const RowProblem& problem) {
   const bool is_longer = problem.device.hopper && problem.bytes <= kMaxHopperRowBytes &&
                          !are_nearly_lines(problem.bytes);

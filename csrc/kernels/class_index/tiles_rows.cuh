@@ -24,7 +24,7 @@ struct TileShape {
   bool by_words;           // rows are copied word by word, each to the start of a word
   bool in_vectors;         // rows start at granules in shared memory
   bool gradient_in_run;    // gradients are contiguous rows, placed in vectors as the logits are
-  bool gradient_in_rows;   // otherwise: each row lies in vectors as its logits do
+  bool gradient_in_rows;   // otherwise, for teams of 8: each row lies in vectors as its logits do
   bool gradient_in_quads;  // otherwise: gradients are contiguous and 8-byte aligned
   // Of gradients in the run: 2^20 over a row's granules, rounded up; divides a granule's number.
   uint32_t rows_of_2_20;

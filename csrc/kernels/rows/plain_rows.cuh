@@ -115,7 +115,7 @@ struct IndexRow {
   // Within these, no term is lost that counts beside the sum, and neither does the offset of
   // RowTerms lose much, nor a gradient's factor leave fp32's range. False of NaN.
   static __device__ __forceinline__ bool may_be_plain(float others, float x_at_index) {
-    // & instead of &&: for less branches.
+    // & instead of &&: for fewer branches.
     return (others >= 0x1p-60f) & (others <= 0x1p40f) & (::fabsf(x_at_index) <= 0x1p14f);
   }
   __device__ __forceinline__ bool is_plain() const {

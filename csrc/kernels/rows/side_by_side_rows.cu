@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
                                             offset[0] + i * grad_output.operand.strides[0]);
       }
     }
-    // 1 without class weights, also of a row without a loss.
+    // Without class weights 1, with them 0 of a row without a loss.
     float weights[kRows];
 #pragma unroll
     for (float& weight : weights) {
@@ -458,7 +458,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
         }
       }
     }
-    bool all_count = counts_from == 0;
+    bool all_count = counts_from == 0;  // as in most groups: then nothing is selected
 #pragma unroll
     for (const int index : indices) {
       all_count &= index != kIgnoredRow;

@@ -13,9 +13,9 @@
 
 namespace lossops::cuda::side_by_side {
 
-// The groups of a warp's lanes, which are neighbours: 64 words of each class, or 65 where its rows
-// begin in the middle of a word. Neighbouring lanes copy and write neighbouring words, whosever
-// they are. All lanes of the warp call each function.
+// The groups of a warp's lanes, which are neighbours: 64 words of each class, or 65 where the first
+// element of the class begins in the middle of a word. Neighbouring lanes copy and write
+// neighbouring words, whosever they are. All lanes of the warp call each function.
 template <typename scalar_t>
 class WarpWords {
  public:
@@ -26,8 +26,8 @@ class WarpWords {
   __device__ __forceinline__ WarpWords(Group* own, uint32_t* last_words, int classes)
       : words_((own - lane())->words), last_words_(last_words), classes_(classes) {}
 
-  // from: the lane's group of class 0. Where rows begin in the middle of a word, an element must
-  // follow those of the warp: the 65th word has it, too.
+  // from: the lane's group of class 0. Where a class begins in the middle of a word, an element
+  // must follow those of the warp: the 65th word has it, too.
   __device__ __forceinline__ void start_copies(const scalar_t* from, int64_t class_stride) const {
     __syncwarp();  // all lanes have read what is overwritten
     for_each_kind(from - lane() * kRows, class_stride,
@@ -39,7 +39,7 @@ class WarpWords {
                       words += kWarpSize;
                       words.start_copy(own + kWarpSize);
                       words += kind.step * kWords - kWarpSize;
-                      own += kind.words;
+                      own += kind.stride;
                     });
                     if (kind.is_odd) {
                       for_each_of_lane(kind, [&](int c, int64_t words_before) {
@@ -93,7 +93,7 @@ class WarpWords {
           own[0] = words[0];
           own[kWarpSize] = words[kWarpSize];
           words += kind.step * kWords;
-          own += kind.words;
+          own += kind.stride;
         });
         return;
       }
@@ -107,13 +107,13 @@ class WarpWords {
           own[kWarpSize] = joined_words(words[kWarpSize], words[kWarpSize + 1]);
         }
         words += kind.step * kWords;
-        own += kind.words;
+        own += kind.stride;
       });
       for_each_of_lane(kind, [&](int c, int64_t words_before) {
         const auto* const elements = reinterpret_cast<const scalar_t*>(words_ + c * kWords);
-        scalar_t* const row = first + 2 * words_before;
-        row[0] = elements[0];
-        row[2 * kWords - 1] = elements[2 * kWords - 1];
+        scalar_t* const of_class = first + 2 * words_before;
+        of_class[0] = elements[0];
+        of_class[2 * kWords - 1] = elements[2 * kWords - 1];
       });
     });
     __syncwarp();  // a lane may overwrite what others have read
@@ -123,13 +123,13 @@ class WarpWords {
   static constexpr int kRows = Group::kRows;
   static constexpr int kWords = Group::kWords * kWarpSize;  // of a class
   static_assert(Group::kWords == 2);
-  // Classes first, first + step, ... whose rows all begin at words, or all in the middle of one.
+  // Classes first, first + step, ...: all begin at words, or all in the middle of one.
   struct ClassKind {
     int first;
     int step;
     int count;
-    int64_t words;  // from one of these classes to the next, in global memory
-    bool is_odd;    // rows begin in the middle of a word
+    int64_t stride;  // words from one of these classes to the next, in global memory
+    bool is_odd;     // they begin in the middle of a word
 
     // Calls body(integral_constant<int, n>) for the next n classes.
     template <typename Body>
@@ -155,8 +155,8 @@ class WarpWords {
     }
   };
 
-  // Calls body(kind, pointer to class kind.first). With an odd stride every other class begins in
-  // the middle of a word.
+  // Calls body(kind, pointer to class kind.first) for each kind of classes: one kind with an even
+  // stride, two with an odd one.
   template <typename Element, typename Body>
   __device__ __forceinline__ void for_each_kind(Element* elements, int64_t class_stride,
                                                 const Body& body) const {
@@ -176,12 +176,12 @@ class WarpWords {
   __device__ __forceinline__ void for_each_of_lane(const ClassKind& kind, const Body& body) const {
 #pragma unroll 1
     for (int k = lane(); k < kind.count; k += kWarpSize) {
-      body(kind.first + k * kind.step, k * kind.words);
+      body(kind.first + k * kind.step, k * kind.stride);
     }
   }
 
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % kWarpSize); }
-  // The two elements in the middle of two neighbouring words.
+  // The second element of a word and the first one of the next, as one word.
   static __device__ __forceinline__ uint32_t joined_words(uint32_t word, uint32_t next) {
     return __funnelshift_r(word, next, 16);
   }

@@ -22,7 +22,7 @@ from .fakes import DTYPES, FLOATING, check_devices, check_dtype
 CLASS_INDICES = (torch.int64, torch.int32, torch.uint8)
 # csrc/ packs this many doubles, mean_terms, before row_stats.
 _MEAN_TERMS = 2
-# Gradients of rows of at most so many bytes are never padded: csrc/bindings/rows.h.
+# Gradients of rows of at most this many bytes are never padded: csrc/bindings/rows.h.
 _SHORT_BYTES = 2000
 
 
