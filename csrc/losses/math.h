@@ -105,17 +105,17 @@ __device__ __forceinline__ float lost_by_log2(float x, float t) {
   return ::fmaf(t, 0x1.05c610p-29f, ::fmaf(t, -0x1.62e430p-1f, x));
 }
 
-// a / (1 + b), rounded once but for one quotient in many; b from 0 to 2^126.
-__device__ __forceinline__ float divide_by_one_plus(float a, float b) {
-  const float sum = 1.0f + b;
-  const float lost_by_sum = ::fminf(1.0f, b) - (sum - ::fmaxf(1.0f, b));
+// a / (b + c), rounded once but for one quotient in many; b and c not negative, their sum from
+// 2^-126 to 2^126.
+__device__ __forceinline__ float divide_by_sum(float a, float b, float c) {
+  const float sum = b + c;
+  const float lost_by_sum = ::fminf(b, c) - (sum - ::fmaxf(b, c));
   const float inverse = rcp_approx_ftz(sum);
   const float quotient = a * inverse;
   const float lost = ::fmaf(-quotient, lost_by_sum, ::fmaf(-quotient, sum, a));
   const float corrected = ::fmaf(lost, inverse, quotient);
   return is_nan(corrected) ? quotient : corrected;  // an infinity has no remainder
 }
-__device__ __forceinline__ double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
 
 // The hardware's powers of negative exponents are too small by as much of themselves: measured on
 // an H200, mean of -8 to 0; elsewhere it may be less, and then costs as much. Of a sum of them it
@@ -176,7 +176,7 @@ __device__ __forceinline__ MultipleOfExp divide_by_one_plus_times_exp(float a, f
   const float sum = 1.0f + b;
   // A whole number is the sum of terms that are exactly 1, as those of equal logits.
   const float lost_by_powers = b == ::rintf(b) ? 0.0f : kLostByPowers;
-  const float lost_by_sum = ::fmaf(b, lost_by_powers, ::fminf(1.0f, b) - (sum - ::fmaxf(1.0f, b)));
+  const float lost_by_sum = ::fmaf(b, lost_by_powers, ::fminf(b, 1.0f) - (sum - ::fmaxf(b, 1.0f)));
   const float inverse = rcp_approx_ftz(sum);
   const float quotient = __fmul_rn(product, inverse);
   const float lost = ::fmaf(-quotient, lost_by_sum, ::fmaf(-quotient, sum, product)) + product_lost;
@@ -252,6 +252,12 @@ __device__ __forceinline__ float difference_of_products(float a, float b, float 
 __device__ __forceinline__ double difference_of_products(double a, double b, double c, double d) {
   return ::fma(a, b, -::__dmul_rn(c, d));
 }
+
+// a / (1 + b), b >= 0.
+__device__ __forceinline__ float divide_by_one_plus(float a, float b) {
+  return divide_by_sum(a, 1.0f, b);
+}
+__device__ __forceinline__ double divide_by_one_plus(double a, double b) { return a / (1.0 + b); }
 
 __device__ __forceinline__ float zero_unless_nan(float x) { return at_least(-::fabsf(x), 0.0f); }
 __device__ __forceinline__ double zero_unless_nan(double x) { return is_nan(x) ? x : 0.0; }
