@@ -483,26 +483,31 @@ LOSSOPS_HOST_DEVICE acc_t zero_unless_nan(acc_t x) {
   return is_nan(x) ? x : acc_t(0);
 }
 
-// factor exp(x + lost) for x <= 0 and a lost that is nothing beside x, within 1.5 units in the last
-// place.
-LOSSOPS_HOST_DEVICE float exp_times(float factor, float x, float lost) {
+namespace detail {
+
+template <typename result_t>
+LOSSOPS_HOST_DEVICE result_t exp_times_as(float factor, float x, float lost) {
   // Where 2^n might be out of range, the power is 2^(n + 64), and the rest comes last.
   const bool deep = x < -45.0f;
   const float round = 0x1.8p23f + (deep ? 127.0f + 64.0f : 127.0f);
-  const detail::ExpParts parts = detail::split_exp(x, round, lost);
-  const float scaled = factor * detail::float_from_bits(parts.biased << 23);
-  const float result = (parts.e * scaled + scaled) * (deep ? 0x1p-64f : 1.0f);
-  return x < -131.0f ? factor * 0.0f : result;  // there the power wraps around; -inf
+  const ExpParts parts = split_exp(x, round, lost);
+  const float scaled = factor * float_from_bits(parts.biased << 23);
+  const auto result = static_cast<result_t>(parts.e * scaled + scaled);
+  // There the power wraps around; -inf.
+  return x < -131.0f ? result_t(factor * 0.0f) : result * (deep ? result_t(0x1p-64) : result_t(1));
 }
-// exp(x + lost), x and lost as in exp_times(). As fp64, because arithmetic on results that are
-// subnormal in fp32 is slow. 0 for x < -131.
+
+}  // namespace detail
+
+// factor exp(x + lost) for x <= 0 and a lost that is nothing beside x, within 1.5 units in the last
+// place.
+LOSSOPS_HOST_DEVICE float exp_times(float factor, float x, float lost) {
+  return detail::exp_times_as<float>(factor, x, lost);
+}
+// The same with a factor of 1, as fp64: arithmetic on results that are subnormal in fp32 is slow. 0
+// for x < -131.
 LOSSOPS_HOST_DEVICE double exp_in_double(float x, float lost) {
-  const bool deep = x < -45.0f;
-  const float round = 0x1.8p23f + (deep ? 127.0f + 64.0f : 127.0f);
-  const detail::ExpParts parts = detail::split_exp(x, round, lost);
-  const float scaled = detail::float_from_bits(parts.biased << 23);
-  const double result = static_cast<double>(parts.e * scaled + scaled) * (deep ? 0x1p-64 : 1.0);
-  return x < -131.0f ? 0.0 : result;
+  return detail::exp_times_as<double>(1.0f, x, lost);
 }
 
 LOSSOPS_HOST_DEVICE float divide_by_one_plus(float a, float b) {

@@ -78,7 +78,16 @@ acc_t least_rest(const CrossEntropyArgs& args, int64_t terms) {
   return element_size(args.input.dtype) == 2 ? of_sum : std::max(of_sum, acc_t(0.125));
 }
 
-// The sum of exp(x - max) of a row over the classes below its maximum, with exact differences.
+// exp(x - max) of a class below the maximum, with an exact difference; 0 of the maximum.
+template <typename acc_t>
+LOSSOPS_HOST_DEVICE double exp_below_max(acc_t x, acc_t max) {
+  acc_t difference = x;
+  const acc_t lost = math::lost_by_adding(difference, -max);
+  const double term = math::exp_in_double(difference, lost);  // fault: ce-distances
+  return x == max ? 0.0 : term;
+}
+
+// The sum of exp_below_max() of a row.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int64_t row_offset,
                                         acc_t max) {
@@ -90,10 +99,7 @@ LOSSOPS_HOST_DEVICE acc_t sum_below_max(const CrossEntropyForwardArgs& args, int
     const acc_t* x = view_block(args.input, classes_of_row(row_offset, args.input_class_stride, c),
                                 count, buffer, -math::infinity<acc_t>());
     for (int i = 0; i < padded(count); ++i) {
-      acc_t difference = x[i];
-      const acc_t lost = math::lost_by_adding(difference, -max);
-      const double term = math::exp_in_double(difference, lost);  // fault: ce-distances
-      terms[i] = x[i] == max ? 0.0 : term;
+      terms[i] = exp_below_max(x[i], max);
     }
     sum.add(terms, padded(count));
   }
@@ -140,21 +146,23 @@ LOSSOPS_HOST_DEVICE void finish_rows_inline(const CrossEntropyForwardArgs& args,
   }
 
   const acc_t least = least_rest<acc_t>(args, terms_per_sum);
+  const auto has_few_bits = [&](int j) LOSSOPS_ALWAYS_INLINE {
+    return std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0);
+  };
   int with_few_bits = 0;
   for (int j = 0; j < width; ++j) {
     // The sum holds exp(0) = 1 for the maximum. An empty row has -1.
     rest[j] = static_cast<acc_t>(states.sum[j] - 1);
-    with_few_bits += std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0) ? 1 : 0;
+    with_few_bits += has_few_bits(j) ? 1 : 0;
   }
   if (states.has_below) {
     for (int j = 0; j < width; ++j) {
-      const bool has_few_bits = std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0);
       const acc_t below = static_cast<acc_t>(states.below[j]);
-      rest[j] = has_few_bits ? below : rest[j];  // fault: ce-few-bits-of-columns
+      rest[j] = has_few_bits(j) ? below : rest[j];  // fault: ce-few-bits-of-columns
     }
   } else if (with_few_bits != 0) {  // fault: ce-few-bits
     for (int j = 0; j < count; ++j) {
-      if (std::fabs(rest[j]) < least && targets.has_loss[j] != acc_t(0)) {
+      if (has_few_bits(j)) {
         rest[j] = sum_below_max(args, walker[0][j], states.max[j]);
       }
     }

@@ -90,8 +90,8 @@ LOSSOPS_HOST_DEVICE void fold_columns(const Columns<acc_t>& x, const Probability
   }
 }
 
-// Adds a block of classes to the sums without the maxima, of rows [first, first + kVector), with
-// exact differences as in sum_below_max(). The maxima are known.
+// Adds exp_below_max() of a block of classes to the sums of rows [first, first + kVector), whose
+// maxima are known.
 template <typename acc_t>
 LOSSOPS_HOST_DEVICE void add_below_max(const Columns<acc_t>& x, int classes, int first,
                                        RowStates<acc_t>& states) {
@@ -102,10 +102,7 @@ LOSSOPS_HOST_DEVICE void add_below_max(const Columns<acc_t>& x, int classes, int
   for (int c = 0; c < classes; ++c) {
     const acc_t* column = x.first + c * x.stride + first;
     for (int lane = 0; lane < kVector; ++lane) {
-      acc_t difference = column[lane];
-      const acc_t lost = math::lost_by_adding(difference, -max[lane]);
-      const double term = math::exp_in_double(difference, lost);  // fault: ce-column-distances
-      sums[lane] += column[lane] == max[lane] ? 0.0 : term;
+      sums[lane] += exp_below_max(column[lane], max[lane]);
     }
   }
   std::copy_n(sums, kVector, states.below + first);

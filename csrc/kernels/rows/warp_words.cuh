@@ -123,6 +123,7 @@ class WarpWords {
   static constexpr int kRows = Group::kRows;
   static constexpr int kWords = Group::kWords * kWarpSize;  // of a class
   static_assert(Group::kWords == 2);
+
   // Classes first, first + step, ...: all begin at words, or all in the middle of one.
   struct ClassKind {
     int first;
