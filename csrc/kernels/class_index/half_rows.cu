@@ -10,6 +10,7 @@
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/thread_reduce.cuh"
+#include "kernels/primitives/unit_cells.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
 #include "kernels/rows/launches.cuh"
@@ -19,19 +20,24 @@ namespace lossops::cuda {
 namespace half_rows {
 namespace {
 
-// A thread's share of a row: each warp has a part of it, whose vectors the lanes take in turn.
+// A thread's share of a row: each warp has a part of it, whose vectors the lanes take in turn. If
+// rows are not aligned, vectors are read and written by the words they lie in.
 template <typename scalar_t, bool kAligned>
 struct Share {
   static constexpr int kSize = kVectorSize<scalar_t>;
+  using Cells = UnitCells<kSize>;
   static constexpr int kVectors = kThreadLogits / kSize;
   static constexpr int kStride = kWarpSize * kSize;  // from one vector to the next
-  int first;                                         // class of the thread's first logit
-  int count;                                         // vectors
-  uint32_t absent;                                   // two logits that are not there
+  int num_classes;
+  int first;        // class of the thread's first logit
+  int count;        // vectors
+  uint32_t absent;  // two logits that are not there
   Vector<scalar_t> vectors[kVectors];
+  Cells read[kAligned ? 1 : kVectors];  // by words, until settle()
 
-  __device__ __forceinline__ Share(int num_classes, uint32_t absent_)
-      : first(static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize * kThreadLogits +
+  __device__ __forceinline__ Share(int num_classes_, uint32_t absent_)
+      : num_classes(num_classes_),
+        first(static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize * kThreadLogits +
               static_cast<int>(threadIdx.x) % kWarpSize * kSize),
         count((num_classes - first + kStride - 1) / kStride),
         absent(absent_) {
@@ -51,9 +57,20 @@ struct Share {
       if constexpr (kAligned) {
         vectors[u] = load_vector(row, 0);
       } else {
+        read[u].load_words(reinterpret_cast<const char*>(row));
+      }
+    }
+  }
+  // Makes vectors of what was read of a row.
+  __device__ __forceinline__ void settle(const scalar_t* row) {
+    if constexpr (!kAligned) {
+      const uint32_t shift = (low_bits(reinterpret_cast<const char*>(row)) & 2) * 8;
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          vectors[u].set(i, row[i]);
+      for (int u = 0; u < kVectors; ++u) {
+        read[u].settle_words(shift);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          vectors[u].set_word(i, u < count ? read[u].cells[i] : absent);
         }
       }
     }
@@ -65,24 +82,31 @@ struct Share {
     }
   }
 
-  // Vector u of a row's gradient.
+  // Vector u of a row's gradient. All threads must call it. kSeldom: with little machine code.
+  template <bool kSeldom = false>
   __device__ __forceinline__ void store(scalar_t* row, int u, const float (&values)[kSize]) const {
-    const Vector<scalar_t> vector = pack<scalar_t>(values);
-    if (u < count) {
-      row += first + u * kStride;
-      if constexpr (kAligned) {
-        // By name: the compiler would cut the store in four.
-        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-                     :
-                     : "l"(row), "r"(vector.word(0)), "r"(vector.word(1)), "r"(vector.word(2)),
-                       "r"(vector.word(3))
-                     : "memory");
-      } else {
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          row[i] = vector.get(i);
-        }
+    row += first + u * kStride;
+    if constexpr (!kAligned && kSeldom) {
+      if (u < count) {
+        Cells::template pack<scalar_t>(values).store_strided(reinterpret_cast<char*>(row),
+                                                             sizeof(scalar_t));
       }
+    } else if constexpr (!kAligned) {
+      const Cells cells = Cells::template pack<scalar_t>(values);
+      const uint32_t before = cells.cell_before();
+      const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+      const bool has_next = first + u * kStride + kSize < num_classes && lane < kWarpSize - 1;
+      if (u < count) {
+        cells.store_words(reinterpret_cast<char*>(row), before, lane > 0, has_next);
+      }
+    } else if (u < count) {
+      const Vector<scalar_t> vector = pack<scalar_t>(values);
+      // By name: the compiler would cut the store in four.
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                   :
+                   : "l"(row), "r"(vector.word(0)), "r"(vector.word(1)), "r"(vector.word(2)),
+                     "r"(vector.word(3))
+                   : "memory");
     }
   }
 
@@ -196,7 +220,7 @@ __device__ __forceinline__ IndexRow reduce_shifted(const Share<scalar_t, kAligne
 // gradient. While a row is computed, the next one is on its way. Rows that are not plain, and whose
 // gradients are not, are read again in the end.
 template <typename scalar_t, bool kAligned, bool kGradient>
-__global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
+__global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient, kAligned))
     cross_entropy_half_rows_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                    int rows_of_block, Denominator denominator, Partial* partials,
                                    Finalize finalize) {
@@ -235,6 +259,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
   __syncthreads();
   // The logit at the class index of the next row is read as its vectors are, by every thread; that
   // of the first row by one, for all.
+  share.settle(input + rows.logits[0]);
   if (share.has(rows.index[0])) {
     rows.first_at_index = share.take(rows.index[0]);
   }
@@ -261,11 +286,14 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
           for (int i = 0; i < kSize; ++i) {
             values[i] = value;
           }
-          share.store(gradient, u, values);
+          share.template store<true>(gradient, u, values);
         }
         share.load(next, u, loads);
       }
       continue;
+    }
+    if (n > 0) {
+      share.settle(input + rows.logits[n]);
     }
     const bool has_index = share.has(index);
     if (has_index) {
@@ -310,8 +338,10 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
           share.store(gradient, u, values);
         }
       }
+      if constexpr (!kAligned) {
+        __syncwarp();  // a neighbour may have written it before
+      }
       if (writes && has_index) {
-        // By the thread that wrote it before.
         gradient[index] = from_acc<scalar_t>(-factor * others);
       }
     }
@@ -343,6 +373,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
     const float x_at_index = rows.x_at_index[n];
     RowShare again(static_cast<int>(args.num_classes), lowest_word<scalar_t>());
     again.load(input + rows.logits[n]);
+    again.settle(input + rows.logits[n]);
     const bool has_index = again.has(index);
     if (has_index) {
       again.take(index);
@@ -368,7 +399,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient))
           values[i] = to_acc<float>(again.vectors[u].get(i));
         }
         of_logit.replace(values);
-        again.store(gradient, u, values);
+        again.template store<true>(gradient, u, values);
       }
       if (has_index) {
         gradient[index] = from_acc<scalar_t>(finished.gradient_at_index);

@@ -15,8 +15,10 @@ constexpr int kThreadLogits = 32;
 constexpr int64_t kMaxClasses = 4096;
 constexpr int kMaxThreads = kMaxClasses / kThreadLogits;
 // Resident blocks a multiprocessor, at the least. 8 blocks leave a thread 64 registers, 7 leave 72,
-// which kernels take that spill with 64.
-constexpr int min_blocks(bool gradient) { return gradient ? 7 : 8; }
+// which kernels take that spill with 64. What is read by words has a cell more for each vector.
+constexpr int min_blocks(bool gradient, bool aligned) {
+  return (gradient ? 7 : 8) - (aligned ? 0 : gradient ? 2 : 1);
+}
 // Rows that a block takes one after the other, at most: a thread of a warp prepares and finishes
 // each.
 constexpr int kMaxRows = kWarpSize;
@@ -34,7 +36,8 @@ inline RowPlan plan(const RowProblem& problem) {
   plan.team = plan.threads;
   plan.aligned = problem.aligned();
   const int64_t fit = (problem.gradient ? kGradientBytes : kForwardBytes) / problem.bytes;
-  const int64_t resident = int64_t{problem.device.multiprocessors} * min_blocks(problem.gradient);
+  const int64_t resident =
+      int64_t{problem.device.multiprocessors} * min_blocks(problem.gradient, plan.aligned);
   const int64_t rows =
       std::min({fit, problem.gradient ? kGradientRows : kForwardRows, problem.rows / resident});
   plan.rows = static_cast<int>(rows_of_worker(rows, problem.rows, kMaxRows));

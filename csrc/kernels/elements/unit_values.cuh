@@ -15,7 +15,7 @@
 #include <cstdint>
 
 #include "kernels/elements/strip_plan.h"
-#include "kernels/elements/unit_cells.cuh"
+#include "kernels/primitives/unit_cells.cuh"
 
 namespace lossops::cuda {
 
@@ -94,7 +94,8 @@ class UnitValues {
       for_each([](int /*step*/, const Unit& unit, char* data) { unit.store_vector(data); });
     } else if (tile.kind(which) == UnitKind::kWords) {
       for_each([&](int step, const Unit& unit, char* data) {
-        unit.store_words(data, tile.joins_previous(step), tile.joins_next(step));
+        unit.store_words(data, unit.cell_before(), tile.joins_previous(step),
+                         tile.joins_next(step));
       });
     } else {
       const int stride = tile.stride(which);

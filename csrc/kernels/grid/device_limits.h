@@ -8,6 +8,9 @@
 
 namespace lossops::cuda {
 
+// Of shared memory, for each block, by the driver.
+constexpr int kReservedBytes = 1024;
+
 struct DeviceLimits {
   int multiprocessors = 0;
   int shared_bytes = 0;  // of a multiprocessor
@@ -19,7 +22,6 @@ struct DeviceLimits {
 
   // Blocks that fit a multiprocessor, whose threads have 64 registers. shared_bytes: of a block.
   int64_t resident_blocks(int threads, int block_shared_bytes) const {
-    constexpr int kReservedBytes = 1024;  // of each block, by the driver
     const int by_threads = 1024 / threads;
     const int by_memory = shared_bytes / (block_shared_bytes + kReservedBytes);
     return std::max(1, std::min({by_threads, by_memory, 32}));

@@ -76,4 +76,12 @@ void allow_shared_bytes(void (*kernel)(Parameters...), int64_t bytes, int static
   }
 }
 
+// How much of a multiprocessor's memory a kernel's launches prefer as shared memory, in percent of
+// the most; L1 has the rest. kAnyPercent: what the driver finds best for the most blocks.
+constexpr int kAnyPercent = cudaSharedmemCarveoutDefault;
+template <typename... Parameters>
+void prefer_shared_percent(void (*kernel)(Parameters...), int percent) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent);
+}
+
 }  // namespace lossops::cuda

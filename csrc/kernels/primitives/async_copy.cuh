@@ -47,8 +47,8 @@ __device__ __forceinline__ void start_own_copy(T* shared, const void* global) {
 #endif
 }
 
-// Where copies through L1 go, one after the other. Its address is one register, a pointer's is two.
-template <typename T>
+// Where copies go, one after the other. Its address is one register, a pointer's is two.
+template <typename T, CopyCaches kCaches>
 class CopyPlace {
  public:
   __device__ __forceinline__ explicit CopyPlace(T* shared)
@@ -56,7 +56,7 @@ class CopyPlace {
       : address_(shared_address(shared)) {
   }
   __device__ __forceinline__ void start_copy(const void* global) const {
-    start_own_copy<sizeof(T), CopyCaches::kL1AndL2>(address_, global);
+    start_own_copy<sizeof(T), kCaches>(address_, global);
   }
   __device__ __forceinline__ void operator+=(int units) {
     address_ += static_cast<uint32_t>(units) * static_cast<uint32_t>(sizeof(T));

@@ -20,13 +20,21 @@ using side_by_side::positions_of;
 // A block has more threads only if it is alone on its multiprocessor.
 constexpr int kUsualThreads = 256;
 constexpr int kMostThreads = 512;
-// Resident threads of a multiprocessor. Half types have four rows a thread, and spill with fewer
-// registers: 17x150x340x235 .71 / .57 of the floor, with 768 threads .54 / .51; fp32 8x367x13440
-// .43 / .53 with 512, .51 / .60 with 768. (H100, 2026-11)
-constexpr int resident_threads(int64_t element_bytes) { return element_bytes == 4 ? 768 : 512; }
 constexpr int kMostLanes = 128;
-// 64 bytes of a class at once: two sectors of memory.
+// 128 bytes of a class at once: a line of memory. Steps with 16 lanes and with 8: fp32
+// 4x600x256x256 .71 and .56 of the floor, 4x500x300x300 .64 and .52, bf16 8x600x256x256 .67 and
+// .59, 4x400x512x512 .68 and .59. (H200, 2026-11)
+constexpr int kLineLanes = 16;
+// Two sectors of memory.
 constexpr int kLeastLanes = 8;
+// Resident threads of a multiprocessor. Half types have four rows a thread, and spill with fewer
+// registers: 17x150x340x235 .71 / .57 of the floor, with 768 threads .54 / .51 (H100); fp32
+// 4x150x512x512 .77 in the step, with 512 threads .68 (H200). Blocks of kLeastLanes are fewer: fp32
+// 4x900x256x256 .61, with 768 threads .55, 8x1024x128x128 .60 and .57. (H200, 2026-11)
+constexpr int kFewResidentThreads = 512;
+constexpr int resident_threads(int64_t element_bytes) {
+  return element_bytes == 4 ? 768 : kFewResidentThreads;
+}
 // Classes of a share at most, unless a block has too few threads for so many shares. bf16
 // 4x171x512x512 has 4 shares: .72 / .75 of the floor; 8 shares .57 / .70, 2 shares .60 / .67.
 // (H100, 2026-11)
@@ -36,7 +44,7 @@ constexpr int kShareClasses = 48;
 constexpr int kWordShareClasses = 128;
 constexpr int kLeastWordShares = 16;
 constexpr int kMostWordShares = 64;
-// Logits of a block, while it has more than kLeastLanes.
+// Logits of a block, while it has more than kLineLanes.
 constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
 constexpr int kStaticBytes = 1024;
@@ -72,29 +80,23 @@ struct Cut {
     // Up to kMaxColumnClasses have one share, as in side_by_side_rows.cu: the bits are the same.
     const bool may_share = classes > side_by_side::kMaxColumnClasses;
     const int64_t most_bytes = most_shared_bytes(device_shared_bytes);
-    // What a lane has at most: its logits, and its rows' numbers and parts, of which there are at
-    // most two for each kShareClasses classes.
-    const int64_t most_parts = may_share ? 2 * ceil_div(classes, kShareClasses) : 0;
-    const int64_t lane_bytes =
-        kGroupBytes * (classes + (may_share ? kMostThreads / kLeastLanes : 0)) +
-        number_bytes() * (kRowNumbers + 2 * most_parts);
-    while (lanes > kLeastLanes &&
-           (lanes * kGroupBytes * classes > kBlockBytes || lanes * lane_bytes > most_bytes)) {
-      lanes /= 2;
-    }
-    while (may_share && classes > int64_t{shares} * kShareClasses &&
-           2 * shares * lanes <= kUsualThreads) {
-      shares *= 2;
-    }
-    if (lanes * shares < kWarpSize) {
-      shares = kWarpSize / lanes;
-    }
     const int64_t most_of_two = (most_bytes + kBlockOverhead) / 2 - kBlockOverhead;
-    if (may_share && 2 * threads() <= kMostThreads && bytes(PlaneReads::kPairs) > most_of_two) {
+    const auto own_bytes = [this] { return bytes(PlaneReads::kPairs); };
+    const auto has_room = [&] {
+      return own_bytes() <= most_of_two &&
+             (lanes > kLineLanes ? lanes * kGroupBytes * classes <= kBlockBytes
+                                 : classes <= int64_t{shares} * kShareClasses);
+    };
+    deal_out(may_share);
+    while (lanes > kLeastLanes && !has_room()) {
+      lanes /= 2;
+      deal_out(may_share);
+    }
+    if (may_share && 2 * threads() <= kMostThreads && own_bytes() > most_of_two) {
       // A block that is alone on its multiprocessor has twice the threads.
       shares *= 2;
     }
-    fits_ = bytes(PlaneReads::kPairs) <= most_bytes;
+    fits_ = own_bytes() <= most_bytes;
     if (may_share && !fits_) {
       shares = kLeastWordShares;
       while (shares < kMostWordShares && classes > 2 * kWordShareClasses * shares) {
@@ -136,6 +138,16 @@ struct Cut {
   int rows_of_group_;
   bool fits_ = true;  // until bytes() has said so
 
+  // Deals the classes out to shares, for `lanes`.
+  void deal_out(bool may_share) {
+    shares = 1;
+    while (may_share && classes_ > int64_t{shares} * kShareClasses &&
+           2 * shares * lanes <= kUsualThreads) {
+      shares *= 2;
+    }
+    shares = std::max(shares, kWarpSize / lanes);
+  }
+
   // The bytes of one number for each row of a group.
   int64_t number_bytes() const { return rows_of_group_ * int64_t{sizeof(float)}; }
 };
@@ -173,8 +185,10 @@ struct Spread {
                                     : PlaneReads::kElements;
     shared_bytes = cut.bytes(reads);
     // As many as the device runs at a time. Each takes `lanes` groups after the other.
+    const int threads = cut.lanes == kLeastLanes ? kFewResidentThreads
+                                                 : resident_threads(element_size(args.input.dtype));
     const int64_t resident = std::min<int64_t>(
-        resident_threads(element_size(args.input.dtype)) / cut.threads(),
+        threads / cut.threads(),
         device.resident_blocks(cut.threads(), static_cast<int>(shared_bytes) + kStaticBytes));
     blocks = std::clamp<int64_t>(ceil_div(groups, int64_t{cut.lanes}), 1,
                                  std::max<int64_t>(device.multiprocessors * resident, 1));

@@ -45,9 +45,13 @@ constexpr int kBuffers = 2;
 // The numbers of a block take at most so many. A block has 48 KB of shared memory unless a setting
 // gives it more.
 constexpr int64_t kMostBytes = 46 << 10;
-// plane_rows.cu sums half types of at most so many classes as fast or faster, where both can: bf16
-// 8x384x256x256 .55 of the floor here, .64 there; 8x768x256x256 .61, .56. (H200, 2026-11)
-constexpr int64_t kMostHalfClasses = 512;
+// plane_rows.cu sums rows of at most so many classes as fast or faster, where both can. Fractions
+// of the floor here and there: bf16 8x400x512x512 .62, .62, 8x700x256x256 .63, .68, 8x760x256x256
+// .65, .60; fp32 8x150x512x512 .65, .72, 4x200x512x512 .58, .63, 4x300x512x512 .71, .70. (H200,
+// 2026-11)
+constexpr int64_t most_classes_of_plane_rows(int64_t element_bytes) {
+  return element_bytes == 4 ? 256 : 720;
+}
 
 inline plane_rows::Cut cut_of(const CrossEntropyArgs& args, const DeviceLimits& device) {
   return {args.num_classes, element_size(args.input.dtype), device.shared_bytes};
@@ -85,8 +89,8 @@ inline bool takes(const RowProblem& problem) {
 }
 
 // Whether plane_rows.cu takes these rows instead. It does if all of this holds:
-//   - It is faster: with a gradient that it can write, and not in place; without one, for half
-//     types of at most kMostHalfClasses.
+//   - It is faster: with a gradient that it can write, and not in place; without one, where there
+//     are not many classes.
 //   - The logits lie in whole groups, and fit a block.
 //   - A share has at most kTurnClasses: then a turn of fp32 has them all, and bits are the same.
 inline bool leaves_to_plane_rows(const RowProblem& problem) {
@@ -95,7 +99,7 @@ inline bool leaves_to_plane_rows(const RowProblem& problem) {
   const bool is_worth_it =
       problem.gradient
           ? plane_rows::writes_gradient(problem) && args.grad_input.data != args.input.data
-          : problem.element_bytes == 2 && problem.classes <= kMostHalfClasses;
+          : problem.classes <= most_classes_of_plane_rows(problem.element_bytes);
   return is_worth_it && cut.fits() &&
          ceil_div(problem.classes, int64_t{cut.shares}) <= kTurnClasses &&
          side_by_side::lies_in_columns(args, args.input, args.input_class_stride);

@@ -59,7 +59,7 @@ const PolicyRow kPolicy[kFamilies] = {
     {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
      "strided classes (images, transposed logits), class indices: to 88 at any address; more in "
      "aligned groups of which 8 fit shared memory, at most 48 classes a share, with a gradient of "
-     "which no two blocks write to the same 32 bytes or, of fp16 and bf16, without one, to 512",
+     "which no two blocks write to the same 32 bytes or, without one, to 256, of fp16 and bf16 720",
      "a block copies all classes of 8 to 128 groups of rows to shared memory, and after the sums, "
      "or the gradients, the next ones to the same place; more than 88 are dealt out to 2 to 64 "
      "threads a group",

@@ -588,6 +588,9 @@ void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan
                               bytes_of_block(args, plan.threads), 1,
                               waits_for_previous_kernel(denominator, grad_output)};
   const auto launch_as = [&](auto kernel) {
+    const bool to_l1 =
+        leaves_memory_to_l1(current_device_limits(), launch.threads, launch.shared_bytes);
+    prefer_shared_percent(kernel, to_l1 ? kSharedPercent : kAnyPercent);
     launch_kernel("cross_entropy_forward_column_kernel", kernel, launch, stream, args, shape,
                   denominator, grad_output, partials, finalize);
   };

@@ -8,7 +8,7 @@
 
 namespace lossops::cuda::side_by_side {
 
-// With as many, the logits of 64 threads fill kMaxSharedBytes.
+// plane_rows.cu deals more out to several threads.
 constexpr int kMaxColumnClasses = 88;
 static_assert(kMaxColumnClasses <= kMaxIndexClasses, "class indices in bytes");
 
@@ -28,8 +28,19 @@ constexpr int kMaxThreads = 128;
 constexpr int64_t kBlockBytes = 40 << 10;
 constexpr int64_t kFewBlocks = 4096;
 constexpr int64_t kMaxBlocks = 8192;
-// What the threads of a block have in shared memory, at most.
-constexpr int kMaxSharedBytes = 44 << 10;
+// What the threads of a block have in shared memory, at most. More blocks of fewer threads leave
+// less of it unused: 8x80x512x512 with 64 threads and with 32, fp32 .75 / .80 and .83 / .84 of the
+// floor, bf16 .70 / .69 and .79 / .72. But of fewer classes, whose rows do not begin at lines of
+// memory, steps lose: fp32 8x70x513x513 .67 and .61. (H200, 2026-11)
+constexpr int kMaxSharedBytes = 36 << 10;
+// How much of a multiprocessor's memory shared memory has, in percent of the most, where blocks
+// would take more: copies of 4 and 8 bytes go through L1, which has the rest. Fractions of the
+// floor with all of it and with this: fp32 8x60x769x769 .70 / .60 and .79 / .67, bf16 .60 / .57 and
+// .67 / .62; 58 percent are worse, and so is this for 21 classes, which do not need it. (H200,
+// 2026-11)
+constexpr int kSharedPercent = 72;
+// The resident threads of a multiprocessor for which there are registers.
+constexpr int kResidentThreads = 896;
 // What a thread has of a class, of its group of neighbouring rows. Measured on an H200: 16 of fp32
 // leave room for half the threads, and the step takes 2 % longer.
 constexpr int kGroupBytes = 8;
@@ -108,6 +119,11 @@ inline int64_t bytes_of_block(const CrossEntropyForwardArgs& args, int threads) 
   const bool by_words = element_size(args.input.dtype) == 2 && !are_aligned(args);
   return threads * args.num_classes * kGroupBytes +
          (by_words ? threads / kWarpSize * args.num_classes * kWordBytes : 0);
+}
+
+inline bool leaves_memory_to_l1(const DeviceLimits& device, int threads, int64_t block_bytes) {
+  const int64_t wanted = kResidentThreads / threads * (block_bytes + kReservedBytes);
+  return wanted > device.shared_bytes / 100 * kSharedPercent;
 }
 
 // The launch asks for the shared memory that its own arguments need: it may have no gradient where

@@ -30,23 +30,23 @@ class WarpWords {
   // must follow those of the warp: the 65th word has it, too.
   __device__ __forceinline__ void start_copies(const scalar_t* from, int64_t class_stride) const {
     __syncwarp();  // all lanes have read what is overwritten
-    for_each_kind(from - lane() * kRows, class_stride,
-                  [&](const ClassKind& kind, const scalar_t* first) {
-                    const uint32_t* own = word_around(first) + lane();
-                    CopyPlace<uint32_t> words(words_ + kind.first * kWords + lane());
-                    kind.for_each([&] {
-                      words.start_copy(own);
-                      words += kWarpSize;
-                      words.start_copy(own + kWarpSize);
-                      words += kind.step * kWords - kWarpSize;
-                      own += kind.stride;
-                    });
-                    if (kind.is_odd) {
-                      for_each_of_lane(kind, [&](int c, int64_t words_before) {
-                        start_own_copy(last_words_ + c, word_around(first) + words_before + kWords);
-                      });
-                    }
-                  });
+    for_each_kind(
+        from - lane() * kRows, class_stride, [&](const ClassKind& kind, const scalar_t* first) {
+          const uint32_t* own = word_around(first) + lane();
+          CopyPlace<uint32_t, CopyCaches::kL1AndL2> words(words_ + kind.first * kWords + lane());
+          kind.for_each([&] {
+            words.start_copy(own);
+            words += kWarpSize;
+            words.start_copy(own + kWarpSize);
+            words += kind.step * kWords - kWarpSize;
+            own += kind.stride;
+          });
+          if (kind.is_odd) {
+            for_each_of_lane(kind, [&](int c, int64_t words_before) {
+              start_own_copy(last_words_ + c, word_around(first) + words_before + kWords);
+            });
+          }
+        });
   }
 
   // Brings each group to its lane, after the lane has waited for its copies. from: as of

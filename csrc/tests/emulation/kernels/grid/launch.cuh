@@ -44,4 +44,8 @@ template <typename Kernel>
 void allow_shared_bytes(Kernel* /*kernel*/, int64_t /*bytes*/, int /*static_bytes*/, int /*most*/) {
 }
 
+constexpr int kAnyPercent = -1;
+template <typename Kernel>
+void prefer_shared_percent(Kernel* /*kernel*/, int /*percent*/) {}
+
 }  // namespace lossops::cuda

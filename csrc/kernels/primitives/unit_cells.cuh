@@ -83,13 +83,16 @@ struct UnitCells {
     }
     cuda::store_vector(reinterpret_cast<half_t*>(data), 0, vector);
   }
-  // At any address, by whole words. All lanes of the warp must call it: an operand whose units lie
-  // in words does so for all of them. Of a word that two lanes fill, the second writes all.
-  // joins_previous, joins_next: the lane before has, or the next one, what lies beside this unit.
-  __device__ __forceinline__ void store_words(char* data, bool joins_previous,
+  // The last cell of the lane before. All lanes of the warp must call it.
+  __device__ __forceinline__ uint32_t cell_before() const {
+    return __shfl_up_sync(kAllLanes, cells[kWords - 1], 1);
+  }
+  // At any address, by whole words. Of a word that two lanes fill, the second writes all. before:
+  // cell_before(). joins_previous, joins_next: the lane before has, or the next one, what lies
+  // beside this unit.
+  __device__ __forceinline__ void store_words(char* data, uint32_t before, bool joins_previous,
                                               bool joins_next) const {
     const bool odd = (low_bits(data) & 2) != 0;
-    uint32_t before = __shfl_up_sync(kAllLanes, cells[kWords - 1], 1);
     auto* const words = reinterpret_cast<uint32_t*>(data - (odd ? 2 : 0));
     uint32_t shifted[kWords];
 #pragma unroll
