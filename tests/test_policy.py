@@ -59,9 +59,11 @@ INDICES = [
     ((2, 21, 7, 7), "fp32", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
     ((2, 21, 3), "fp16", "plane_rows", "plane_rows", "plane_rows"),
     ((2, 89, 8, 8), "fp16", "plane_rows", "plane_rows", "plane_rows"),
-    ((2, 89, 8, 8), "fp32", "plane_words", "plane_rows", "plane_words"),
+    ((2, 256, 8, 8), "fp32", "plane_rows", "plane_rows", "plane_rows"),
+    ((2, 257, 8, 8), "fp32", "plane_words", "plane_rows", "plane_words"),
     ((2, 89, 7, 7), "fp16", "plane_words", "plane_words", "plane_words"),
-    ((2, 769, 8, 8), "bf16", "plane_words", "plane_rows", "plane_words"),
+    ((2, 720, 8, 8), "bf16", "plane_rows", "plane_rows", "plane_rows"),
+    ((2, 721, 8, 8), "bf16", "plane_words", "plane_rows", "plane_words"),
     ((2, 4000, 8, 8), "bf16", "plane_words", "plane_words", "plane_words"),
     ((64, 1000), "fp64", "team_rows", "team_rows", "team_rows"),
 ]

@@ -23,7 +23,7 @@ namespace lossops::cuda {
 namespace {
 
 // Memory that no plan reads: only its alignment counts.
-alignas(64) char memory[64];
+alignas(64) char memory[128];
 
 using Random = std::mt19937_64;
 
@@ -70,7 +70,7 @@ CrossEntropyForwardArgs problem(Random& random) {
   args.input.strides[0] = layout.row_stride;
   if (args.reduction != Reduction::kNone && below(random, 2) == 0) {
     args.grad_input = args.input;
-    args.grad_input.data = memory;
+    args.grad_input.data = memory + (below(random, 2) == 0 ? 64 : 0);  // beside the logits, or over
     args.grad_input_class_stride = args.input_class_stride;
   }
   return args;
@@ -105,8 +105,8 @@ void check_can_be_launched(const RowPlan& plan, const CrossEntropyForwardArgs& a
   }
 }
 
-// A loss has the same bits with and without a gradient. So has its family, but for those that cut
-// rows into the same pieces.
+// A loss has the same bits with and without a gradient. So it has one family, or two that cut rows
+// into the same pieces, or both kinds of planes, which sum the same shares.
 void check_bits(const RowPlan& plan, CrossEntropyForwardArgs args, const DeviceLimits& device) {
   if (!plan.writes_gradient) {
     return;
@@ -114,7 +114,10 @@ void check_bits(const RowPlan& plan, CrossEntropyForwardArgs args, const DeviceL
   args.grad_input.data = nullptr;
   const RowPlan loss = plan_rows(args, device);
   CHECK(loss.pieces.count == plan.pieces.count && loss.pieces.size == plan.pieces.size);
-  if (plan.pieces.count == 0) {
+  if (plan.family == Family::kPlaneRows && loss.family == Family::kPlaneWords) {
+    const plane_rows::Cut cut = plane_words::cut_of(args, device);
+    CHECK(cut.fits() && args.num_classes <= int64_t{cut.shares} * plane_words::kTurnClasses);
+  } else if (plan.pieces.count == 0) {
     CHECK(loss.family == plan.family && loss.team == plan.team);
   }
 }
@@ -194,6 +197,10 @@ void test_plane_cuts() {
                 cut.shares <= plane_rows::kMostWordShares);
         }
         CHECK((cut.shares == 1) == (classes <= side_by_side::kMaxColumnClasses));
+        // Two blocks fit, unless they have the fewest lanes.
+        CHECK(cut.lanes == plane_rows::kLeastLanes ||
+              2 * (cut.bytes(PlaneReads::kPairs) + plane_rows::kBlockOverhead) <=
+                  most + plane_rows::kBlockOverhead);
       }
     }
   }
@@ -210,6 +217,30 @@ CrossEntropyForwardArgs short_rows(DType dtype, int64_t classes, int64_t stride)
   args.input_class_stride = 1;
   args.num_classes = classes;
   return args;
+}
+
+// How side_by_side_rows spreads rows, and where it leaves memory to L1.
+void test_side_by_side() {
+  for (const NamedDevice& device : kNamedDevices) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      for (int64_t classes = 1; classes <= side_by_side::kMaxColumnClasses; ++classes) {
+        test::subject() = device.name + (" " + std::to_string(classes));
+        CrossEntropyForwardArgs args = short_rows(dtype, classes, 1);
+        args.input_class_stride = 1000;
+        const RowPlan plan = side_by_side::plan({args, device.limits, false});
+        CHECK(plan.threads % kWarpSize == 0 && plan.threads <= side_by_side::kMaxThreads);
+        CHECK(plan.threads * classes * side_by_side::kGroupBytes <= side_by_side::kMaxSharedBytes);
+        CHECK(plan.shared_bytes == plan.threads * classes * side_by_side::kGroupBytes);
+        CHECK(plan.threads == (classes <= 36 ? 128 : classes <= 72 ? 64 : 32));
+        const bool leaves =
+            side_by_side::leaves_memory_to_l1(device.limits, 896, plan.threads, plan.shared_bytes);
+        if (device.limits.shared_bytes == 228 << 10) {
+          CHECK(leaves == (classes >= 27));
+        }
+      }
+    }
+  }
+  test::subject() = "";
 }
 
 // How plane_words spreads rows: a block has whole warps, whose lanes merge parts together, and
@@ -460,6 +491,7 @@ int main() {
   lossops::cuda::test_random_problems();
   lossops::cuda::test_edges();
   lossops::cuda::test_plane_cuts();
+  lossops::cuda::test_side_by_side();
   lossops::cuda::test_plane_words();
   lossops::cuda::test_planes_before_last();
   lossops::cuda::test_strips();

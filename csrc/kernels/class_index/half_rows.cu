@@ -82,7 +82,8 @@ struct Share {
     }
   }
 
-  // Vector u of a row's gradient. All threads must call it. kSeldom: with little machine code.
+  // Vector u of a row's gradient. kSeldom: with little machine code; else all lanes of a warp must
+  // call it.
   template <bool kSeldom = false>
   __device__ __forceinline__ void store(scalar_t* row, int u, const float (&values)[kSize]) const {
     row += first + u * kStride;
@@ -95,7 +96,8 @@ struct Share {
       const Cells cells = Cells::template pack<scalar_t>(values);
       const uint32_t before = cells.cell_before();
       const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-      const bool has_next = first + u * kStride + kSize < num_classes && lane < kWarpSize - 1;
+      const bool is_last = first + u * kStride + kSize >= num_classes;
+      const bool has_next = !is_last && lane < kWarpSize - 1;  // fault: half-rows-words
       if (u < count) {
         cells.store_words(reinterpret_cast<char*>(row), before, lane > 0, has_next);
       }
@@ -286,7 +288,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient, kAligned))
           for (int i = 0; i < kSize; ++i) {
             values[i] = value;
           }
-          share.template store<true>(gradient, u, values);
+          share.store(gradient, u, values);
         }
         share.load(next, u, loads);
       }
@@ -339,7 +341,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient, kAligned))
         }
       }
       if constexpr (!kAligned) {
-        __syncwarp();  // a neighbour may have written it before
+        __syncwarp();  // a word that a neighbour has written may hold it
       }
       if (writes && has_index) {
         gradient[index] = from_acc<scalar_t>(-factor * others);

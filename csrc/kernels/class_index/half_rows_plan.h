@@ -15,9 +15,13 @@ constexpr int kThreadLogits = 32;
 constexpr int64_t kMaxClasses = 4096;
 constexpr int kMaxThreads = kMaxClasses / kThreadLogits;
 // Resident blocks a multiprocessor, at the least. 8 blocks leave a thread 64 registers, 7 leave 72,
-// which kernels take that spill with 64. What is read by words has a cell more for each vector.
+// which kernels take that spill with 64. What is read by words has a cell more for each vector, and
+// spills with less than 72, or 96 with a gradient.
 constexpr int min_blocks(bool gradient, bool aligned) {
-  return (gradient ? 7 : 8) - (aligned ? 0 : gradient ? 2 : 1);
+  if (aligned) {
+    return gradient ? 7 : 8;
+  }
+  return gradient ? 5 : 7;
 }
 // Rows that a block takes one after the other, at most: a thread of a warp prepares and finishes
 // each.

@@ -38,10 +38,15 @@ struct ClassCopies {
       const auto* const from = reinterpret_cast<const scalar_t*>(
           __shfl_sync(kAllLanes, static_cast<unsigned long long>(address), pair, width));
       const int count = __shfl_sync(kAllLanes, what.count, pair, width);
-      copy_units(reinterpret_cast<uint4*>(what.to + pair - own + odd * pitch), pitch,
-                 from + odd * step, 2 * step, (count + 1 - odd) / 2);
+      auto* const to = reinterpret_cast<uint4*>(what.to + pair - own + odd * pitch);
+      const int own_count = (count + 1 - odd) / 2;
+      if (grid.passes_l1) {
+        copy_units<CopyCaches::kL2>(to, pitch, from + odd * step, 2 * step, own_count);
+      } else {
+        copy_units<CopyCaches::kL1AndL2>(to, pitch, from + odd * step, 2 * step, own_count);
+      }
     } else if (grid.reads == PlaneReads::kGroups) {
-      copy_units(what.to, pitch, what.from, step, what.count);
+      copy_units<CopyCaches::kL1AndL2>(what.to, pitch, what.from, step, what.count);
     } else {
       copy_elements(what, pitch, step, args.input.strides[0]);
     }
@@ -51,14 +56,9 @@ struct ClassCopies {
   static constexpr int kRows = kGroupRows<scalar_t>;
   static constexpr int kPerWord = kWordElements<scalar_t>;
   static constexpr int kAtOnce = 4;  // classes
-  // Steps of fp32, fractions of the floor through both caches and past L1: 4x150x512x512 .66, .76,
-  // 4x300x512x512 .63, .74, 4x700x256x256 .69, .73, 4x400x300x300 .66, .64. Half types: as fast in
-  // the step, forward up to .05 slower. (H200, 2026-11)
-  static constexpr CopyCaches kCaches =
-      sizeof(scalar_t) == sizeof(float) ? CopyCaches::kL2 : CopyCaches::kL1AndL2;
 
   // pitch: units from a class to the next.
-  template <typename Unit>
+  template <CopyCaches kCaches, typename Unit>
   static __device__ __forceinline__ void copy_units(Unit* to, int pitch, const scalar_t* from,
                                                     int64_t step, int count) {
     CopyPlace<Unit, kCaches> place(to);

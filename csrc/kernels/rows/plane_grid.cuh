@@ -39,6 +39,7 @@ struct PlaneGrid : PlaneGroups {
   int width;         // lanes of a segment
   int pitch;         // groups from a share's class to its next one in shared memory
   PlaneReads reads;
+  bool passes_l1;  // copies of kPairs go past L1
 
   PlaneGrid(const CrossEntropyArgs& args, const Spread& spread)
       : PlaneGroups{static_cast<uint32_t>(spread.groups),
@@ -51,7 +52,8 @@ struct PlaneGrid : PlaneGroups {
         merging_bits(spread.cut.merging_bits()),
         width(spread.cut.segment()),
         pitch(static_cast<int>(spread.cut.pitch(spread.reads))),
-        reads(spread.reads) {}
+        reads(spread.reads),
+        passes_l1(spread.passes_l1) {}
 
   // The thread's number in its segment.
   __device__ __forceinline__ int lane_of_segment() const {

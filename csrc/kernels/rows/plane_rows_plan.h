@@ -173,6 +173,7 @@ struct Spread {
   int64_t groups;
   int64_t shared_bytes;  // of a block
   int64_t blocks;
+  bool passes_l1;  // copies of kPairs go past L1
 
   Spread(const CrossEntropyArgs& args, const DeviceLimits& device)
       : cut(args.num_classes, element_size(args.input.dtype), device.shared_bytes),
@@ -192,6 +193,13 @@ struct Spread {
         device.resident_blocks(cut.threads(), static_cast<int>(shared_bytes) + kStaticBytes));
     blocks = std::clamp<int64_t>(ceil_div(groups, int64_t{cut.lanes}), 1,
                                  std::max<int64_t>(device.multiprocessors * resident, 1));
+    // Fractions of the floor through L1 and past it: fp32 8x150x512x512 .64 / .67 and .71 / .79,
+    // 8x1024x128x128 .44 and .61 in the step; bf16, where shared memory leaves little to L1,
+    // 4x171x512x512 .59 / .64 and .63 / .72, 4x384x512x512 .62 / .63 and .71 / .74; where it leaves
+    // more, 8x150x512x512 .69 / .75 and .65 / .75. (H200, 2026-11)
+    const int64_t taken = resident * (shared_bytes + kStaticBytes + kReservedBytes);
+    passes_l1 = element_size(args.input.dtype) == 4 ||
+                taken > device.shared_bytes / 100 * side_by_side::kSharedPercent;
   }
 
   bool has_one_round() const { return blocks * cut.lanes >= groups; }

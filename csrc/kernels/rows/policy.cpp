@@ -126,7 +126,8 @@ const PolicyRow kPolicy[kFamilies] = {
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
      "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
      "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its "
-     "way; rows whose logit at the class index is far from the others are read again",
+     "way, by words of 4 bytes where it is not aligned; rows whose logit at the class index is far "
+     "from the others are read again",
      "fp16, staged: 32768x4096 .72 / .83, 65536x1024 .49 / .69; this, as first built, .83 / "
      ".85, .76 / .77",
      [](P p) {

@@ -587,20 +587,23 @@ void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan
   const LaunchShape launch = {grad_output.limit_blocks(plan.blocks, kMaxThreads), plan.threads,
                               bytes_of_block(args, plan.threads), 1,
                               waits_for_previous_kernel(denominator, grad_output)};
-  const auto launch_as = [&](auto kernel) {
-    const bool to_l1 =
-        leaves_memory_to_l1(current_device_limits(), launch.threads, launch.shared_bytes);
+  const auto launch_as = [&](auto kernel, int min_blocks) {
+    const bool to_l1 = leaves_memory_to_l1(current_device_limits(), min_blocks * kMaxThreads,
+                                           launch.threads, launch.shared_bytes);
     prefer_shared_percent(kernel, to_l1 ? kSharedPercent : kAnyPercent);
     launch_kernel("cross_entropy_forward_column_kernel", kernel, launch, stream, args, shape,
                   denominator, grad_output, partials, finalize);
   };
   if (args.label_smoothing > 0) {
-    return launch_as(cross_entropy_forward_column_kernel<float, true, true>);
+    return launch_as(cross_entropy_forward_column_kernel<float, true, true>,
+                     kMinBlocks<float, true>);
   }
   visit_float_or_half(args.input.dtype, [&](auto type) {
     visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
-      launch_as(cross_entropy_forward_column_kernel<typename decltype(type)::type,
-                                                    decltype(gradient)::value, false>);
+      using scalar_t = typename decltype(type)::type;
+      constexpr bool kGradient = decltype(gradient)::value;
+      launch_as(cross_entropy_forward_column_kernel<scalar_t, kGradient, false>,
+                kMinBlocks<scalar_t, kGradient>);
     });
   });
 }

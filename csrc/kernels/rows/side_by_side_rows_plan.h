@@ -33,14 +33,12 @@ constexpr int64_t kMaxBlocks = 8192;
 // floor, bf16 .70 / .69 and .79 / .72. But of fewer classes, whose rows do not begin at lines of
 // memory, steps lose: fp32 8x70x513x513 .67 and .61. (H200, 2026-11)
 constexpr int kMaxSharedBytes = 36 << 10;
-// How much of a multiprocessor's memory shared memory has, in percent of the most, where blocks
-// would take more: copies of 4 and 8 bytes go through L1, which has the rest. Fractions of the
-// floor with all of it and with this: fp32 8x60x769x769 .70 / .60 and .79 / .67, bf16 .60 / .57 and
-// .67 / .62; 58 percent are worse, and so is this for 21 classes, which do not need it. (H200,
-// 2026-11)
-constexpr int kSharedPercent = 72;
-// The resident threads of a multiprocessor for which there are registers.
-constexpr int kResidentThreads = 896;
+// How much shared memory a multiprocessor has, in percent of the most, where blocks would take
+// more: copies of 4 and 8 bytes go through L1, which has the rest. A driver rounds up to what a
+// device can have. Fractions of the floor on an H200 with 228 KB, and with the 196 that this makes:
+// fp32 8x60x769x769 .70 / .60 and .79 / .67, bf16 .60 / .57 and .67 / .62; with 164 KB .77 / .66
+// and .65 / .60. (2026-11) GPUs with 164 KB or less have all of it.
+constexpr int kSharedPercent = 85;
 // What a thread has of a class, of its group of neighbouring rows. Measured on an H200: 16 of fp32
 // leave room for half the threads, and the step takes 2 % longer.
 constexpr int kGroupBytes = 8;
@@ -121,8 +119,10 @@ inline int64_t bytes_of_block(const CrossEntropyForwardArgs& args, int threads) 
          (by_words ? threads / kWarpSize * args.num_classes * kWordBytes : 0);
 }
 
-inline bool leaves_memory_to_l1(const DeviceLimits& device, int threads, int64_t block_bytes) {
-  const int64_t wanted = kResidentThreads / threads * (block_bytes + kReservedBytes);
+// resident_threads: of a multiprocessor, for which there are registers.
+inline bool leaves_memory_to_l1(const DeviceLimits& device, int resident_threads, int threads,
+                                int64_t block_bytes) {
+  const int64_t wanted = resident_threads / threads * (block_bytes + kReservedBytes);
   return wanted > device.shared_bytes / 100 * kSharedPercent;
 }
 
