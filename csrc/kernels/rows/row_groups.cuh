@@ -1,6 +1,6 @@
 // RowGroup: the logits of one class for neighbouring rows, 8 bytes that a thread loads at once.
-// sum_group: sums the classes of a group in a fixed order, so that a row's bits do not depend on
-// its address. Used by side_by_side_rows.cu and plane_rows.cu.
+// sum_group, weigh_distances: sums over the classes of a group in a fixed order, so that a row's
+// bits do not depend on its address. Used by side_by_side_rows.cu and plane_rows.cu.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 
 #include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
+#include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/plain_rows.cuh"
 #include "kernels/rows/row_words.cuh"
 #include "kernels/rows/side_by_side_rows.cuh"
@@ -115,6 +116,35 @@ __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pit
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     sums[i].add(last[i]);
+  }
+}
+
+// The sums of q (max - x) of a group's rows with smoothing, in the order of smoothed_distance().
+// own, count: the classes but the index.
+template <typename scalar_t>
+__device__ __forceinline__ void weigh_distances(const SmoothedIndex& smooth,
+                                                const RowGroup<scalar_t>* own, int count,
+                                                const IndexRow (&reduced)[kGroupRows<scalar_t>],
+                                                const float (&x_at_index)[kGroupRows<scalar_t>],
+                                                float (&distances)[kGroupRows<scalar_t>]) {
+  constexpr int kRows = kGroupRows<scalar_t>;
+#pragma unroll 1
+  for (int c = 0; c < count; c += kColumnUnroll) {
+    RowGroup<scalar_t> x[kColumnUnroll];
+#pragma unroll
+    for (int u = 0; u < kColumnUnroll; ++u) {
+      x[u] = own[min(c + u, count - 1) * kWarpSize];
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      distances[i] += sum_of_four([&](int u) {
+        return c + u < count ? smooth.of_other(reduced[i].reference - x[u].get(i)) : 0.0f;
+      });
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    distances[i] = smooth.with_any_index(distances[i], reduced[i].reference, x_at_index[i]);
   }
 }
 

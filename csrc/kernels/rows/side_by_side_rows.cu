@@ -36,35 +36,6 @@ constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7
 // Classes of half types that a thread loads at a time where it copies them by itself.
 constexpr int kAtOnce = 2;
 
-// The sums of q (max - x) of a group's rows with smoothing, in the order of smoothed_distance().
-// own, count: the classes but the index.
-template <typename scalar_t>
-__device__ __forceinline__ void weigh_distances(const SmoothedIndex& smooth,
-                                                const RowGroup<scalar_t>* own, int count,
-                                                const IndexRow (&reduced)[kGroupRows<scalar_t>],
-                                                const float (&x_at_index)[kGroupRows<scalar_t>],
-                                                float (&distances)[kGroupRows<scalar_t>]) {
-  constexpr int kRows = kGroupRows<scalar_t>;
-#pragma unroll 1
-  for (int c = 0; c < count; c += kColumnUnroll) {
-    RowGroup<scalar_t> x[kColumnUnroll];
-#pragma unroll
-    for (int u = 0; u < kColumnUnroll; ++u) {
-      x[u] = own[min(c + u, count - 1) * kWarpSize];
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      distances[i] += sum_of_four([&](int u) {
-        return c + u < count ? smooth.of_other(reduced[i].reference - x[u].get(i)) : 0.0f;
-      });
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    distances[i] = smooth.with_any_index(distances[i], reduced[i].reference, x_at_index[i]);
-  }
-}
-
 // kGradient: one may be wanted. kIsSmooth: label smoothing of fp32, without class weights. Then a
 // gradient is wanted or not, for less machine code.
 template <typename scalar_t, bool kGradient, bool kIsSmooth>
