@@ -794,7 +794,7 @@ def test_float_rows_of_a_block(classes: int, rows: int) -> None:
 
 @pytest.mark.parametrize("classes", [1008, 1504, 2048, 3000, 4096])
 @pytest.mark.parametrize("rows", [3, 9001])
-@pytest.mark.parametrize("gap", [0, 3, 4])  # rows of either parity, all odd ones
+@pytest.mark.parametrize("gap", [0, 3, 4])  # aligned; every other row in mid-word; all
 @pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
 def test_half_rows_of_a_block(dtype: torch.dtype, gap: int, rows: int, classes: int) -> None:
     """The same for rows of half types in registers, with a gradient and without one."""

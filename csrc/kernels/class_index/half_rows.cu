@@ -33,7 +33,7 @@ struct Share {
   int count;        // vectors
   uint32_t absent;  // two logits that are not there
   Vector<scalar_t> vectors[kVectors];
-  Cells read[kAligned ? 1 : kVectors];  // by words, until settle()
+  Cells read[kAligned ? 1 : kVectors];  // words that settle() makes vectors of
 
   __device__ __forceinline__ Share(int num_classes_, uint32_t absent_)
       : num_classes(num_classes_),
@@ -82,8 +82,8 @@ struct Share {
     }
   }
 
-  // Vector u of a row's gradient. kSeldom: with little machine code; else all lanes of a warp must
-  // call it.
+  // Vector u of a row's gradient. kSeldom: where rows are not aligned, element by element, for
+  // little machine code. Without it, all lanes of a warp must call this.
   template <bool kSeldom = false>
   __device__ __forceinline__ void store(scalar_t* row, int u, const float (&values)[kSize]) const {
     row += first + u * kStride;
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient, kAligned))
         }
       }
       if constexpr (!kAligned) {
-        __syncwarp();  // a word that a neighbour has written may hold it
+        __syncwarp();  // a neighbouring lane may have written the word of gradient[index]
       }
       if (writes && has_index) {
         gradient[index] = from_acc<scalar_t>(-factor * others);

@@ -15,8 +15,8 @@ constexpr int kThreadLogits = 32;
 constexpr int64_t kMaxClasses = 4096;
 constexpr int kMaxThreads = kMaxClasses / kThreadLogits;
 // Resident blocks a multiprocessor, at the least. 8 blocks leave a thread 64 registers, 7 leave 72,
-// which kernels take that spill with 64. What is read by words has a cell more for each vector, and
-// spills with less than 72, or 96 with a gradient.
+// which kernels take that spill with 64. Rows that are read by words take a register more for each
+// vector, and kernels spill with fewer than 72, or with a gradient 96: 7 and 5 blocks.
 constexpr int min_blocks(bool gradient, bool aligned) {
   if (aligned) {
     return gradient ? 7 : 8;

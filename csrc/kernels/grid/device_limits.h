@@ -8,7 +8,7 @@
 
 namespace lossops::cuda {
 
-// Of shared memory, for each block, by the driver.
+// Shared memory that the driver reserves for each block.
 constexpr int kReservedBytes = 1024;
 
 struct DeviceLimits {

@@ -77,15 +77,15 @@ void allow_shared_bytes(void (*kernel)(Parameters...), int64_t bytes, int static
 }
 
 // How much shared memory a multiprocessor shall have for a kernel's next launches, in percent of
-// the most; L1 has the rest. kAnyPercent: as the driver finds best. It is a hint, and the kernel's:
-// another thread may change it before the launch. (The attribute of a launch would be its own, but
-// drivers older than CUDA 12.5 do not know it.)
+// the most; L1 has the rest. kAnyPercent: as the driver finds best. The percentage is a hint, and
+// it belongs to the kernel, not to a launch: another thread may change it before the launch. (There
+// is a launch attribute, too, but drivers older than CUDA 12.5 do not know it.)
 constexpr int kAnyPercent = cudaSharedmemCarveoutDefault;
 template <typename... Parameters>
 void prefer_shared_percent(void (*kernel)(Parameters...), int percent) {
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent) !=
       cudaSuccess) {
-    cudaGetLastError();  // it is no error of the launch that follows
+    cudaGetLastError();  // or the launch that follows would report it
   }
 }
 

@@ -14,8 +14,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
 
 // Which caches a copy of 16 bytes goes through; a smaller one always takes both. Where the copies
 // of a warp do not begin at a line of 128 bytes, reading is at .83 of the bandwidth of those that
-// do by kL2, and at 1.00 by kL1AndL2. Where they do, kL1AndL2 costs up to .04 of the floor. (H200,
-// 2026-11)
+// do by kL2, and at 1.00 by kL1AndL2. Where they do, kL1AndL2 costs up to .04 of the floor, and
+// more where shared memory leaves little to L1: see plane_rows::Spread. (H200, 2026-11)
 enum class CopyCaches { kL2, kL1AndL2 };
 
 // 4, 8 or 16 bytes, aligned to as many, to a shared_address(). sm_80 on.

@@ -88,8 +88,8 @@ struct UnitCells {
     return __shfl_up_sync(kAllLanes, cells[kWords - 1], 1);
   }
   // At any address, by whole words. Of a word that two lanes fill, the second writes all. before:
-  // cell_before(). joins_previous, joins_next: the lane before has, or the next one, what lies
-  // beside this unit.
+  // cell_before(). joins_previous: the lane before has the elements just before this unit in
+  // memory. joins_next: the next lane has those just after it.
   __device__ __forceinline__ void store_words(char* data, uint32_t before, bool joins_previous,
                                               bool joins_next) const {
     const bool odd = (low_bits(data) & 2) != 0;

@@ -40,7 +40,7 @@ struct ClassCopies {
       const int count = __shfl_sync(kAllLanes, what.count, pair, width);
       auto* const to = reinterpret_cast<uint4*>(what.to + pair - own + odd * pitch);
       const int own_count = (count + 1 - odd) / 2;
-      if (grid.passes_l1) {
+      if (grid.bypasses_l1) {
         copy_units<CopyCaches::kL2>(to, pitch, from + odd * step, 2 * step, own_count);
       } else {
         copy_units<CopyCaches::kL1AndL2>(to, pitch, from + odd * step, 2 * step, own_count);

@@ -39,7 +39,7 @@ struct PlaneGrid : PlaneGroups {
   int width;         // lanes of a segment
   int pitch;         // groups from a share's class to its next one in shared memory
   PlaneReads reads;
-  bool passes_l1;  // copies of kPairs go past L1
+  bool bypasses_l1;  // copies of kPairs do not go through L1
 
   PlaneGrid(const CrossEntropyArgs& args, const Spread& spread)
       : PlaneGroups{static_cast<uint32_t>(spread.groups),
@@ -53,7 +53,7 @@ struct PlaneGrid : PlaneGroups {
         width(spread.cut.segment()),
         pitch(static_cast<int>(spread.cut.pitch(spread.reads))),
         reads(spread.reads),
-        passes_l1(spread.passes_l1) {}
+        bypasses_l1(spread.bypasses_l1) {}
 
   // The thread's number in its segment.
   __device__ __forceinline__ int lane_of_segment() const {

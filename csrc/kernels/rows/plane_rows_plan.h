@@ -25,11 +25,11 @@ constexpr int kMostLanes = 128;
 // 4x600x256x256 .71 and .56 of the floor, 4x500x300x300 .64 and .52, bf16 8x600x256x256 .67 and
 // .59, 4x400x512x512 .68 and .59. (H200, 2026-11)
 constexpr int kLineLanes = 16;
-// Two sectors of memory.
+// 64 bytes of a class at once: two sectors of memory.
 constexpr int kLeastLanes = 8;
 // Resident threads of a multiprocessor. Half types have four rows a thread, and spill with fewer
-// registers: 17x150x340x235 .71 / .57 of the floor, with 768 threads .54 / .51 (H100); fp32
-// 4x150x512x512 .77 in the step, with 512 threads .68 (H200). Blocks of kLeastLanes are fewer: fp32
+// registers: fp16 17x150x340x235 .71 / .57 of the floor, with 768 threads .54 / .51 (H100). Steps
+// of fp32: 4x150x512x512 .77, with 512 threads .68. With kLeastLanes fp32 has 512, too:
 // 4x900x256x256 .61, with 768 threads .55, 8x1024x128x128 .60 and .57. (H200, 2026-11)
 constexpr int kFewResidentThreads = 512;
 constexpr int resident_threads(int64_t element_bytes) {
@@ -48,7 +48,13 @@ constexpr int kMostWordShares = 64;
 constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
 constexpr int kStaticBytes = 1024;
-constexpr int kBlockOverhead = 1024 + kStaticBytes;  // the driver reserves 1024
+constexpr int kBlockOverhead = kReservedBytes + kStaticBytes;
+// Of a multiprocessor's shared memory: 196 of 228 KB, so that L1 has 60 KB of an H200's 256 in all.
+// With more it has 28. Fractions of the floor through L1 and without it: bf16 4x171x512x512, which
+// takes more, .59 / .64 and .63 / .72, 4x384x512x512 .62 / .63 and .71 / .74; 8x150x512x512, which
+// does not, .69 / .75 and .65 / .75, 4x340x512x512 .73 / .74 and .68 / .73. fp32 8x150x512x512 .64
+// / .67 and .71 / .79, 8x1024x128x128 .44 and .61 in the step. (H200, 2026-11)
+constexpr int kMuchSharedPercent = 86;
 // Numbers of a row in shared memory: two class indices, its own and the next row's, and up to 7 of
 // its gradient.
 constexpr int kRowNumbers = 9;
@@ -82,6 +88,8 @@ struct Cut {
     const int64_t most_bytes = most_shared_bytes(device_shared_bytes);
     const int64_t most_of_two = (most_bytes + kBlockOverhead) / 2 - kBlockOverhead;
     const auto own_bytes = [this] { return bytes(PlaneReads::kPairs); };
+    // Lanes are halved until two blocks fit a multiprocessor and, of at most kLineLanes, shares are
+    // not too long. kLeastLanes always do.
     const auto has_room = [&] {
       return own_bytes() <= most_of_two &&
              (lanes > kLineLanes ? lanes * kGroupBytes * classes <= kBlockBytes
@@ -138,7 +146,7 @@ struct Cut {
   int rows_of_group_;
   bool fits_ = true;  // until bytes() has said so
 
-  // Deals the classes out to shares, for `lanes`.
+  // Finds the number of shares for `lanes`.
   void deal_out(bool may_share) {
     shares = 1;
     while (may_share && classes_ > int64_t{shares} * kShareClasses &&
@@ -173,7 +181,7 @@ struct Spread {
   int64_t groups;
   int64_t shared_bytes;  // of a block
   int64_t blocks;
-  bool passes_l1;  // copies of kPairs go past L1
+  bool bypasses_l1;  // copies of kPairs do not go through L1
 
   Spread(const CrossEntropyArgs& args, const DeviceLimits& device)
       : cut(args.num_classes, element_size(args.input.dtype), device.shared_bytes),
@@ -193,13 +201,10 @@ struct Spread {
         device.resident_blocks(cut.threads(), static_cast<int>(shared_bytes) + kStaticBytes));
     blocks = std::clamp<int64_t>(ceil_div(groups, int64_t{cut.lanes}), 1,
                                  std::max<int64_t>(device.multiprocessors * resident, 1));
-    // Fractions of the floor through L1 and past it: fp32 8x150x512x512 .64 / .67 and .71 / .79,
-    // 8x1024x128x128 .44 and .61 in the step; bf16, where shared memory leaves little to L1,
-    // 4x171x512x512 .59 / .64 and .63 / .72, 4x384x512x512 .62 / .63 and .71 / .74; where it leaves
-    // more, 8x150x512x512 .69 / .75 and .65 / .75. (H200, 2026-11)
-    const int64_t taken = resident * (shared_bytes + kStaticBytes + kReservedBytes);
-    passes_l1 = element_size(args.input.dtype) == 4 ||
-                taken > device.shared_bytes / 100 * side_by_side::kSharedPercent;
+    // fp32 always bypasses L1; half types where blocks take more than kMuchSharedPercent.
+    const int64_t taken = resident * (shared_bytes + kBlockOverhead);
+    bypasses_l1 = element_size(args.input.dtype) == 4 ||
+                  taken > device.shared_bytes / 100 * kMuchSharedPercent;
   }
 
   bool has_one_round() const { return blocks * cut.lanes >= groups; }

@@ -46,9 +46,9 @@ constexpr int kBuffers = 2;
 // gives it more.
 constexpr int64_t kMostBytes = 46 << 10;
 // plane_rows.cu sums rows of at most so many classes as fast or faster, where both can. Fractions
-// of the floor here and there: bf16 8x400x512x512 .62, .62, 8x700x256x256 .63, .68, 8x760x256x256
-// .65, .60; fp32 8x150x512x512 .65, .72, 4x200x512x512 .58, .63, 4x300x512x512 .71, .70. (H200,
-// 2026-11)
+// of the floor by plane_words and by plane_rows: bf16 8x400x512x512 .62 and .62, 8x700x256x256 .63
+// and .68, 8x760x256x256 .65 and .60; fp32 8x150x512x512 .65 and .71, 4x200x512x512 .58 and .63,
+// 4x300x512x512 .71 and .70. (H200, 2026-11)
 constexpr int64_t most_classes_of_plane_rows(int64_t element_bytes) {
   return element_bytes == 4 ? 256 : 720;
 }
@@ -89,8 +89,8 @@ inline bool takes(const RowProblem& problem) {
 }
 
 // Whether plane_rows.cu takes these rows instead. It does if all of this holds:
-//   - It is faster: with a gradient that it can write, and not in place; without one, where there
-//     are not many classes.
+//   - It is faster: with a gradient that it can write, and not in place; without one, up to
+//     most_classes_of_plane_rows().
 //   - The logits lie in whole groups, and fit a block.
 //   - A share has at most kTurnClasses: then a turn of fp32 has them all, and bits are the same.
 inline bool leaves_to_plane_rows(const RowProblem& problem) {

@@ -59,7 +59,8 @@ const PolicyRow kPolicy[kFamilies] = {
     {Family::kPlaneRows, "plane_rows", "rows/plane_rows.cu",
      "strided classes (images, transposed logits), class indices: to 88 at any address; more in "
      "aligned groups of which 8 fit shared memory, at most 48 classes a share, with a gradient of "
-     "which no two blocks write to the same 32 bytes or, without one, to 256, of fp16 and bf16 720",
+     "which no two blocks write to the same 32 bytes; without one at most 256 classes of fp32, 720 "
+     "of fp16 and bf16",
      "a block copies all classes of 8 to 128 groups of rows to shared memory, and after the sums, "
      "or the gradients, the next ones to the same place; more than 88 are dealt out to 2 to 64 "
      "threads a group",
@@ -125,9 +126,9 @@ const PolicyRow kPolicy[kFamilies] = {
      Again::kForAll, always},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
      "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
-     "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its "
-     "way, by words of 4 bytes where it is not aligned; rows whose logit at the class index is far "
-     "from the others are read again",
+     "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its way; "
+     "rows that are not aligned are read and written by words of 4 bytes; rows whose logit at the "
+     "class index is far from the others are read again",
      "fp16, staged: 32768x4096 .72 / .83, 65536x1024 .49 / .69; this, as first built, .83 / "
      ".85, .76 / .77",
      [](P p) {

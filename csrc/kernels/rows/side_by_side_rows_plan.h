@@ -8,7 +8,7 @@
 
 namespace lossops::cuda::side_by_side {
 
-// plane_rows.cu deals more out to several threads.
+// More classes are dealt out to several threads, by plane_rows.cu.
 constexpr int kMaxColumnClasses = 88;
 static_assert(kMaxColumnClasses <= kMaxIndexClasses, "class indices in bytes");
 
@@ -30,14 +30,15 @@ constexpr int64_t kFewBlocks = 4096;
 constexpr int64_t kMaxBlocks = 8192;
 // What the threads of a block have in shared memory, at most. More blocks of fewer threads leave
 // less of it unused: 8x80x512x512 with 64 threads and with 32, fp32 .75 / .80 and .83 / .84 of the
-// floor, bf16 .70 / .69 and .79 / .72. But of fewer classes, whose rows do not begin at lines of
-// memory, steps lose: fp32 8x70x513x513 .67 and .61. (H200, 2026-11)
+// floor, bf16 .70 / .69 and .79 / .72. With fewer classes, 32 threads are slower where classes do
+// not begin at lines of memory: the step of fp32 8x70x513x513 .67 with 64, .61 with 32. (H200,
+// 2026-11)
 constexpr int kMaxSharedBytes = 36 << 10;
-// How much shared memory a multiprocessor has, in percent of the most, where blocks would take
-// more: copies of 4 and 8 bytes go through L1, which has the rest. A driver rounds up to what a
-// device can have. Fractions of the floor on an H200 with 228 KB, and with the 196 that this makes:
-// fp32 8x60x769x769 .70 / .60 and .79 / .67, bf16 .60 / .57 and .67 / .62; with 164 KB .77 / .66
-// and .65 / .60. (2026-11) GPUs with 164 KB or less have all of it.
+// Where blocks would take more, a multiprocessor is asked for this percentage of the most shared
+// memory that it can have. L1 has the rest; copies of 4 and 8 bytes go through it. Drivers round
+// up, to 196 of 228 KB on an H200. 8x60x769x769 with 228, 196 and 164 KB: fp32 .70 / .60, .79 / .67
+// and .77 / .66 of the floor, bf16 .60 / .57, .67 / .62 and .65 / .60. (2026-11) GPUs with 164 KB
+// or less keep all of it.
 constexpr int kSharedPercent = 85;
 // What a thread has of a class, of its group of neighbouring rows. Measured on an H200: 16 of fp32
 // leave room for half the threads, and the step takes 2 % longer.
