@@ -233,11 +233,11 @@ void test_side_by_side() {
         CHECK(plan.threads * classes * side_by_side::kGroupBytes <= side_by_side::kMaxSharedBytes);
         CHECK(plan.shared_bytes == plan.threads * classes * side_by_side::kGroupBytes);
         CHECK(plan.threads == (classes <= 36 ? 128 : classes <= 72 ? 64 : 32));
-        constexpr int kBlocks = 7;  // of the kernels of fp32
-        const bool leaves = side_by_side::leaves_memory_to_l1(
-            device.limits, kBlocks * side_by_side::kMaxThreads, plan.threads, plan.shared_bytes);
-        if (device.limits.shared_bytes == 228 << 10) {
-          CHECK(leaves == (classes >= 27));
+        for (const bool gradient : {false, true}) {
+          args.grad_input.data = gradient ? memory : nullptr;
+          const bool leaves = side_by_side::leaves_memory_to_l1(args, device.limits, plan.threads);
+          const int from = dtype == DType::kFloat32 ? 27 : gradient ? 37 : 32;
+          CHECK(device.limits.shared_bytes != 228 << 10 || leaves == (classes >= from));
         }
       }
     }

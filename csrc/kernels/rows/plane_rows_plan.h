@@ -31,9 +31,8 @@ constexpr int kLeastLanes = 8;
 // registers: fp16 17x150x340x235 .71 / .57 of the floor, with 768 threads .54 / .51 (H100). Steps
 // of fp32: 4x150x512x512 .77, with 512 threads .68. With kLeastLanes fp32 has 512, too:
 // 4x900x256x256 .61, with 768 threads .55, 8x1024x128x128 .60 and .57. (H200, 2026-11)
-constexpr int kFewResidentThreads = 512;
-constexpr int resident_threads(int64_t element_bytes) {
-  return element_bytes == 4 ? 768 : kFewResidentThreads;
+constexpr int resident_threads(int64_t element_bytes, int lanes = kMostLanes) {
+  return element_bytes == 4 && lanes > kLeastLanes ? 768 : 512;
 }
 // Classes of a share at most, unless a block has too few threads for so many shares. bf16
 // 4x171x512x512 has 4 shares: .72 / .75 of the floor; 8 shares .57 / .70, 2 shares .60 / .67.
@@ -49,11 +48,12 @@ constexpr int64_t kBlockBytes = 48 << 10;
 // What a block has of static shared memory, at most.
 constexpr int kStaticBytes = 1024;
 constexpr int kBlockOverhead = kReservedBytes + kStaticBytes;
-// Of a multiprocessor's shared memory: 196 of 228 KB, so that L1 has 60 KB of an H200's 256 in all.
-// With more it has 28. Fractions of the floor through L1 and without it: bf16 4x171x512x512, which
-// takes more, .59 / .64 and .63 / .72, 4x384x512x512 .62 / .63 and .71 / .74; 8x150x512x512, which
-// does not, .69 / .75 and .65 / .75, 4x340x512x512 .73 / .74 and .68 / .73. fp32 8x150x512x512 .64
-// / .67 and .71 / .79, 8x1024x128x128 .44 and .61 in the step. (H200, 2026-11)
+// While blocks take at most this percentage of a multiprocessor's shared memory, 196 of an H200's
+// 228 KB, L1 has 60 KB there or more; if they take more, it has 28. Fractions of the floor through
+// L1 and without it: bf16 4x171x512x512, whose blocks take more, .59 / .64 and .63 / .72,
+// 4x384x512x512 .62 / .63 and .71 / .74; 8x150x512x512, whose blocks take less, .69 / .75 and .65 /
+// .75, 4x340x512x512 .73 / .74 and .68 / .73. fp32 8x150x512x512 .64 / .67 and .71 / .79,
+// 8x1024x128x128 .44 and .61 in the step. (H200, 2026-11)
 constexpr int kMuchSharedPercent = 86;
 // Numbers of a row in shared memory: two class indices, its own and the next row's, and up to 7 of
 // its gradient.
@@ -194,10 +194,8 @@ struct Spread {
                                     : PlaneReads::kElements;
     shared_bytes = cut.bytes(reads);
     // As many as the device runs at a time. Each takes `lanes` groups after the other.
-    const int threads = cut.lanes == kLeastLanes ? kFewResidentThreads
-                                                 : resident_threads(element_size(args.input.dtype));
     const int64_t resident = std::min<int64_t>(
-        threads / cut.threads(),
+        resident_threads(element_size(args.input.dtype), cut.lanes) / cut.threads(),
         device.resident_blocks(cut.threads(), static_cast<int>(shared_bytes) + kStaticBytes));
     blocks = std::clamp<int64_t>(ceil_div(groups, int64_t{cut.lanes}), 1,
                                  std::max<int64_t>(device.multiprocessors * resident, 1));

@@ -26,20 +26,13 @@ namespace lossops::cuda {
 namespace side_by_side {
 namespace {
 
-// Resident blocks of a multiprocessor. Half types spill with 7, and with a gradient with 6: steps
-// with 6 and 5, fp16 16x21x512x512 .81 and .85 of the floor, bf16 8x19x769x769 .55 and .53. (H100,
-// 2026-11)
-template <typename scalar_t, bool kGradient>
-constexpr int kMinBlocks = sizeof(scalar_t) == 4 ? 7
-                           : kGradient           ? 5
-                                                 : 6;
 // Classes of half types that a thread loads at a time where it copies them by itself.
 constexpr int kAtOnce = 2;
 
 // kGradient: one may be wanted. kIsSmooth: label smoothing of fp32, without class weights. Then a
 // gradient is wanted or not, for less machine code.
 template <typename scalar_t, bool kGradient, bool kIsSmooth>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<scalar_t, kGradient>)
+__global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGradient))
     cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                         const ColumnShape shape, Denominator denominator,
                                         GradOutput grad_output, Partial* partials,
@@ -558,23 +551,20 @@ void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan
   const LaunchShape launch = {grad_output.limit_blocks(plan.blocks, kMaxThreads), plan.threads,
                               bytes_of_block(args, plan.threads), 1,
                               waits_for_previous_kernel(denominator, grad_output)};
-  const auto launch_as = [&](auto kernel, int min_blocks) {
-    const bool to_l1 = leaves_memory_to_l1(current_device_limits(), min_blocks * kMaxThreads,
-                                           launch.threads, launch.shared_bytes);
-    prefer_shared_percent(kernel, to_l1 ? kSharedPercent : kAnyPercent);
+  const auto launch_as = [&](auto kernel) {
+    prefer_shared_percent(kernel, leaves_memory_to_l1(args, current_device_limits(), plan.threads)
+                                      ? kSharedPercent
+                                      : kAnyPercent);
     launch_kernel("cross_entropy_forward_column_kernel", kernel, launch, stream, args, shape,
                   denominator, grad_output, partials, finalize);
   };
   if (args.label_smoothing > 0) {
-    return launch_as(cross_entropy_forward_column_kernel<float, true, true>,
-                     kMinBlocks<float, true>);
+    return launch_as(cross_entropy_forward_column_kernel<float, true, true>);
   }
   visit_float_or_half(args.input.dtype, [&](auto type) {
     visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
-      using scalar_t = typename decltype(type)::type;
-      constexpr bool kGradient = decltype(gradient)::value;
-      launch_as(cross_entropy_forward_column_kernel<scalar_t, kGradient, false>,
-                kMinBlocks<scalar_t, kGradient>);
+      launch_as(cross_entropy_forward_column_kernel<typename decltype(type)::type,
+                                                    decltype(gradient)::value, false>);
     });
   });
 }
