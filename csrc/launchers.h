@@ -46,8 +46,8 @@ struct ElementwiseArgs {
   Operand input;
   Operand target;
   Operand weight;  // multiplies the loss of its element
-  // All operands are one dense run in the same order and of one dtype: element i of
-  // each is data[i]. grad_output of a reduction does not count.
+  // All operands are one dense run in the same order, of floating dtypes: element i of each is
+  // data[i]. grad_output of a reduction does not count.
   bool contiguous = false;
   bool acc_double = false;  // compute in fp64, else in fp32
   // Mean: the sum is divided by this, or by mean_terms[0] where weight is given.

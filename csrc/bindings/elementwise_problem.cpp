@@ -107,16 +107,17 @@ int ElementwiseSpace::finish_with_kept_first(const Dims& sizes) {
 }
 
 bool ElementwiseSpace::is_contiguous() const {
-  const DType dtype = args_.input.dtype;
-  const bool floating = dtype == DType::kFloat64 || dtype == DType::kFloat32 ||
-                        dtype == DType::kFloat16 || dtype == DType::kBFloat16;
-  if (!floating || args_.space.ndim > 1) {
+  const auto is_floating = [](DType dtype) {
+    return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kFloat16 ||
+           dtype == DType::kBFloat16;
+  };
+  if (args_.space.ndim > 1) {
     return false;
   }
   for (int i = 0; i < builder_.size(); ++i) {
     const Operand& operand = builder_.operand(i);
     if (operand.data != nullptr &&
-        (operand.dtype != dtype || (args_.space.ndim == 1 && operand.strides[0] != 1))) {
+        (!is_floating(operand.dtype) || (args_.space.ndim == 1 && operand.strides[0] != 1))) {
       return false;
     }
   }

@@ -311,7 +311,7 @@ inline ElementwiseCase random_elementwise(Random& random, std::vector<int64_t> s
   result.target.fill([&] { return probability(log_target, !is_mse && num_kept == ndim); });
   result.weight.fill([&] { return random.uniform(0.1, 1); });
   result.grad_output.fill([&] { return random.uniform(-1, 1); });
-  result.contiguous = layout == Layout::kDense && !mixed && ndim == 1 && num_kept == ndim;
+  result.contiguous = layout == Layout::kDense && ndim == 1 && num_kept == ndim;
   return result;
 }
 

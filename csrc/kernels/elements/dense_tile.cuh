@@ -1,4 +1,5 @@
-// Tiles of dense operands of one dtype, read and written by whole vectors.
+// Tiles of dense operands, read and written by whole vectors: of one dtype, or each of float32 or
+// of a half type.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +20,18 @@ constexpr int kVectors = sizeof(scalar_t) == 8 ? 1 : 2;
 template <typename scalar_t>
 constexpr int64_t kDenseTile = int64_t{kTileThreads} * kVectors<scalar_t> * kVectorSize<scalar_t>;
 
-// Dense operands of one dtype: element i of each is data[i].
+// Element i of each is data[i].
 struct DenseOperands {
   void* data[kNumOperands];  // null: absent
   int64_t numel;
-  DType dtype;
+  DType dtypes[kNumOperands] = {};
 };
 
-// What tiles of dense operands say about numbers.
-template <typename scalar_t>
+// What tiles of dense operands say about numbers. scalar_t: of all operands, but that of float some
+// may be of half types where kMixes.
+template <typename scalar_t, bool kMixes>
 struct DenseTraits {
+  static_assert(!kMixes || std::is_same_v<scalar_t, float>);
   using acc_t = acc_type_t<scalar_t>;
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
@@ -36,6 +39,7 @@ struct DenseTraits {
   static constexpr bool kLooksAhead = false;
   // Whether all operands are of one half type.
   __device__ __forceinline__ static constexpr bool has_common_half() { return kIsHalf; }
+  // Of losses. Those of operands of two dtypes are of float32.
   __device__ __forceinline__ static bool is_half(Which /*which*/) { return kIsHalf; }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
   __device__ __forceinline__ static constexpr bool is_one(Which /*which*/) { return false; }
@@ -44,10 +48,10 @@ struct DenseTraits {
 };
 
 // A whole tile of dense operands.
-template <typename scalar_t>
-class DenseTile : public DenseTraits<scalar_t> {
+template <typename scalar_t, bool kMixes>
+class DenseTile : public DenseTraits<scalar_t, kMixes> {
  public:
-  using typename DenseTraits<scalar_t>::acc_t;
+  using typename DenseTraits<scalar_t, kMixes>::acc_t;
   static constexpr int kSteps = kVectors<scalar_t>;
   static constexpr int kWidth = kVectorSize<scalar_t>;
 
@@ -56,15 +60,34 @@ class DenseTile : public DenseTraits<scalar_t> {
 
   class Values {
    public:
+    // Of a half type beside float, the words of two elements stay where the first two elements will
+    // be, until convert().
     __device__ __forceinline__ void load(const DenseTile& tile, Which which) {
-      dtype_ = tile.operands_.dtype;
-      const auto* const data = static_cast<const scalar_t*>(tile.operands_.data[which]);
+      dtype_ = tile.operands_.dtypes[kInput];
+      const void* const data = tile.operands_.data[which];
+      if constexpr (kMixes) {
+        if (tile.is_narrow(which)) {
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            const uint2 words = static_cast<const uint2*>(data)[tile.index(step)];
+            vectors_[step].set_word(0, words.x);
+            vectors_[step].set_word(1, words.y);
+          }
+          return;
+        }
+      }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        vectors_[step] = load_vector(data, tile.first_ + step * kTileThreads);
+        vectors_[step] = load_vector(static_cast<const scalar_t*>(data), tile.index(step));
       }
     }
-    __device__ __forceinline__ void convert(const DenseTile& /*tile*/, Which /*which*/) {}
+    __device__ __forceinline__ void convert(const DenseTile& tile, Which which) {
+      if constexpr (kMixes) {
+        if (tile.is_narrow(which)) {
+          tile.operands_.dtypes[which] == DType::kBFloat16 ? widen<bfloat16_t>() : widen<half_t>();
+        }
+      }
+    }
     // Converted here: before, gradients would take up to 20 registers more.
     __device__ __forceinline__ acc_t at(int step, int i) const {
       return to_acc_of<acc_t>(vectors_[step].get(i), dtype_);
@@ -79,11 +102,38 @@ class DenseTile : public DenseTraits<scalar_t> {
     }
 
    private:
+    template <typename half>
+    __device__ __forceinline__ void widen() {
+#pragma unroll
+      for (Vector<scalar_t>& vector : vectors_) {
+        const uint32_t words[] = {vector.word(0), vector.word(1)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const auto bits = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
+          vector.set(i, to_acc<float>(half{bits}));
+        }
+      }
+    }
+
     Vector<scalar_t> vectors_[kSteps];
     DType dtype_;
   };
 
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps * kWidth]) {
+    if constexpr (kMixes) {
+      if (is_narrow(which)) {
+        auto* const data = static_cast<uint2*>(operands_.data[which]);
+        visit_type_of<AnyHalf>(operands_.dtypes[which], [&](auto type) {
+          using half = typename decltype(type)::type;
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            const float* const values = results + step * kWidth;
+            data[index(step)] = make_uint2(pack_word<half>(values), pack_word<half>(values + 2));
+          }
+        });
+        return;
+      }
+    }
     auto* const data = static_cast<scalar_t*>(operands_.data[which]);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -95,23 +145,29 @@ class DenseTile : public DenseTraits<scalar_t> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const auto* const values = results + step * kWidth + i * (kWidth / 4);
-          vector.set_word(i, pack_word_of<scalar_t>(values, operands_.dtype));
+          vector.set_word(i, pack_word_of<scalar_t>(values, operands_.dtypes[kInput]));
         }
       }
-      store_vector(data, first_ + step * kTileThreads, vector);
+      store_vector(data, index(step), vector);
     }
   }
 
  private:
+  __device__ __forceinline__ int64_t index(int step) const { return first_ + step * kTileThreads; }
+  // Of operands that may be of two dtypes: whether this one is of a half type.
+  __device__ __forceinline__ bool is_narrow(Which which) const {
+    return is_half_type(operands_.dtypes[which]);
+  }
+
   const DenseOperands& operands_;
   int64_t first_;  // of this thread, in vectors
 };
 
 // An element of dense operands after the last whole tile.
-template <typename scalar_t>
-class DenseRest : public DenseTraits<scalar_t> {
+template <typename scalar_t, bool kMixes>
+class DenseRest : public DenseTraits<scalar_t, kMixes> {
  public:
-  using typename DenseTraits<scalar_t>::acc_t;
+  using typename DenseTraits<scalar_t, kMixes>::acc_t;
   static constexpr int kSteps = 1;
   static constexpr int kWidth = 1;
 
@@ -121,8 +177,17 @@ class DenseRest : public DenseTraits<scalar_t> {
   class Values {
    public:
     __device__ __forceinline__ void load(const DenseRest& rest, Which which) {
-      const auto* const data = static_cast<const scalar_t*>(rest.operands_.data[which]);
-      value_ = to_acc_of<acc_t>(data[rest.index_], rest.operands_.dtype);
+      const void* const data = rest.operands_.data[which];
+      const DType dtype = rest.operands_.dtypes[which];
+      if constexpr (kMixes) {
+        if (is_half_type(dtype)) {
+          value_ = to_acc_of<acc_t>(static_cast<const AnyHalf*>(data)[rest.index_], dtype);
+        } else {
+          value_ = static_cast<const float*>(data)[rest.index_];
+        }
+      } else {
+        value_ = to_acc_of<acc_t>(static_cast<const scalar_t*>(data)[rest.index_], dtype);
+      }
     }
     __device__ __forceinline__ void convert(const DenseRest& /*rest*/, Which /*which*/) {}
     __device__ __forceinline__ acc_t at(int /*step*/, int /*i*/) const { return value_; }
@@ -133,8 +198,17 @@ class DenseRest : public DenseTraits<scalar_t> {
   };
 
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[1]) {
-    auto* const data = static_cast<scalar_t*>(operands_.data[which]);
-    data[index_] = from_acc_of<scalar_t>(results[0], operands_.dtype);
+    void* const data = operands_.data[which];
+    const DType dtype = operands_.dtypes[which];
+    if constexpr (kMixes) {
+      if (is_half_type(dtype)) {
+        static_cast<AnyHalf*>(data)[index_] = from_acc_of<AnyHalf>(results[0], dtype);
+      } else {
+        static_cast<float*>(data)[index_] = results[0];
+      }
+    } else {
+      static_cast<scalar_t*>(data)[index_] = from_acc_of<scalar_t>(results[0], dtype);
+    }
   }
 
  private:

@@ -113,8 +113,21 @@ struct Launch {
 
   // Whether the kernel of dense operands takes it.
   bool is_dense(const ElementwiseArgs& args) const {
-    return args.contiguous && std::all_of(std::begin(dense.data), std::end(dense.data),
-                                          [](const void* data) { return is_vector_aligned(data); });
+    const bool takes_dtypes = has_common_dtype() || (!has_weights() && !computes_double(args));
+    return args.contiguous && takes_dtypes &&
+           std::all_of(std::begin(dense.data), std::end(dense.data),
+                       [](const void* data) { return is_vector_aligned(data); });
+  }
+
+  // Whether all operands have that of input.
+  bool has_common_dtype() const {
+    return std::all_of(std::begin(operands), std::end(operands), [&](const Operand& operand) {
+      return operand.data == nullptr || operand.dtype == operands[kInput].dtype;
+    });
+  }
+  // By which the kernel of dense operands is chosen: that of all, or float32.
+  DType dense_dtype() const {
+    return has_common_dtype() ? operands[kInput].dtype : DType::kFloat32;
   }
 
   // In fp64, for little machine code, where a dtype is rare.
@@ -138,6 +151,7 @@ struct Launch {
   void add(Which which, const Operand& operand) {
     operands[which] = operand;
     dense.data[which] = operand.data;
+    dense.dtypes[which] = operand.dtype;
     work |= which == kGradInput    ? bit_if(operand, kWantsGradInput)
             : which == kGradTarget ? bit_if(operand, kWantsGradTarget)
             : which == kGradWeight ? bit_if(operand, kWantsGradWeight)
@@ -164,7 +178,6 @@ struct Launch {
   void add(const ElementwiseArgs& args) {
     std::fill(std::begin(dense.data), std::end(dense.data), nullptr);
     dense.numel = args.space.numel;
-    dense.dtype = args.input.dtype;
     add(kInput, args.input);
     add(kTarget, args.target);
     add(kWeight, args.weight);
@@ -217,17 +230,19 @@ void visit_forward_work(const Launch& what, const Body& body) {
 
 template <typename scalar_t, typename Term, typename Body>
 void visit_dense_term(const Launch& what, const Term& term, const Body& body) {
-  const auto visit = [&](auto work) { body(Dense<scalar_t>{}, what.dense, work, term); };
   if (!what.has_weights()) {
-    visit_forward_work<0>(what, visit);
+    visit_forward_work<0>(
+        what, [&](auto work) { body(DenseOf<scalar_t, false>{}, what.dense, work, term); });
   } else if constexpr (Term::kHasWeight) {
-    visit_forward_work<kHasWeights>(what, visit);
+    visit_forward_work<kHasWeights>(
+        what, [&](auto work) { body(DenseOf<scalar_t, true>{}, what.dense, work, term); });
   }
 }
 
 template <typename Body>
 void visit_dense_forward(const ElementwiseArgs& args, const Launch& what, const Body& body) {
-  if (args.input.dtype == DType::kFloat64) {  // one kernel a loss, for little machine code
+  const DType dtype = what.dense_dtype();
+  if (dtype == DType::kFloat64) {  // one kernel a loss, for little machine code
     visit_loss_type(args.loss, [&](auto loss) {
       using Terms = TermOf<decltype(loss)>;
       body(Dense<double>{}, what.dense, WorkOf<kForwardWork, Terms>{what.work}, Terms{args.params});
@@ -235,7 +250,7 @@ void visit_dense_forward(const ElementwiseArgs& args, const Launch& what, const 
     return;
   }
   visit_elementwise_loss(args.loss, args.params, [&](auto term) {
-    visit_float_or_half(args.input.dtype, [&](auto type) {
+    visit_float_or_half(dtype, [&](auto type) {
       visit_dense_term<typename decltype(type)::type>(what, term, body);
     });
   });
@@ -248,14 +263,14 @@ void visit_dense_gradients(const ElementwiseArgs& args, const Launch& what, cons
     using Term = decltype(term);
     if constexpr (Term::kHasTargetGradientKernel) {
       const AnyWork<kSumsLosses | kWantsGradInput | kWantsGradTarget> work{what.work};
-      visit_float_or_half(args.input.dtype, [&](auto type) {
-        body(Dense<typename decltype(type)::type>{}, what.dense, work, term);
+      visit_float_or_half(what.dense_dtype(), [&](auto type) {
+        body(DenseOf<typename decltype(type)::type, false>{}, what.dense, work, term);
       });
     } else {  // by the kernel of backward passes, whose tiles are the same
       const AnyTerm<false> any{args.loss, args.params};
-      visit_float_or_any_half(args.input.dtype, [&](auto type) {
-        body(Dense<typename decltype(type)::type>{}, what.dense, AnyWork<kGradientsWork>{what.work},
-             any);
+      visit_float_or_any_half(what.dense_dtype(), [&](auto type) {
+        body(DenseOf<typename decltype(type)::type, false>{}, what.dense,
+             AnyWork<kGradientsWork>{what.work}, any);
       });
     }
   });
@@ -265,14 +280,16 @@ template <typename Body>
 void visit_dense_backward(const ElementwiseArgs& args, const Launch& what, const Body& body) {
   visit_any_term(args, what, [&](auto terms) {
     using Terms = decltype(terms);
-    if (args.input.dtype == DType::kFloat64) {
+    const DType dtype = what.dense_dtype();
+    if (dtype == DType::kFloat64) {
       constexpr unsigned kWork = Terms::kHasWeight ? kBackwardWork : kPlainBackwardWork;
       body(Dense<double>{}, what.dense, AnyWork<kWork>{what.work}, terms);
       return;
     }
     constexpr unsigned kWork = Terms::kHasWeight ? kBackwardWork : kGradientsWork;
-    visit_float_or_any_half(args.input.dtype, [&](auto type) {
-      body(Dense<typename decltype(type)::type>{}, what.dense, AnyWork<kWork>{what.work}, terms);
+    visit_float_or_any_half(dtype, [&](auto type) {
+      using scalar_t = typename decltype(type)::type;
+      body(DenseOf<scalar_t, Terms::kHasWeight>{}, what.dense, AnyWork<kWork>{what.work}, terms);
     });
   });
 }
@@ -299,9 +316,7 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   constexpr unsigned kAll = kForwardWork | kBackwardWork;
   const AnyTerm<false> any{args.loss, args.params};
   if (is_double || (sums && what.has_weights())) {
-    visit_any_term(args, what, [&](auto terms) {
-      visit(InDoubles{}, WorkOf<kAll, decltype(terms)>{what.work}, terms);
-    });
+    visit(InDoubles{}, AnyWork<kAll>{what.work}, EveryTerm{args.loss, args.params});
   } else if (what.has_weights()) {
     visit(InWeightedSingles{}, AnyWork<kAll>{what.work}, AnyTerm<true>{args.loss, args.params});
   } else if (!sums && boxes.has_boxes()) {
@@ -313,7 +328,7 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
                          : body(taken, boxes.plan(), forward, any);
     });
   } else if (!strips.has_near_columns()) {  // rare
-    visit(InDoubles{}, WorkOf<kAll, decltype(any)>{what.work}, any);
+    visit(InDoubles{}, AnyWork<kAll>{what.work}, EveryTerm{args.loss, args.params});
   } else if (sums && !must_sum) {
     constexpr unsigned kWork = kSumsLosses | kWantsGradInput | kWantsGradTarget | kIsBackward;
     visit_loss_type(args.loss, [&](auto loss) {

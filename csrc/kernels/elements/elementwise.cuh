@@ -25,13 +25,18 @@ namespace lossops::cuda {
 // - for_each_tile(plan, body): calls body(tile, operands, sums) with each tile of a block, and with
 //   each element that no whole tile has. Blocks stride over tiles. operands: what is read of the
 //   tile. sums: what sums a gradient, if any.
-template <typename scalar_t>
+// kMixes: see DenseTraits.
+template <typename scalar_t, bool kMixes = false>
 struct Dense {
+  using Tile = DenseTile<scalar_t, kMixes>;
+  using Rest = DenseRest<scalar_t, kMixes>;
   using Plan = DenseOperands;
   using acc_t = acc_type_t<scalar_t>;
   // More than 64 registers, which 4 blocks leave, cost KL of fp16 11 % of its step. Kernels of
-  // AnyHalf need more.
-  static constexpr int kBlocks = sizeof(scalar_t) != 2               ? 1
+  // AnyHalf, and of operands of two dtypes, need more. Of these, backward of "none" would take 95,
+  // and 1.1 times as long (H200).
+  static constexpr int kBlocks = kMixes                              ? 3
+                                 : sizeof(scalar_t) != 2             ? 1
                                  : std::is_same_v<scalar_t, AnyHalf> ? 3
                                                                      : 4;
 
@@ -49,21 +54,25 @@ struct Dense {
     NoSums no_sums;
     int64_t index = blockIdx.x;
     for (; index < whole_tiles; index += gridDim.x) {
-      DenseTile<scalar_t> tile(operands, index);
-      Operands<DenseTile<scalar_t>> read;
+      Tile tile(operands, index);
+      Operands<Tile> read;
       body(tile, read, no_sums);
     }
     if (index == whole_tiles) {
       // fault: elementwise-tail
       for (int64_t i = index * kDenseTile<scalar_t> + threadIdx.x; i < operands.numel;
            i += kTileThreads) {
-        DenseRest<scalar_t> rest(operands, i);
-        Operands<DenseRest<scalar_t>> read;
+        Rest rest(operands, i);
+        Operands<Rest> read;
         body(rest, read, no_sums);
       }
     }
   }
 };
+
+// Only kernels without weights take operands of two dtypes.
+template <typename scalar_t, bool kHasWeight>
+using DenseOf = Dense<scalar_t, std::is_same_v<scalar_t, float> && !kHasWeight>;
 
 // kSums: a gradient may be summed.
 template <typename Tile, int kBlocks_, bool kSums = false>

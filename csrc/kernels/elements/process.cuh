@@ -56,7 +56,8 @@ struct HasBackwardHalfTarget<
 
 // A kernel has one term, or one of these, and chooses the term at run time: loads and stores are
 // most of its machine code, and stand once. TermOf: the terms of a loss. AnyTerm: those of all
-// losses; if kHasWeight_, of all that take weights.
+// losses, without weights; if kHasWeight_, of all that take weights. EveryTerm: those of all
+// losses, with weights or without.
 template <typename Loss>
 struct TermOf {
   static constexpr bool kHasWeight = Loss::kTraits.has_weight;
@@ -65,6 +66,11 @@ struct TermOf {
 template <bool kHasWeight_>
 struct AnyTerm {
   static constexpr bool kHasWeight = kHasWeight_;
+  ElementwiseLoss loss;
+  LossParams params;
+};
+struct EveryTerm {
+  static constexpr bool kHasWeight = true;
   ElementwiseLoss loss;
   LossParams params;
 };
@@ -85,6 +91,10 @@ __device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, con
       body(term);
     }
   });
+}
+template <typename Body>
+__device__ __forceinline__ void visit_term(const EveryTerm& terms, const Body& body) {
+  visit_elementwise_loss(terms.loss, terms.params, body);
 }
 
 // What a term takes of the targets of a thread's elements. Columns of a unit that have one target
