@@ -786,6 +786,20 @@ FAULTS = [
         "test_cross_entropy_kernels.py::test_confident_soft_images",
     ),
     Fault(
+        "cuda: soft_tiles, the gradient of a class that outweighs all others from itself",
+        "soft-outweighs",
+        "is_largest ?",
+        "false ?",
+        "test_cross_entropy_kernels.py::test_confident_soft_rows",
+    ),
+    Fault(
+        "cuda: staged_rows, the gradient of a class that outweighs all others from itself",
+        "staged-outweighs",
+        "stage.find(piece_max)",
+        "-1",
+        "test_cross_entropy_kernels.py::test_confident_soft_rows",
+    ),
+    Fault(
         "cuda: smoothed images, the class index's gradient as any class's",
         "soft-planes-at",
         "to.of_class(indices_[i])[i > 0 ? to.next_row : 0] = value",

@@ -13,8 +13,9 @@
 
 namespace lossops::cuda {
 
-// A piece of fp32 with less than this beside its maximum is summed again, exactly: the rounding of
-// exponents, 2^-24 of each, would be one of the loss.
+// A piece of fp32 is summed again, exactly, if what is beside its maximum and what its distances
+// add to the loss are less than this together: the rounding of exponents, 2^-24 of each, would be
+// one of the loss.
 constexpr float kConfident = 0x1p-4f;
 
 // What is known of a piece, or of a row.
@@ -70,9 +71,11 @@ __device__ __forceinline__ void finish_kept_row(const CrossEntropyForwardArgs& a
 }
 
 // The state of a piece whose maximum is known. add_terms(sum, terms) adds this lane's terms;
-// own_max: the largest of their logits, or more.
+// own_max: the largest of their logits, or more. distance_weight: what multiplies the distances in
+// the loss.
 template <typename scalar_t, RowKind kKind, typename AddTerms>
-__device__ __forceinline__ PieceState reduce_below(float max, float own_max, AddTerms&& add_terms) {
+__device__ __forceinline__ PieceState reduce_below(float max, float own_max, AddTerms&& add_terms,
+                                                   float distance_weight = 0) {
   PieceState state;
   state.max = max;
   TermSum sum;
@@ -83,12 +86,14 @@ __device__ __forceinline__ PieceState reduce_below(float max, float own_max, Add
     state.ones = static_cast<float>(warp_sum(sum.ones));
   };
   add(RowTerms<false>(max));
-  if (kExactExponentials<scalar_t> && state.rest() < kConfident && max > -math::infinity<float>()) {
-    sum = {};
-    add(RowTerms<true>(max));
-  }
   if constexpr (kKind != RowKind::kIndex) {
     state.distance = warp_sum(sum.all_distance());
+  }
+  if (kExactExponentials<scalar_t> &&
+      state.rest() + distance_weight * state.distance < kConfident &&
+      max > -math::infinity<float>()) {
+    sum = {};
+    add(RowTerms<true>(max));
   }
   if constexpr (kKind == RowKind::kProbability) {
     state.q_sum = warp_sum(sum.q_sum);

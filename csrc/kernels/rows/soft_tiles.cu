@@ -306,17 +306,29 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
           return gradient.template dense<decltype(may_outweigh)::value>(
               x, scale, q_sum, kIsSmooth ? smooth.other : q);
         };
-        const auto replace_element = [&](int c) {
-          const float q = kIsSmooth ? 0.0f : coefficients.of(c);
-          const float x = to_acc<float>(own[c]);
-          own[c] = from_acc<scalar_t>(index < 0 ? gradient_without_loss(index)
-                                                : replace(std::true_type{}, x, q));
-        };
+        // Only the largest logit can outweigh all others. That of a smooth row is often the one at
+        // the class index, whose gradient is written last.
+        int outweighing = -1;  // of this lane's elements
+        if (exists && state.one_may_outweigh() && !(kIsSmooth && x_at_index == softmax.max)) {
+          if (has_last && to_acc<float>(own[last]) == softmax.max) {
+            outweighing = last;
+          }
+#pragma unroll 1
+          for (int k = member; k < num_classes / kPerWord; k += team) {
+            uint32_t loaded[1];
+            own.load(k, team, loaded);
+#pragma unroll
+            for (int i = 0; i < kPerWord; ++i) {
+              const bool is_largest = word_element<scalar_t>(loaded[0], i) == softmax.max;
+              outweighing = is_largest ? k * kPerWord + i : outweighing;  // fault: soft-outweighs
+            }
+          }
+        }
         __syncwarp();  // logits that other lanes write have been read
-        if (exists && (index < 0 || state.one_may_outweigh())) {
+        if (exists && index < 0) {
 #pragma unroll 1
           for (int c = member; c < num_classes; c += team) {
-            replace_element(c);
+            own[c] = from_acc<scalar_t>(gradient_without_loss(index));
           }
         } else if (exists) {
           // A word may have an element of another lane. Who reads it takes its own half, and who
@@ -341,8 +353,16 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
             }
             own.store(k, team, loaded);
           });
-          if (has_last) {
-            replace_element(last);
+          int c = has_last ? last : -1;
+          float x = has_last ? to_acc<float>(own[last]) : 0.0f;
+#pragma unroll 1
+          for (int n = 0; n < 2; ++n) {
+            if (c >= 0) {
+              own[c] = from_acc<scalar_t>(
+                  replace(std::true_type{}, x, kIsSmooth ? 0.0f : coefficients.of(c)));
+            }
+            c = outweighing;
+            x = softmax.max;
           }
         }
         if constexpr (kIsSmooth) {

@@ -182,13 +182,31 @@ struct PieceStage {
     // Elsewhere a lane adds up elements that another lane compared.
     const bool adds_own = whole && granules.phase == 0;
     return reduce_below<scalar_t, kKind>(
-        piece_max, adds_own ? max : piece_max, [&](TermSum& sum, const auto& terms) {
+        piece_max, adds_own ? max : piece_max,
+        [&](TermSum& sum, const auto& terms) {
           if constexpr (kIsPhased<scalar_t, kKind>) {
             add_phased(sum, terms, PieceMaximum<scalar_t>(piece_max, max));
           } else {
             add_terms<scalar_t, kKind>(sum, terms, row, whole, lane);
           }
+        },
+        kKind == RowKind::kSmooth ? smoothing.per_class : 1.0f);
+  }
+
+  // An element of the piece in this lane's granules that is `x`; -1: it has none.
+  __device__ __forceinline__ int find(float x) const {
+    constexpr int kSize = Granules<scalar_t>::kSize;
+    int found = -1;
+    granules.for_each(
+        0, granules.end(), lane, [&](int g) { return load(g); },
+        [&](int g, const Vector<scalar_t>& vector) {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            found = to_acc<float>(vector.get(i)) == x ? g * kSize + i : found;
+          }
         });
+    // Beside the piece there may be -inf.
+    return found >= granules.phase && found < granules.phase + granules.count ? found : -1;
   }
 
   template <typename Terms>
@@ -232,11 +250,12 @@ struct PieceStage {
   }
 
   // replace(x, p) puts gradients in the place of logits, whose probabilities are p; of_index(x) is
-  // that of the class index, which is counted from the piece's first class. gradient: that of the
-  // first class.
-  template <typename Replace, typename OfIndex>
-  __device__ __forceinline__ void write_gradient(scalar_t* gradient, int index, Replace&& replace,
-                                                 OfIndex&& of_index) {
+  // that of the class index, which is counted from the piece's first class, and of_one(x, p) that
+  // of this lane's element `one`; -1: it has none. gradient: that of the first class.
+  template <typename Replace, typename OfIndex, typename OfOne>
+  __device__ __forceinline__ void write_gradient(scalar_t* gradient, int index, int one,
+                                                 Replace&& replace, OfIndex&& of_index,
+                                                 OfOne&& of_one) {
     constexpr int kSize = kVectorSize<scalar_t>;
     gradient -= granules.phase;
     const auto write = [&](int g, const Vector<scalar_t>& x) {
@@ -268,6 +287,12 @@ struct PieceStage {
       if (at == edge || granules.has(at, lane)) {
         gradient[at] = from_acc<scalar_t>(of_index(to_acc<float>(elements[at])));
       }
+    }
+    __syncwarp();
+    if (one >= 0) {
+      // At the edge of a piece another lane has written it.
+      const float p = kProbability ? to_acc<float>(probabilities[one]) : 0.0f;
+      gradient[one] = from_acc<scalar_t>(of_one(to_acc<float>(elements[one]), p));
     }
     __syncwarp();
   }

@@ -217,8 +217,10 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       batches.prepare(n / kBatch + 1);
     }
     PieceState state;
+    float piece_max = 0;
     if (row.index >= 0) {
       state = stage.reduce(whole, smoothing);
+      piece_max = state.max;
       if (pieces.count > 1) {
         uint32_t* const row_states = states + kept % 2 * kStateWords<kKind> * pieces.count;
         CopyBarrier& met = block.met[kept % 2];  // no block gets two rows ahead of another
@@ -243,27 +245,31 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
         return kKind == RowKind::kIndex ? softmax.gradient_at_index(x)
                                         : of_logit.dense(x, scale, q_sum, q.at_index);
       };
-      const auto write = [&](auto may_outweigh) {
-        stage.write_gradient(
-            gradient, row.index - begin,
-            [&](auto& x, const auto& p) {
-              if constexpr (kKind == RowKind::kIndex) {
-                of_logit.replace(x);
-              } else {
-#pragma unroll
-                for (int i = 0; i < static_cast<int>(sizeof(x) / sizeof(float)); ++i) {
-                  x[i] = of_logit.template dense<decltype(may_outweigh)::value>(
-                      x[i], scale, q_sum, kKind == RowKind::kSmooth ? q.other : smoothing(p[i]));
-                }
-              }
-            },
-            of_index);
+      const auto coefficient = [&](float p) {
+        return kKind == RowKind::kSmooth ? q.other : smoothing(p);
       };
-      if (kKind != RowKind::kIndex && softmax.one_may_outweigh()) {
-        write(std::true_type{});
-      } else {
-        write(std::false_type{});
+      // Only the largest logit can outweigh all others. At the class index of_index() knows it.
+      int outweighing = -1;
+      if (kKind != RowKind::kIndex && piece_max == state.max && softmax.one_may_outweigh()) {
+        outweighing = stage.find(piece_max);  // fault: staged-outweighs
+        if (kKind == RowKind::kSmooth && outweighing == row.index - begin + stage.granules.phase) {
+          outweighing = -1;
+        }
       }
+      stage.write_gradient(
+          gradient, row.index - begin, outweighing,
+          [&](auto& x, const auto& p) {
+            if constexpr (kKind == RowKind::kIndex) {
+              of_logit.replace(x);
+            } else {
+#pragma unroll
+              for (int i = 0; i < static_cast<int>(sizeof(x) / sizeof(float)); ++i) {
+                x[i] = of_logit.template dense<false>(x[i], scale, q_sum, coefficient(p[i]));
+              }
+            }
+          },
+          of_index,
+          [&](float x, float p) { return of_logit.dense(x, scale, q_sum, coefficient(p)); });
     } else {
       const auto value = from_acc<scalar_t>(gradient_without_loss(row.index));
       const int count = min(pieces.size, num_classes - begin);
