@@ -72,11 +72,11 @@ def test_same_on_every_device() -> None:
 
 
 EXPECTED = [
-    "rows/contiguous shape=7168x124105 dtype=bf16 data=1183106095",
+    "rows/contiguous shape=7168x124105 dtype=bf16 confident=14.0 data=1183106095",
     "rows/none shape=6144x10106 dtype=fp32 reduction=none ignored=0.1 data=1796056062",
     "rows/padded shape=9128832x21 dtype=fp16 reduction=sum pad=11 offset=1 data=1458852142",
     "rows/images shape=16x7x91x73x69 dtype=fp32 reduction=sum data=643552192",
-    "rows/soft shape=4225020x35 dtype=bf16 smoothing=0.05 data=448625515",
+    "rows/soft shape=4225020x35 dtype=bf16 smoothing=0.05 confident=14.0 data=448625515",
 ]
 
 
@@ -143,6 +143,8 @@ def test_rows_cover_what_they_promise() -> None:
         }
     assert 20 < sum(draw.weight for draw in draws) < 100
     assert 20 < sum(draw.ignored > 0 for draw in draws) < 100
+    for family in rows.families():
+        assert {draw.confident for draw in draws if draw.family == family} == {0.0, 14.0}
 
     classes = [draw.classes for draw in draws if draw not in images]
     assert 2 <= min(classes) < 8 and 100_000 < max(classes) <= 262144
@@ -179,6 +181,34 @@ def test_tensors_of_rows() -> None:
             assert kept.numel() == data.kept_rows
             assert 0 <= int(kept.min()) and int(kept.max()) < draw.classes
         assert (data.weight is not None) == draw.weight
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rows/contiguous shape=400x70 dtype=bf16",
+        "rows/images shape=4x70x100 dtype=fp16",
+        "rows/padded shape=400x70 dtype=fp32 pad=1 ignored=0.3",
+        "rows/tokens shape=400x70 dtype=fp32 loss=logp reduction=none indices=20",
+    ],
+)
+def test_confident_rows(text: str) -> None:
+    plain, sure = (rows.tensors(parse(text + more, RowDraw), CPU) for more in ("", " confident=14"))
+    raised = sure.logits.double() - plain.logits.double() > 13
+    assert raised.sum(1).eq(1).all()
+    index = sure.target if sure.target.shape[1:] == sure.logits.shape[2:] else sure.target[:, 0]
+    kept = index != cases.IGNORED
+    share = (raised.double().argmax(1) == index)[kept].double().mean()
+    assert 0.65 < share < 0.85
+    assert torch.equal(sure.target, plain.target)
+
+
+def test_confident_rows_of_probabilities() -> None:
+    text = "rows/soft shape=400x70 dtype=bf16 probabilities=yes confident=14"
+    data = rows.tensors(parse(text, RowDraw), CPU)
+    assert data.logits.softmax(1).amax(1).double().mean() > 0.99
+    share = (data.logits.argmax(1) == data.target.argmax(1)).double().mean()
+    assert 0.65 < share < 0.85
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

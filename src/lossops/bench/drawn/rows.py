@@ -64,6 +64,7 @@ class RowDraw(Spec):
     ignored: float = 0.0  # share of the rows; of tokens, share that the mask leaves out
     probabilities: bool = False
     indices: int = 1  # of each row; several are for "logp" alone
+    confident: float = 0.0  # what is added to one logit of each row, mostly at the class index
     data: int = 0
 
     def __post_init__(self) -> None:
@@ -139,7 +140,10 @@ def draw(source: random.Random, family: str, bounds: Bounds) -> RowDraw:
         ignored=source.choice([0.1, 0.3, 0.7]) if source.random() < 0.15 else 0.0,
         data=source.randrange(1 << 31),
     )
-    return _OPTIONS[family](source, draw_options, classes)
+    found = _OPTIONS[family](source, draw_options, classes)
+    # Models that are trained have such rows. From `data`, so that seeds keep their shapes.
+    confident = random.Random(found.data).choice([0.0, 0.0, 14.0])
+    return dataclasses.replace(found, confident=confident)
 
 
 Partial = Callable[..., RowDraw]
@@ -282,15 +286,29 @@ def tensors(draw: RowDraw, device: torch.device) -> Rows:
     kept = torch.rand(of_rows, device=device) >= draw.ignored if draw.ignored else None
     if kept is not None:
         kept.view(-1)[0] = True  # the mean of no row is NaN
+    several = (draw.indices,) if draw.indices > 1 else ()
+    index = torch.randint(draw.classes, (*of_rows, *several), device=device)
+    likeliest = (index[:, 0] if several else index).unsqueeze(1)
     if draw.probabilities:
-        target = torch.empty(shape, dtype=dtype, device=device).normal_().softmax(1)
+        scores = torch.empty(shape, dtype=dtype, device=device).normal_()
+        target = _raise(scores, likeliest, draw.confident / 2).softmax(1)
     else:
-        several = (draw.indices,) if draw.indices > 1 else ()
-        target = torch.randint(draw.classes, (*of_rows, *several), device=device)
+        target = index
+    # A fourth of the rows is sure of another class.
+    moved = torch.rand(likeliest.shape, device=device) < 0.25
+    _raise(logits, (likeliest + moved) % draw.classes, draw.confident)
     if kept is not None and not draw.is_tokens:
         target.masked_fill_(~kept, IGNORED)
     steps = torch.linspace(0.5, 1.5, draw.classes, device=device).to(dtype)
     return Rows(logits, target, steps if draw.weight else None, kept)
+
+
+def _raise(logits: Tensor, classes: Tensor, by: float) -> Tensor:
+    """Adds `by` to the logit at the class of each row, in place."""
+    if by:
+        added = torch.full(classes.shape, by, dtype=logits.dtype, device=logits.device)
+        logits.scatter_add_(1, classes, added)
+    return logits
 
 
 def moved_bytes(draw: RowDraw, read_rows: int) -> dict[str, int]:
