@@ -437,6 +437,30 @@ def test_errors_of_rows_are_seen(text: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert error(value, off) == float("inf")
 
 
+def test_terms_that_cancel() -> None:
+    """In the gradient of an entropy: log p + H is 0 at some logit, whatever its rounding."""
+    draw = parse("rows/tokens shape=2x3 dtype=fp32 loss=entropy reduction=none", RowDraw)
+    logits = torch.tensor([[0.0, -14.0, -14.0], [0.0, -1.0, -1.4]])
+    data = Rows(logits, torch.zeros(2, dtype=torch.long), None, None)
+    leaf = logits.double().requires_grad_()
+    got = exact.outputs(draw, leaf, data)
+    weights = (torch.ones(2),)
+    (gradient,) = torch.autograd.grad(got[0].sum(), leaf)
+    values = tuple(one.detach().float() for one in got)
+
+    def error(gradient: torch.Tensor) -> float:
+        return exact.error(draw, data, values, [(gradient, 1.0)], weights)
+
+    nearest = gradient[1].abs().argmin()
+    terms = 0.3
+    off = gradient.clone()
+    off[1, nearest] += 1e-6 * terms
+    assert error(off) < 2e-6
+    off[1, nearest] += 1e-2 * terms
+    assert error(off) > 1e-3
+    assert error(gradient * 1.1) > 0.005
+
+
 def _in_parts(logits: torch.Tensor) -> list[exact._Part]:
     """Several, so that it matters where they begin."""
     dim = max((dim for dim in range(logits.dim()) if dim != 1), key=logits.size)

@@ -26,11 +26,12 @@ STEPS = 4
 STEPS_LIMIT = 0.02
 
 
-def relative_error(got: Tensor, expected: Tensor, smallest: float) -> Tensor:
+def relative_error(got: Tensor, expected: Tensor, smallest: Tensor | float) -> Tensor:
     """Largest |got - expected| / (|expected| + mean |expected| + smallest); NaN stays NaN.
 
     The mean allows for terms that cancel to almost nothing; `smallest`, the smallest normal number
-    of the result's dtype, for those that it cannot hold to full precision.
+    of the result's dtype, for those that it cannot hold to full precision. It may also have the
+    size of terms that cancel, for each result.
     """
     size = expected.abs()
     return ((got.double() - expected).abs() / (size + size.mean() + smallest)).max()
