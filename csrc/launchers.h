@@ -46,8 +46,8 @@ struct ElementwiseArgs {
   Operand input;
   Operand target;
   Operand weight;  // multiplies the loss of its element
-  // All operands are one dense run in the same order, of floating dtypes: element i of each is
-  // data[i]. grad_output of a reduction does not count.
+  // Each operand is one dense run, all in the same order: element i of each is data[i]. Their
+  // dtypes are floating, and may differ. grad_output of a reduction does not count.
   bool contiguous = false;
   bool acc_double = false;  // compute in fp64, else in fp32
   // Mean: the sum is divided by this, or by mean_terms[0] where weight is given.

@@ -438,27 +438,38 @@ def test_errors_of_rows_are_seen(text: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_terms_that_cancel() -> None:
-    """In the gradient of an entropy: log p + H is 0 at some logit, whatever its rounding."""
-    draw = parse("rows/tokens shape=2x3 dtype=fp32 loss=entropy reduction=none", RowDraw)
-    logits = torch.tensor([[0.0, -14.0, -14.0], [0.0, -1.0, -1.4]])
-    data = Rows(logits, torch.zeros(2, dtype=torch.long), None, None)
-    leaf = logits.double().requires_grad_()
-    got = exact.outputs(draw, leaf, data)
-    weights = (torch.ones(2),)
-    (gradient,) = torch.autograd.grad(got[0].sum(), leaf)
-    values = tuple(one.detach().float() for one in got)
+    """Where log p is near -H the gradient of an entropy is a small difference of large terms.
 
-    def error(gradient: torch.Tensor) -> float:
-        return exact.error(draw, data, values, [(gradient, 1.0)], weights)
+    An error that is small beside the terms passes, and one that is not is seen.
+    """
+    draw = parse("rows/tokens shape=1x502 dtype=fp32 loss=entropy reduction=none", RowDraw)
+    weights = (torch.ones(1),)
 
-    nearest = gradient[1].abs().argmin()
-    terms = 0.3
-    off = gradient.clone()
-    off[1, nearest] += 1e-6 * terms
-    assert error(off) < 2e-6
-    off[1, nearest] += 1e-2 * terms
-    assert error(off) > 1e-3
-    assert error(gradient * 1.1) > 0.005
+    def gradient_of(logit: float) -> tuple[Rows, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Of a row with one likely class, 500 unlikely ones, and `logit` behind these."""
+        logits = torch.tensor([[0.0] + [-6.2] * 500 + [logit]])
+        rows = Rows(logits, torch.zeros(1, dtype=torch.long), None, None)
+        leaf = logits.double().requires_grad_()
+        values = exact.outputs(draw, leaf, rows)
+        (gradient,) = torch.autograd.grad(values[0].sum(), leaf)
+        return rows, gradient, tuple(one.detach().float() for one in values)
+
+    below, above = -6.0, 0.0
+    for _ in range(30):
+        middle = (below + above) / 2
+        crosses = gradient_of(middle)[1][0, -1] > 0
+        below, above = (middle, above) if crosses else (below, middle)
+    rows, gradient, values = gradient_of(below)
+    assert gradient[0, -1].abs() < 1e-6
+
+    def error(off: float) -> float:
+        changed = gradient.clone()
+        changed[0, -1] += off
+        return exact.error(draw, rows, values, [(changed, 1.0)], weights)
+
+    assert error(1e-7) < 2e-6
+    assert error(1e-3) > 1e-3
+    assert 1e-7 / gradient.abs().mean() > 1e-5  # beside the gradients it is not small
 
 
 def _in_parts(logits: torch.Tensor) -> list[exact._Part]:

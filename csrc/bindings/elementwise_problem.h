@@ -54,7 +54,7 @@ class ElementwiseSpace {
   int finish_with_kept_first(const Dims& sizes);
 
  private:
-  // Whether each operand is one dense run, and all have one dtype, as the vectorised kernels need.
+  // Whether each operand is one dense run, all in the same order and of floating dtypes.
   bool is_contiguous() const;
 
   const ElementwiseProblem& problem_;

@@ -1,5 +1,5 @@
-// Tiles of dense operands, read and written by whole vectors: of one dtype, or each of float32 or
-// of a half type.
+// Tiles of dense operands, read and written by whole vectors: all of one dtype, or some of float32
+// and some of half types.
 #pragma once
 
 #include <cstdint>
@@ -25,13 +25,19 @@ struct DenseOperands {
   void* data[kNumOperands];  // null: absent
   int64_t numel;
   DType dtypes[kNumOperands] = {};
+
+  // Of operands that may be of two dtypes. If the compiler knew that it is the same in all tiles,
+  // it would make a loop over tiles, or over elements, for each set of dtypes.
+  __device__ __forceinline__ DType dtype_of(Which which) const {
+    return static_cast<DType>(unfolded(static_cast<int>(dtypes[which])));
+  }
 };
 
-// What tiles of dense operands say about numbers. scalar_t: of all operands, but that of float some
-// may be of half types where kMixes.
-template <typename scalar_t, bool kMixes>
+// What tiles of dense operands say about numbers. scalar_t: the type of all operands. With
+// kTakesHalves it is float, and any operand may be of a half type instead.
+template <typename scalar_t, bool kTakesHalves>
 struct DenseTraits {
-  static_assert(!kMixes || std::is_same_v<scalar_t, float>);
+  static_assert(!kTakesHalves || std::is_same_v<scalar_t, float>);
   using acc_t = acc_type_t<scalar_t>;
   static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
   static constexpr bool kHasSubnormals = kMayBeSubnormal<scalar_t>;
@@ -39,7 +45,7 @@ struct DenseTraits {
   static constexpr bool kLooksAhead = false;
   // Whether all operands are of one half type.
   __device__ __forceinline__ static constexpr bool has_common_half() { return kIsHalf; }
-  // Of losses. Those of operands of two dtypes are of float32.
+  // Asked of kOutput only. Losses of operands of two dtypes are of float32.
   __device__ __forceinline__ static bool is_half(Which /*which*/) { return kIsHalf; }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
   __device__ __forceinline__ static constexpr bool is_one(Which /*which*/) { return false; }
@@ -48,10 +54,10 @@ struct DenseTraits {
 };
 
 // A whole tile of dense operands.
-template <typename scalar_t, bool kMixes>
-class DenseTile : public DenseTraits<scalar_t, kMixes> {
+template <typename scalar_t, bool kTakesHalves>
+class DenseTile : public DenseTraits<scalar_t, kTakesHalves> {
  public:
-  using typename DenseTraits<scalar_t, kMixes>::acc_t;
+  using typename DenseTraits<scalar_t, kTakesHalves>::acc_t;
   static constexpr int kSteps = kVectors<scalar_t>;
   static constexpr int kWidth = kVectorSize<scalar_t>;
 
@@ -60,12 +66,12 @@ class DenseTile : public DenseTraits<scalar_t, kMixes> {
 
   class Values {
    public:
-    // Of a half type beside float, the words of two elements stay where the first two elements will
-    // be, until convert().
+    // Four elements of a half type are two words. Until convert() these lie where the vector's
+    // first two elements will be.
     __device__ __forceinline__ void load(const DenseTile& tile, Which which) {
       dtype_ = tile.operands_.dtypes[kInput];
       const void* const data = tile.operands_.data[which];
-      if constexpr (kMixes) {
+      if constexpr (kTakesHalves) {
         if (tile.is_narrow(which)) {
 #pragma unroll
           for (int step = 0; step < kSteps; ++step) {
@@ -82,9 +88,10 @@ class DenseTile : public DenseTraits<scalar_t, kMixes> {
       }
     }
     __device__ __forceinline__ void convert(const DenseTile& tile, Which which) {
-      if constexpr (kMixes) {
+      if constexpr (kTakesHalves) {
         if (tile.is_narrow(which)) {
-          tile.operands_.dtypes[which] == DType::kBFloat16 ? widen<bfloat16_t>() : widen<half_t>();
+          tile.operands_.dtype_of(which) == DType::kBFloat16 ? widen<bfloat16_t>()
+                                                             : widen<half_t>();
         }
       }
     }
@@ -120,10 +127,10 @@ class DenseTile : public DenseTraits<scalar_t, kMixes> {
   };
 
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[kSteps * kWidth]) {
-    if constexpr (kMixes) {
+    if constexpr (kTakesHalves) {
       if (is_narrow(which)) {
         auto* const data = static_cast<uint2*>(operands_.data[which]);
-        visit_type_of<AnyHalf>(operands_.dtypes[which], [&](auto type) {
+        visit_type_of<AnyHalf>(operands_.dtype_of(which), [&](auto type) {
           using half = typename decltype(type)::type;
 #pragma unroll
           for (int step = 0; step < kSteps; ++step) {
@@ -156,7 +163,7 @@ class DenseTile : public DenseTraits<scalar_t, kMixes> {
   __device__ __forceinline__ int64_t index(int step) const { return first_ + step * kTileThreads; }
   // Of operands that may be of two dtypes: whether this one is of a half type.
   __device__ __forceinline__ bool is_narrow(Which which) const {
-    return is_half_type(operands_.dtypes[which]);
+    return is_half_type(operands_.dtype_of(which));
   }
 
   const DenseOperands& operands_;
@@ -164,10 +171,10 @@ class DenseTile : public DenseTraits<scalar_t, kMixes> {
 };
 
 // An element of dense operands after the last whole tile.
-template <typename scalar_t, bool kMixes>
-class DenseRest : public DenseTraits<scalar_t, kMixes> {
+template <typename scalar_t, bool kTakesHalves>
+class DenseRest : public DenseTraits<scalar_t, kTakesHalves> {
  public:
-  using typename DenseTraits<scalar_t, kMixes>::acc_t;
+  using typename DenseTraits<scalar_t, kTakesHalves>::acc_t;
   static constexpr int kSteps = 1;
   static constexpr int kWidth = 1;
 
@@ -178,15 +185,16 @@ class DenseRest : public DenseTraits<scalar_t, kMixes> {
    public:
     __device__ __forceinline__ void load(const DenseRest& rest, Which which) {
       const void* const data = rest.operands_.data[which];
-      const DType dtype = rest.operands_.dtypes[which];
-      if constexpr (kMixes) {
+      if constexpr (kTakesHalves) {
+        const DType dtype = rest.operands_.dtype_of(which);
         if (is_half_type(dtype)) {
           value_ = to_acc_of<acc_t>(static_cast<const AnyHalf*>(data)[rest.index_], dtype);
         } else {
           value_ = static_cast<const float*>(data)[rest.index_];
         }
       } else {
-        value_ = to_acc_of<acc_t>(static_cast<const scalar_t*>(data)[rest.index_], dtype);
+        value_ = to_acc_of<acc_t>(static_cast<const scalar_t*>(data)[rest.index_],
+                                  rest.operands_.dtypes[kInput]);
       }
     }
     __device__ __forceinline__ void convert(const DenseRest& /*rest*/, Which /*which*/) {}
@@ -199,15 +207,16 @@ class DenseRest : public DenseTraits<scalar_t, kMixes> {
 
   __device__ __forceinline__ void store(Which which, const acc_t (&results)[1]) {
     void* const data = operands_.data[which];
-    const DType dtype = operands_.dtypes[which];
-    if constexpr (kMixes) {
+    if constexpr (kTakesHalves) {
+      const DType dtype = operands_.dtype_of(which);
       if (is_half_type(dtype)) {
         static_cast<AnyHalf*>(data)[index_] = from_acc_of<AnyHalf>(results[0], dtype);
       } else {
         static_cast<float*>(data)[index_] = results[0];
       }
     } else {
-      static_cast<scalar_t*>(data)[index_] = from_acc_of<scalar_t>(results[0], dtype);
+      static_cast<scalar_t*>(data)[index_] =
+          from_acc_of<scalar_t>(results[0], operands_.dtypes[kInput]);
     }
   }
 

@@ -119,13 +119,13 @@ struct Launch {
                        [](const void* data) { return is_vector_aligned(data); });
   }
 
-  // Whether all operands have that of input.
+  // Whether all operands have the dtype of input.
   bool has_common_dtype() const {
     return std::all_of(std::begin(operands), std::end(operands), [&](const Operand& operand) {
       return operand.data == nullptr || operand.dtype == operands[kInput].dtype;
     });
   }
-  // By which the kernel of dense operands is chosen: that of all, or float32.
+  // The dtype that chooses a kernel of dense operands: that of all, or float32.
   DType dense_dtype() const {
     return has_common_dtype() ? operands[kInput].dtype : DType::kFloat32;
   }
@@ -316,7 +316,7 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
   constexpr unsigned kAll = kForwardWork | kBackwardWork;
   const AnyTerm<false> any{args.loss, args.params};
   if (is_double || (sums && what.has_weights())) {
-    visit(InDoubles{}, AnyWork<kAll>{what.work}, EveryTerm{args.loss, args.params});
+    visit(InDoubles{}, AnyWork<kAll>{what.work}, WeightedOrNot{args.loss, args.params});
   } else if (what.has_weights()) {
     visit(InWeightedSingles{}, AnyWork<kAll>{what.work}, AnyTerm<true>{args.loss, args.params});
   } else if (!sums && boxes.has_boxes()) {
@@ -328,7 +328,7 @@ void visit_planned(const ElementwiseArgs& args, const Launch& what, const Body& 
                          : body(taken, boxes.plan(), forward, any);
     });
   } else if (!strips.has_near_columns()) {  // rare
-    visit(InDoubles{}, AnyWork<kAll>{what.work}, EveryTerm{args.loss, args.params});
+    visit(InDoubles{}, AnyWork<kAll>{what.work}, WeightedOrNot{args.loss, args.params});
   } else if (sums && !must_sum) {
     constexpr unsigned kWork = kSumsLosses | kWantsGradInput | kWantsGradTarget | kIsBackward;
     visit_loss_type(args.loss, [&](auto loss) {

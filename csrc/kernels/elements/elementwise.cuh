@@ -25,17 +25,17 @@ namespace lossops::cuda {
 // - for_each_tile(plan, body): calls body(tile, operands, sums) with each tile of a block, and with
 //   each element that no whole tile has. Blocks stride over tiles. operands: what is read of the
 //   tile. sums: what sums a gradient, if any.
-// kMixes: see DenseTraits.
-template <typename scalar_t, bool kMixes = false>
+// kTakesHalves: see DenseTraits.
+template <typename scalar_t, bool kTakesHalves = false>
 struct Dense {
-  using Tile = DenseTile<scalar_t, kMixes>;
-  using Rest = DenseRest<scalar_t, kMixes>;
+  using Tile = DenseTile<scalar_t, kTakesHalves>;
+  using Rest = DenseRest<scalar_t, kTakesHalves>;
   using Plan = DenseOperands;
   using acc_t = acc_type_t<scalar_t>;
   // More than 64 registers, which 4 blocks leave, cost KL of fp16 11 % of its step. Kernels of
-  // AnyHalf, and of operands of two dtypes, need more. Of these, backward of "none" would take 95,
-  // and 1.1 times as long (H200).
-  static constexpr int kBlocks = kMixes                              ? 3
+  // AnyHalf, and those that take operands of two dtypes, need more. With no limit the backward
+  // kernel of the latter takes 95, and is 1.1 times as slow (H200).
+  static constexpr int kBlocks = kTakesHalves                        ? 3
                                  : sizeof(scalar_t) != 2             ? 1
                                  : std::is_same_v<scalar_t, AnyHalf> ? 3
                                                                      : 4;
@@ -60,6 +60,7 @@ struct Dense {
     }
     if (index == whole_tiles) {
       // fault: elementwise-tail
+#pragma unroll 1
       for (int64_t i = index * kDenseTile<scalar_t> + threadIdx.x; i < operands.numel;
            i += kTileThreads) {
         Rest rest(operands, i);
@@ -70,7 +71,7 @@ struct Dense {
   }
 };
 
-// Only kernels without weights take operands of two dtypes.
+// How the kernel of a loss takes dense operands. Only without weights may they be of two dtypes.
 template <typename scalar_t, bool kHasWeight>
 using DenseOf = Dense<scalar_t, std::is_same_v<scalar_t, float> && !kHasWeight>;
 

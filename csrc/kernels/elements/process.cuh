@@ -55,9 +55,9 @@ struct HasBackwardHalfTarget<
     : std::true_type {};
 
 // A kernel has one term, or one of these, and chooses the term at run time: loads and stores are
-// most of its machine code, and stand once. TermOf: the terms of a loss. AnyTerm: those of all
-// losses, without weights; if kHasWeight_, of all that take weights. EveryTerm: those of all
-// losses, with weights or without.
+// most of its machine code, and stand once. TermOf: the terms of a loss. AnyTerm<false>: those of
+// all losses, without weights. AnyTerm<true>: those of the losses that take weights.
+// WeightedOrNot: those of all losses, and whether there are weights is known at run time, too.
 template <typename Loss>
 struct TermOf {
   static constexpr bool kHasWeight = Loss::kTraits.has_weight;
@@ -69,7 +69,7 @@ struct AnyTerm {
   ElementwiseLoss loss;
   LossParams params;
 };
-struct EveryTerm {
+struct WeightedOrNot {
   static constexpr bool kHasWeight = true;
   ElementwiseLoss loss;
   LossParams params;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void visit_term(const AnyTerm<kHasWeight>& terms, con
   });
 }
 template <typename Body>
-__device__ __forceinline__ void visit_term(const EveryTerm& terms, const Body& body) {
+__device__ __forceinline__ void visit_term(const WeightedOrNot& terms, const Body& body) {
   visit_elementwise_loss(terms.loss, terms.params, body);
 }
 

@@ -13,9 +13,9 @@
 
 namespace lossops::cuda {
 
-// A piece of fp32 is summed again, exactly, if what is beside its maximum and what its distances
-// add to the loss are less than this together: the rounding of exponents, 2^-24 of each, would be
-// one of the loss.
+// A piece of fp32 is summed again, exactly, if its other exponentials and its distances' share of
+// the loss are less than this together. The rounding of exponents, 2^-24 of each, would be seen in
+// the loss then.
 constexpr float kConfident = 0x1p-4f;
 
 // What is known of a piece, or of a row.
@@ -71,8 +71,8 @@ __device__ __forceinline__ void finish_kept_row(const CrossEntropyForwardArgs& a
 }
 
 // The state of a piece whose maximum is known. add_terms(sum, terms) adds this lane's terms;
-// own_max: the largest of their logits, or more. distance_weight: what multiplies the distances in
-// the loss.
+// own_max: the largest of their logits, or more. distance_weight: the loss has the distances times
+// this. Those of probabilities have their coefficients already, so it is 1.
 template <typename scalar_t, RowKind kKind, typename AddTerms>
 __device__ __forceinline__ PieceState reduce_below(float max, float own_max, AddTerms&& add_terms,
                                                    float distance_weight = 0) {

@@ -306,12 +306,12 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
           return gradient.template dense<decltype(may_outweigh)::value>(
               x, scale, q_sum, kIsSmooth ? smooth.other : q);
         };
-        // Only the largest logit can outweigh all others. That of a smooth row is often the one at
-        // the class index, whose gradient is written last.
-        int outweighing = -1;  // of this lane's elements
+        // Only the largest logit can outweigh all others. If it is at the class index of a smooth
+        // row it need not be found, as that gradient is written last anyway.
+        int largest = -1;  // among this lane's elements
         if (exists && state.one_may_outweigh() && !(kIsSmooth && x_at_index == softmax.max)) {
           if (has_last && to_acc<float>(own[last]) == softmax.max) {
-            outweighing = last;
+            largest = last;
           }
 #pragma unroll 1
           for (int k = member; k < num_classes / kPerWord; k += team) {
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
 #pragma unroll
             for (int i = 0; i < kPerWord; ++i) {
               const bool is_largest = word_element<scalar_t>(loaded[0], i) == softmax.max;
-              outweighing = is_largest ? k * kPerWord + i : outweighing;  // fault: soft-outweighs
+              largest = is_largest ? k * kPerWord + i : largest;  // fault: soft-largest
             }
           }
         }
@@ -353,6 +353,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
             }
             own.store(k, team, loaded);
           });
+          // Two elements by themselves: the last one, if it is no whole word, and then the largest
+          // one once more. In a loop, for one copy of the formula.
           int c = has_last ? last : -1;
           float x = has_last ? to_acc<float>(own[last]) : 0.0f;
 #pragma unroll 1
@@ -361,7 +363,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
               own[c] = from_acc<scalar_t>(
                   replace(std::true_type{}, x, kIsSmooth ? 0.0f : coefficients.of(c)));
             }
-            c = outweighing;
+            c = largest;
             x = softmax.max;
           }
         }

@@ -193,7 +193,8 @@ struct PieceStage {
         kKind == RowKind::kSmooth ? smoothing.per_class : 1.0f);
   }
 
-  // An element of the piece in this lane's granules that is `x`; -1: it has none.
+  // Where `x` is among the piece's elements in this lane's granules, counted from the first
+  // granule. -1: nowhere.
   __device__ __forceinline__ int find(float x) const {
     constexpr int kSize = Granules<scalar_t>::kSize;
     int found = -1;
@@ -205,7 +206,7 @@ struct PieceStage {
             found = to_acc<float>(vector.get(i)) == x ? g * kSize + i : found;
           }
         });
-    // Beside the piece there may be -inf.
+    // Elements beside the piece are -inf, and so is `x` where all logits are.
     return found >= granules.phase && found < granules.phase + granules.count ? found : -1;
   }
 
@@ -249,13 +250,14 @@ struct PieceStage {
     return nullptr;
   }
 
-  // replace(x, p) puts gradients in the place of logits, whose probabilities are p; of_index(x) is
-  // that of the class index, which is counted from the piece's first class, and of_one(x, p) that
-  // of this lane's element `one`; -1: it has none. gradient: that of the first class.
-  template <typename Replace, typename OfIndex, typename OfOne>
-  __device__ __forceinline__ void write_gradient(scalar_t* gradient, int index, int one,
+  // replace(x, p) turns logits, whose probabilities are p, into gradients. index: the class index,
+  // counted from the piece's first class; of_index(x) is its gradient. largest: an element of this
+  // lane as find() counts it, or -1; of_largest(x, p) is its gradient. gradient: that of the
+  // piece's first class.
+  template <typename Replace, typename OfIndex, typename OfLargest>
+  __device__ __forceinline__ void write_gradient(scalar_t* gradient, int index, int largest,
                                                  Replace&& replace, OfIndex&& of_index,
-                                                 OfOne&& of_one) {
+                                                 OfLargest&& of_largest) {
     constexpr int kSize = kVectorSize<scalar_t>;
     gradient -= granules.phase;
     const auto write = [&](int g, const Vector<scalar_t>& x) {
@@ -288,11 +290,10 @@ struct PieceStage {
         gradient[at] = from_acc<scalar_t>(of_index(to_acc<float>(elements[at])));
       }
     }
-    __syncwarp();
-    if (one >= 0) {
-      // At the edge of a piece another lane has written it.
-      const float p = kProbability ? to_acc<float>(probabilities[one]) : 0.0f;
-      gradient[one] = from_acc<scalar_t>(of_one(to_acc<float>(elements[one]), p));
+    __syncwarp();  // at an edge of the piece another lane has written what is written again
+    if (largest >= 0) {
+      const float p = kProbability ? to_acc<float>(probabilities[largest]) : 0.0f;
+      gradient[largest] = from_acc<scalar_t>(of_largest(to_acc<float>(elements[largest]), p));
     }
     __syncwarp();
   }

@@ -248,16 +248,17 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       const auto coefficient = [&](float p) {
         return kKind == RowKind::kSmooth ? q.other : smoothing(p);
       };
-      // Only the largest logit can outweigh all others. At the class index of_index() knows it.
-      int outweighing = -1;
+      // Only the largest logit can outweigh all others. At the class index of a smooth row it needs
+      // nothing more: of_index() has another coefficient.
+      int largest = -1;
       if (kKind != RowKind::kIndex && piece_max == state.max && softmax.one_may_outweigh()) {
-        outweighing = stage.find(piece_max);  // fault: staged-outweighs
-        if (kKind == RowKind::kSmooth && outweighing == row.index - begin + stage.granules.phase) {
-          outweighing = -1;
+        largest = stage.find(piece_max);  // fault: staged-largest
+        if (kKind == RowKind::kSmooth && largest == row.index - begin + stage.granules.phase) {
+          largest = -1;
         }
       }
       stage.write_gradient(
-          gradient, row.index - begin, outweighing,
+          gradient, row.index - begin, largest,
           [&](auto& x, const auto& p) {
             if constexpr (kKind == RowKind::kIndex) {
               of_logit.replace(x);

@@ -26,15 +26,16 @@ STEPS = 4
 STEPS_LIMIT = 0.02
 
 
-def relative_error(got: Tensor, expected: Tensor, smallest: Tensor | float) -> Tensor:
-    """Largest |got - expected| / (|expected| + mean |expected| + smallest); NaN stays NaN.
+def relative_error(got: Tensor, expected: Tensor, allowed: Tensor | float) -> Tensor:
+    """Largest |got - expected| / (|expected| + mean |expected| + allowed); NaN stays NaN.
 
-    The mean allows for terms that cancel to almost nothing; `smallest`, the smallest normal number
-    of the result's dtype, for those that it cannot hold to full precision. It may also have the
-    size of terms that cancel, for each result.
+    The mean allows for terms that cancel to almost nothing. `allowed` is what else an error may be
+    measured against, mostly the smallest normal number of the result's dtype, for results that it
+    cannot hold to full precision. For a gradient of an entropy it also has the size of the terms
+    that cancel, one number for each element.
     """
     size = expected.abs()
-    return ((got.double() - expected).abs() / (size + size.mean() + smallest)).max()
+    return ((got.double() - expected).abs() / (size + size.mean() + allowed)).max()
 
 
 def check(problem: Problem, data: Data) -> tuple[dict[str, float], float]:

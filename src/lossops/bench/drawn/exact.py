@@ -83,7 +83,10 @@ def error(
 
 
 def _cancelled(draw: RowDraw, logits: Tensor, weights: Tensor) -> Tensor | float:
-    """The size of what cancels in the gradient of an entropy H: -p log p and -p H."""
+    """The size of the two terms that cancel in the gradient of an entropy H: p (|log p| + H).
+
+    Times `weights`, a row's grad_output of the entropy, which is the last output.
+    """
     if draw.loss not in ("entropy", "logp-entropy"):
         return 0.0
     logs = logits.log_softmax(1)

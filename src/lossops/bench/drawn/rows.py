@@ -64,7 +64,9 @@ class RowDraw(Spec):
     ignored: float = 0.0  # share of the rows; of tokens, share that the mask leaves out
     probabilities: bool = False
     indices: int = 1  # of each row; several are for "logp" alone
-    confident: float = 0.0  # what is added to one logit of each row, mostly at the class index
+    # What is added to one logit of each row, in three of four at the right class. With
+    # probabilities, half of it to what the target is the softmax of.
+    confident: float = 0.0
     data: int = 0
 
     def __post_init__(self) -> None:
@@ -141,7 +143,8 @@ def draw(source: random.Random, family: str, bounds: Bounds) -> RowDraw:
         data=source.randrange(1 << 31),
     )
     found = _OPTIONS[family](source, draw_options, classes)
-    # Models that are trained have such rows. From `data`, so that seeds keep their shapes.
+    # Trained models have confident rows. Drawn from `data`, not from `source`, so that a seed still
+    # gives the same shapes.
     confident = random.Random(found.data).choice([0.0, 0.0, 14.0])
     return dataclasses.replace(found, confident=confident)
 
@@ -288,22 +291,22 @@ def tensors(draw: RowDraw, device: torch.device) -> Rows:
         kept.view(-1)[0] = True  # the mean of no row is NaN
     several = (draw.indices,) if draw.indices > 1 else ()
     index = torch.randint(draw.classes, (*of_rows, *several), device=device)
-    likeliest = (index[:, 0] if several else index).unsqueeze(1)
+    right = (index[:, 0] if several else index).unsqueeze(1)
     if draw.probabilities:
         scores = torch.empty(shape, dtype=dtype, device=device).normal_()
-        target = _raise(scores, likeliest, draw.confident / 2).softmax(1)
+        target = _add_at(scores, right, draw.confident / 2).softmax(1)
     else:
         target = index
-    # A fourth of the rows is sure of another class.
-    moved = torch.rand(likeliest.shape, device=device) < 0.25
-    _raise(logits, (likeliest + moved) % draw.classes, draw.confident)
+    # A fourth of the rows is sure of the next class, not of the right one.
+    is_wrong = torch.rand(right.shape, device=device) < 0.25
+    _add_at(logits, (right + is_wrong) % draw.classes, draw.confident)
     if kept is not None and not draw.is_tokens:
         target.masked_fill_(~kept, IGNORED)
     steps = torch.linspace(0.5, 1.5, draw.classes, device=device).to(dtype)
     return Rows(logits, target, steps if draw.weight else None, kept)
 
 
-def _raise(logits: Tensor, classes: Tensor, by: float) -> Tensor:
+def _add_at(logits: Tensor, classes: Tensor, by: float) -> Tensor:
     """Adds `by` to the logit at the class of each row, in place."""
     if by:
         added = torch.full(classes.shape, by, dtype=logits.dtype, device=logits.device)
