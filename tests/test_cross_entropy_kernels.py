@@ -159,6 +159,45 @@ def test_confident_rows(classes: int) -> None:
         assert ((loss - expected).abs() <= 32 * 2**-24 * expected).all()
 
 
+@pytest.mark.parametrize("classes", [1000, 1025, 3001, 5001, 12000, 50257])
+def test_exact_sums_of_confident_rows(classes: int) -> None:
+    """Where the loss or a gradient is what lies beside the maximum, exponents are not rounded.
+
+    One large distance, or probabilities of a large sum, must not hide it.
+    """
+    below = torch.arange(14, 31)
+    rows = len(below)
+    x = -below.view(-1, 1).repeat(1, classes).double()
+    at = torch.randint(1, classes, (rows,))
+    x[torch.arange(rows), at] = 0
+    is_max = torch.nn.functional.one_hot(at, classes).double()
+    far = x.clone()
+    far[:, 0] = -1e4
+    tiny = is_max.clone()
+    tiny[:, 0] = 2**-17  # sums of these are exact
+    for logits, p in (
+        (x, is_max),
+        (far, tiny),
+        (x, 2**13 * is_max + 2**-7 * (1 - is_max)),
+        (x, 2**27 * is_max),
+    ):
+        logits, p = logits.float().double(), p.float().double()
+        q_sum = p.sum(1)
+        rest = logits.exp().masked_fill(is_max.bool(), 0).sum(1)
+        loss = q_sum * torch.log1p(rest) - (p * logits).sum(1)
+        others = q_sum - (p * is_max).sum(1)
+        gradient = (others - (q_sum - others) * rest) / (1 + rest)
+        ours = run(logits.float().cuda(), p.float().cuda(), reduction="none")
+        assert_within(ours.value.cpu(), loss, 4 * ulp(loss, torch.float32), "loss")
+        found = ours.gradients["input"].cpu()[is_max.bool()]
+        allowed = 4 * ulp(others + (q_sum - others) * rest, torch.float32)
+        assert_within(found, gradient, allowed, "gradient")
+    smooth = run(x.float().cuda(), at.cuda(), reduction="none", label_smoothing=1e-7)
+    rest = x.exp().masked_fill(is_max.bool(), 0).sum(1)
+    loss = torch.log1p(rest) - 1e-7 / classes * x.sum(1)
+    assert_within(smooth.value.cpu(), loss, 4 * ulp(loss, torch.float32), "smoothed loss")
+
+
 @pytest.mark.parametrize("classes", [2, 3, 31, 100, 501, 1000, 1025, 2049, 4097, 9001, 40001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_confident_soft_rows(dtype: torch.dtype, classes: int) -> None:

@@ -107,11 +107,7 @@ int ElementwiseSpace::finish_with_kept_first(const Dims& sizes) {
 }
 
 bool ElementwiseSpace::is_contiguous() const {
-  const auto is_floating = [](DType dtype) {
-    return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kFloat16 ||
-           dtype == DType::kBFloat16;
-  };
-  if (args_.space.ndim > 1) {
+  if (!is_floating(args_.input.dtype) || !is_floating(args_.target.dtype) || args_.space.ndim > 1) {
     return false;
   }
   for (int i = 0; i < builder_.size(); ++i) {

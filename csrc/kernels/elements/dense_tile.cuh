@@ -45,7 +45,8 @@ struct DenseTraits {
   static constexpr bool kLooksAhead = false;
   // Whether all operands are of one half type.
   __device__ __forceinline__ static constexpr bool has_common_half() { return kIsHalf; }
-  // Asked of kOutput only. Losses of operands of two dtypes are of float32.
+  // Asked of kOutput only. Losses of operands of two dtypes are of float32, or of a half type
+  // beside an operand of no dimensions, and then computed as those of float32.
   __device__ __forceinline__ static bool is_half(Which /*which*/) { return kIsHalf; }
   __device__ __forceinline__ static constexpr bool is_new(Which /*which*/) { return true; }
   __device__ __forceinline__ static constexpr bool is_one(Which /*which*/) { return false; }

@@ -13,9 +13,10 @@
 
 namespace lossops::cuda {
 
-// A piece of fp32 is summed again, exactly, if its other exponentials and its distances' share of
-// the loss are less than this together. The rounding of exponents, 2^-24 of each, would be seen in
-// the loss then.
+// A piece of fp32 is summed again, exactly, if its other exponentials, and what smoothing adds to
+// the loss, are less than this together: a rounded exponent, 2^-24 of each unit of it, would be
+// seen in the loss. With probabilities it would also be seen in the gradient of the largest logit,
+// which may be all of that sum however large the loss is.
 constexpr float kConfident = 0x1p-4f;
 
 // What is known of a piece, or of a row.
@@ -71,8 +72,8 @@ __device__ __forceinline__ void finish_kept_row(const CrossEntropyForwardArgs& a
 }
 
 // The state of a piece whose maximum is known. add_terms(sum, terms) adds this lane's terms;
-// own_max: the largest of their logits, or more. distance_weight: the loss has the distances times
-// this. Those of probabilities have their coefficients already, so it is 1.
+// own_max: the largest of their logits, or more. distance_weight: what smoothing multiplies the
+// distances by in the loss, or 0.
 template <typename scalar_t, RowKind kKind, typename AddTerms>
 __device__ __forceinline__ PieceState reduce_below(float max, float own_max, AddTerms&& add_terms,
                                                    float distance_weight = 0) {
@@ -89,8 +90,9 @@ __device__ __forceinline__ PieceState reduce_below(float max, float own_max, Add
   if constexpr (kKind != RowKind::kIndex) {
     state.distance = warp_sum(sum.all_distance());
   }
-  if (kExactExponentials<scalar_t> &&
-      state.rest() + distance_weight * state.distance < kConfident &&
+  // By name, so that forward and the gradient's kernel decide alike.
+  const float in_loss = __fmaf_rn(distance_weight, state.distance, state.rest());
+  if (kExactExponentials<scalar_t> && in_loss < kConfident &&  // fault: staged-exact
       max > -math::infinity<float>()) {
     sum = {};
     add(RowTerms<true>(max));

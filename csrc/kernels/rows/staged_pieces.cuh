@@ -190,7 +190,7 @@ struct PieceStage {
             add_terms<scalar_t, kKind>(sum, terms, row, whole, lane);
           }
         },
-        kKind == RowKind::kSmooth ? smoothing.per_class : 1.0f);
+        kKind == RowKind::kSmooth ? smoothing.per_class : 0.0f);
   }
 
   // Where `x` is among the piece's elements in this lane's granules, counted from the first

@@ -133,6 +133,10 @@ struct RowSoftmax {
   // take a rounding.
   LOSSOPS_HOST_DEVICE bool one_may_outweigh() const { return !(rest >= acc_t(1.5)); }
 
+  // The same where only the largest logit is asked about, whose exponential is 1: it outweighs
+  // others that are less together, and then there is one largest.
+  LOSSOPS_HOST_DEVICE bool largest_outweighs() const { return rest < acc_t(1); }
+
   // lse - x
   LOSSOPS_HOST_DEVICE acc_t surprise(acc_t x) const { return log_sum + (max - x); }
 };

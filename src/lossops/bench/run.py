@@ -26,16 +26,18 @@ STEPS = 4
 STEPS_LIMIT = 0.02
 
 
-def relative_error(got: Tensor, expected: Tensor, allowed: Tensor | float) -> Tensor:
-    """Largest |got - expected| / (|expected| + mean |expected| + allowed); NaN stays NaN.
+def relative_error(
+    got: Tensor, expected: Tensor, smallest: float, rounding: Tensor | float = 0.0
+) -> Tensor:
+    """Largest |got - expected| / (|expected| + mean |expected| + smallest); NaN stays NaN.
 
-    The mean allows for terms that cancel to almost nothing. `allowed` is what else an error may be
-    measured against, mostly the smallest normal number of the result's dtype, for results that it
-    cannot hold to full precision. For a gradient of an entropy it also has the size of the terms
-    that cancel, one number for each element.
+    The mean allows for terms that cancel to almost nothing; `smallest`, the smallest normal number
+    of the result's dtype, for those that it cannot hold to full precision. An error up to
+    `rounding`, one number for each result, does not count.
     """
     size = expected.abs()
-    return ((got.double() - expected).abs() / (size + size.mean() + allowed)).max()
+    off = ((got.double() - expected).abs() - rounding).clamp(min=0)
+    return (off / (size + size.mean() + smallest)).max()
 
 
 def check(problem: Problem, data: Data) -> tuple[dict[str, float], float]:

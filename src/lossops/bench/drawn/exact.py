@@ -15,6 +15,9 @@ from .rows import RowDraw, Rows
 
 Outputs = tuple[Tensor, ...]
 
+# What float32 may take from terms that cancel.
+ROUNDING = 2.0**-20
+
 
 def outputs(draw: RowDraw, logits: Tensor, rows: Rows) -> Outputs:
     """The call by torch's functions, in the dtype of the logits; of tokens in at least float32."""
@@ -67,8 +70,9 @@ def error(
         (gradient,) = torch.autograd.grad(terms, leaf, weights)
         cancelled = _cancelled(draw, leaf.detach(), weights[-1])
         for found, factor in gradients:
-            allowed = smallest + cancelled * factor
-            errors.append(relative_error(part.of_logits(found), gradient * factor, allowed))
+            rounding = ROUNDING * cancelled * factor
+            mine = part.of_logits(found)
+            errors.append(relative_error(mine, gradient * factor, smallest, rounding))
         if grad_outputs is None:
             losses = terms[0].detach()
             total, size = total + losses.sum(), size + losses.abs().sum()
