@@ -152,7 +152,7 @@ struct LogitGradient<float, false> {
     const float term = terms(x);
     if constexpr (kMayOutweigh) {
       const float e = exponential(x);
-      if (e > softmax.all_but(e)) {
+      if (softmax.one_may_outweigh() && e > softmax.all_but(e)) {
         return softmax.dense_gradient_of(e, scale, q_sum, q);
       }
     }

@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
         // Only the largest logit can outweigh all others. If it is at the class index of a smooth
         // row it need not be found, as that gradient is written last anyway.
         int largest = -1;  // among this lane's elements
-        if (exists && state.largest_outweighs() && !(kIsSmooth && x_at_index == softmax.max)) {
+        if (exists && state.one_may_outweigh() && !(kIsSmooth && x_at_index == softmax.max)) {
           if (has_last && to_acc<float>(own[last]) == softmax.max) {
             largest = last;
           }

@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       // Only the largest logit can outweigh all others. At the class index of a smooth row it needs
       // nothing more: of_index() has another coefficient.
       int largest = -1;
-      if (kKind != RowKind::kIndex && piece_max == state.max && softmax.largest_outweighs()) {
+      if (kKind != RowKind::kIndex && piece_max == state.max && softmax.one_may_outweigh()) {
         largest = stage.find(piece_max);  // fault: staged-largest
         if (kKind == RowKind::kSmooth && largest == row.index - begin + stage.granules.phase) {
           largest = -1;

@@ -115,7 +115,7 @@ struct RowSoftmax {
     if constexpr (kMayOutweigh) {
       // For the class that outweighs all others, from the others: q is then about Q.
       const acc_t others = all_but(e);
-      if (e > others) {
+      if (one_may_outweigh() && e > others) {
         return outweighing_gradient(others, scale, q_sum, q);
       }
     }
@@ -129,13 +129,10 @@ struct RowSoftmax {
     return math::difference_of_products(scale, q_sum - q, factor, others);
   }
 
-  // Whether exp(x - max) of one class may be more than that of all others. e is 1 at most, give or
-  // take a rounding.
-  LOSSOPS_HOST_DEVICE bool one_may_outweigh() const { return !(rest >= acc_t(1.5)); }
-
-  // The same where only the largest logit is asked about, whose exponential is 1: it outweighs
-  // others that are less together, and then there is one largest.
-  LOSSOPS_HOST_DEVICE bool largest_outweighs() const { return rest < acc_t(1); }
+  // Whether exp(x - max) of one class may be more than that of all others: only that of the largest
+  // logit, and only if there is one such. Without this, e of half types, which may be 1 and a
+  // rounding, would be more than that of another one as large.
+  LOSSOPS_HOST_DEVICE bool one_may_outweigh() const { return rest < acc_t(1); }
 
   // lse - x
   LOSSOPS_HOST_DEVICE acc_t surprise(acc_t x) const { return log_sum + (max - x); }
