@@ -64,7 +64,7 @@ struct Share {
   // Makes vectors of what was read of a row.
   __device__ __forceinline__ void settle(const scalar_t* row) {
     if constexpr (!kAligned) {
-      const uint32_t shift = (low_bits(reinterpret_cast<const char*>(row)) & 2) * 8;
+      const uint32_t shift = Cells::shift_of(reinterpret_cast<const char*>(row));
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
         read[u].settle_words(shift);

@@ -45,7 +45,7 @@ class UnitValues {
       shifts_ = 0;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        shifts_ |= (low_bits(addresses[step]) & 2) << (3 + kShiftBits * step);
+        shifts_ |= Unit::shift_of(addresses[step]) << kShiftBits * step;
       }
     }
   }

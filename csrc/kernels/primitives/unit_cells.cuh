@@ -44,6 +44,11 @@ struct UnitCells {
     cells[kWords] = *reinterpret_cast<const uint16_t*>(data + 2 * (kWidth - 1));
   }
 
+  // The bits of the first word before the first element of a unit: 0 or 16.
+  __device__ __forceinline__ static uint32_t shift_of(const char* data) {
+    return (low_bits(data) & 2) << 3;
+  }
+
   // These bring what was read into the layout of an aligned vector.
   __device__ __forceinline__ void settle_one() {
     const uint32_t one = cells[0] << 16 | cells[0];
@@ -52,7 +57,7 @@ struct UnitCells {
       cells[i] = one;
     }
   }
-  // shift: the bits of the first word before the first element; modulo 32.
+  // shift: shift_of(), modulo 32.
   __device__ __forceinline__ void settle_words(uint32_t shift) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
