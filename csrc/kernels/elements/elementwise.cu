@@ -113,21 +113,16 @@ struct Launch {
 
   // Whether the kernel of dense operands takes it.
   bool is_dense(const ElementwiseArgs& args) const {
-    const bool takes_dtypes = has_common_dtype() || (!has_weights() && !computes_double(args));
+    const bool takes_dtypes =
+        have_common_dtype(operands) || (!has_weights() && !computes_double(args));
     return args.contiguous && takes_dtypes &&
            std::all_of(std::begin(dense.data), std::end(dense.data),
                        [](const void* data) { return is_vector_aligned(data); });
   }
 
-  // Whether all operands have the dtype of input.
-  bool has_common_dtype() const {
-    return std::all_of(std::begin(operands), std::end(operands), [&](const Operand& operand) {
-      return operand.data == nullptr || operand.dtype == operands[kInput].dtype;
-    });
-  }
   // The dtype that chooses a kernel of dense operands: that of all, or float32.
   DType dense_dtype() const {
-    return has_common_dtype() ? operands[kInput].dtype : DType::kFloat32;
+    return have_common_dtype(operands) ? operands[kInput].dtype : DType::kFloat32;
   }
 
   // In fp64, for little machine code, where a dtype is rare.

@@ -138,13 +138,17 @@ class Layout {
   int other_ = 0;
 };
 
+// Whether all operands have the dtype of input.
+inline bool have_common_dtype(const Operand* operands) {
+  return std::all_of(operands, operands + kNumOperands, [&](const Operand& operand) {
+    return operand.data == nullptr || operand.dtype == operands[kInput].dtype;
+  });
+}
+
 // The half type that all operands have; else float32.
 inline DType common_half_type(const Operand* operands) {
   const DType dtype = operands[kInput].dtype;
-  const bool is_common = std::all_of(
-      operands, operands + kNumOperands,
-      [&](const Operand& operand) { return operand.data == nullptr || operand.dtype == dtype; });
-  return is_common && is_half_type(dtype) ? dtype : DType::kFloat32;
+  return have_common_dtype(operands) && is_half_type(dtype) ? dtype : DType::kFloat32;
 }
 
 // Whether 31 bits hold `count` strides along a dimension of the space, in bytes, for each operand.
