@@ -239,6 +239,28 @@ def test_confident_soft_rows(dtype: torch.dtype, classes: int) -> None:
             assert same_bits(again, ours)
 
 
+@pytest.mark.parametrize("classes", [3, 30, 100, 501, 1000, 2049, 4097, 9001, 40001])
+@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+def test_two_largest_logits(dtype: torch.dtype, classes: int) -> None:
+    """Both have the same gradient: neither outweighs the other.
+
+    It is 0 but for rounding, of which no bit is lost in half types. The exponential of the largest
+    logit less itself is not always 1, as the exponent is rounded before the difference.
+    """
+    digits = round(-math.log2(torch.finfo(dtype).eps)) + 1
+    largest = (torch.arange(2 ** (digits - 1), 2**digits) * 2.0 ** (4 - digits)).to(dtype)
+    rows = len(largest)
+    x = (largest.double() - 60).to(dtype)[:, None].repeat(1, classes)
+    p = torch.zeros(rows, classes, dtype=dtype)
+    numbers = torch.arange(rows)
+    first, second = numbers % (classes - 1), classes - 1
+    for place in (first, second):
+        x[numbers, place], p[numbers, place] = largest, 0.5
+    ours = run(x.cuda(), p.cuda(), reduction="sum").gradients["input"].cpu()
+    assert same_bits(ours[numbers, first], ours[numbers, second])
+    assert (ours.double().abs() < 2**-22).all()
+
+
 @pytest.mark.parametrize("classes", [2, 10, 37, 100, 504, 1000, 1001, 4096, 4097, 32768, 50257])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_large_logits(dtype: torch.dtype, classes: int) -> None:
