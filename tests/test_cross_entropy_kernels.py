@@ -232,7 +232,7 @@ def test_confident_soft_rows(dtype: torch.dtype, classes: int) -> None:
         allowed = 8 * unit * expected.abs() + (2**-23 if smoothing else 0)
         allowed += torch.finfo(dtype).smallest_normal
         assert ((ours[compared].double() - expected).abs() <= allowed).all(), smoothing
-        for offset in (1, 3):
+        for offset in (0, 1, 3):
             padded = torch.zeros(rows, classes + 5, dtype=dtype, device="cuda")
             moved = padded[:, offset : offset + classes].copy_(x)
             again = run(moved, target, **options).gradients["input"]
@@ -703,6 +703,39 @@ def test_smoothed_losses_of_equal_terms(classes: int, dtype: torch.dtype, units:
     exact = torch.nn.functional.cross_entropy(x.double(), t, label_smoothing=1e-3, reduction="none")
     assert loss.dtype == torch.float32
     assert_within(loss, exact, units * ulp(exact, torch.float32), f"{classes} classes")
+
+
+@pytest.mark.parametrize("classes", [2, 21, 100, 501, 1000, 1999, 2048])
+@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+def test_soft_losses_of_all_sizes(dtype: torch.dtype, classes: int) -> None:
+    """From rows that are sure of the target's class, rightly or not, to rows that know nothing.
+
+    As rows of contiguous classes and as images. Which kernel formula takes a row follows from its
+    loss, so the losses are many, and the results of autocast show what half types would hide.
+    """
+    rows = 256
+    numbers = torch.arange(rows)
+    t = numbers % classes
+    x = torch.randn(rows, classes, dtype=torch.float64)
+    x[numbers, t] += torch.linspace(-4, 18, rows, dtype=torch.float64)
+    x = (x + torch.tensor([0.0, 30.0, -30.0, 400.0])[numbers % 4, None]).to(dtype).cuda()
+    p = torch.randn(rows, classes, dtype=torch.float64)
+    p[numbers, t] += torch.linspace(0, 16, rows, dtype=torch.float64)[torch.randperm(rows)]
+    p = p.softmax(1).to(dtype).cuda()
+    for target, smoothing in ((t.cuda(), 0.1), (t.cuda(), 1e-3), (p, 0.0), (p, 0.1)):
+        options = {"reduction": "none", "label_smoothing": smoothing}
+        wide = target if target.dtype == torch.int64 else target.double()
+        exact = torch.nn.functional.cross_entropy(x.double(), wide, **options)
+        with torch.autocast("cuda"):
+            ours = lossops.cross_entropy(x, target, **options)
+            image = x.t()[None, :, :, None].contiguous()
+            across = target if target.dim() == 1 else target.t().contiguous()
+            across = across[None, ..., None]
+            as_image = lossops.cross_entropy(image, across, **options)
+        assert ours.dtype == torch.float32
+        allowed = 16 * ulp(exact, torch.float32)
+        assert_within(ours, exact, allowed, f"rows, {smoothing}")
+        assert_within(as_image.flatten(), exact, allowed, f"images, {smoothing}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)

@@ -488,7 +488,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           to += run_stride;
         }
       } else {
-        store_rows(args, shape, elements + phase, first_row, rows);
+        store_rows(args, shape.classes, elements + phase, pitch, shape.gradient_in_quads, first_row,
+                   rows);
       }
       __syncwarp();
     }

@@ -79,49 +79,4 @@ __device__ __forceinline__ void load_rows(const CrossEntropyForwardArgs& args, c
                     });
 }
 
-// Writes a tile's gradients from shared to global memory: four elements at a time with
-// gradient_in_quads, otherwise one. A tile has a multiple of four rows, unless it is the last, so
-// its gradients begin at a multiple of four elements.
-template <typename scalar_t>
-__device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
-                                           const TileShape& shape, const scalar_t* elements,
-                                           int64_t first_row, int rows) {
-  constexpr int kQuad = 4;
-  const int pitch = shape.pitch;
-  const int num_classes = static_cast<int>(args.num_classes);
-  auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
-  const int count = rows * num_classes;
-#pragma unroll 1
-  for (int e = static_cast<int>(threadIdx.x) % kWarpSize * kQuad; e < count;
-       e += kWarpSize * kQuad) {
-    int r = static_cast<int>(shape.classes.quotient(static_cast<uint32_t>(e)));
-    int c = e - r * num_classes;
-    if (shape.gradient_in_quads && e + kQuad <= count) {
-      const scalar_t* from = elements + r * pitch + c;
-      uint32_t bits[kQuad];
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        bits[i] = from->bits;
-        ++from;
-        if (++c == num_classes) {
-          c = 0;
-          from += pitch - num_classes;
-        }
-      }
-      *reinterpret_cast<uint2*>(gradients + first_row * num_classes + e) = {
-          bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
-      continue;
-    }
-#pragma unroll 1
-    for (int i = e; i < min(e + kQuad, count); ++i) {
-      gradients[row_offset(args.rows, args.grad_input, first_row + r) +
-                c * args.grad_input_class_stride] = elements[r * pitch + c];
-      if (++c == num_classes) {
-        c = 0;
-        ++r;
-      }
-    }
-  }
-}
-
 }  // namespace lossops::cuda::tiles

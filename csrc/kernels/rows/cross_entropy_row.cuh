@@ -310,6 +310,15 @@ struct SmoothedIndex {
                                                   float x_at_index) const {
     return with_index(weighted_others + of_other(max - x_at_index), max, x_at_index);
   }
+  // The same of a plain row. exponents: the sum of terms.exponent(x) over the `count` other
+  // classes.
+  __device__ __forceinline__ float of_plain(const PlainTerms& terms, float x_at_index,
+                                            float exponents, int count) const {
+    // The exponent of x_t, not quite 0, is in that of each class.
+    const float excess = terms.exponent(x_at_index);
+    // fault: plain-distance
+    return of_other(-math::kLn2 * ::fmaf(-excess, static_cast<float>(count), exponents));
+  }
 };
 
 // The gradient of all logits of a row that has no loss.

@@ -33,11 +33,13 @@ struct PlainTerms {
   __device__ __forceinline__ explicit PlainTerms(float x_at_index)
       : offset(-x_at_index * math::kLog2E) {}
 
-  __device__ __forceinline__ float operator()(float x) const {
-    return math::exp2(__fmaf_rn(x, math::kLog2E, offset));
+  // (x - x_t) log2(e)
+  __device__ __forceinline__ float exponent(float x) const {
+    return __fmaf_rn(x, math::kLog2E, offset);
   }
+  __device__ __forceinline__ float operator()(float x) const { return math::exp2(exponent(x)); }
   __device__ __forceinline__ float correction(float x_at_index) const {
-    return math::exp2(-__fmaf_rn(x_at_index, math::kLog2E, offset));
+    return math::exp2(-exponent(x_at_index));
   }
   // The sum of exp(x_c - x_t), of the sum of terms.
   __device__ __forceinline__ float corrected(float sum, float x_at_index) const {
@@ -111,6 +113,10 @@ struct IndexRow {
   // others: the sum of exp(x_c - x_t) over the other classes.
   static __device__ __forceinline__ IndexRow plain(float others, float x_at_index) {
     return {x_at_index, -others};
+  }
+  // As rows with several coefficients are kept: a plain one too has a rest that is not negative.
+  __device__ __forceinline__ IndexRow as_dense() const {
+    return {reference, is_plain() ? -rest : rest};
   }
   // Within these, no term is lost that counts beside the sum, and neither does the offset of
   // RowTerms lose much, nor a gradient's factor leave fp32's range. False of NaN.

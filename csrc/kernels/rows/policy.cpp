@@ -40,11 +40,12 @@ bool contiguous_gradient(P p) { return p.args.grad_input_class_stride == 1; }
 // Of contiguous classes unless it says otherwise; "Hopper": sm_90 and sm_100.
 const PolicyRow kPolicy[kFamilies] = {
     {Family::kSideBySideRows, "side_by_side_rows", "rows/side_by_side_rows.cu",
-     "side by side, at any address (images), at most 88 classes, class indices, of fp32 with "
-     "smoothing too",
+     "side by side, at any address (images), at most 88 classes, class indices, with smoothing but "
+     "not class weights too",
      "a thread has a group of rows, all of whose classes it copies to shared memory first",
      "16x21x512x512: a thread a row .43 / .37 in fp32, .25 / .24 in fp16; this .88 / .86, .80 / "
-     ".79. Smoothing, fp32 8x21x512x512, H100: a thread a row .46 / .40, this .83 / .83",
+     ".79. Smoothing, fp32 8x21x512x512, H100: a thread a row .46 / .40, this .83 / .83; bf16 "
+     "16x21x512x512, H200: `soft_planes` .31 / .28, this .63 / .66",
      [](P p) {
        return p.plain && (p.indices || side_by_side::is_smoothed(p.args)) &&
               p.args.input_class_stride != 1 && p.classes <= side_by_side::kMaxColumnClasses &&
@@ -84,8 +85,8 @@ const PolicyRow kPolicy[kFamilies] = {
      "this .62 / .51",
      plane_words::takes, plane_words::plan, never, Again::kNever, never},
     {Family::kSoftPlanes, "soft_planes", "rows/soft_planes.cu",
-     "strided classes (images, transposed logits), smoothing without class weights; of fp16 and "
-     "bf16 with weights too, and probabilities",
+     "strided classes (images, transposed logits): more than 88 with smoothing; of fp16 and bf16 "
+     "any number with smoothing and class weights, or with probabilities",
      "a thread reads one row of fp32 or two of half types, 8 classes at a time; 1 to 16 threads a "
      "row; the gradient reads them once more, mostly from a cache",
      "on an H100, by a thread a row bf16 8x150x512x512 with smoothing .39 / .21, fp32 "
@@ -180,15 +181,16 @@ const PolicyRow kPolicy[kFamilies] = {
      "bf16 step: 8192x131072 staged .83, this .90; 4096x262144 .79, .87; 8192x128256 .78, .87",
      split_rows::fits, split_rows::plan, always, Again::kNever, always},
     {Family::kStagedRows, "staged_rows", "rows/staged_rows.cu",
-     "from 2 to 576 KB; class indices, with smoothing or weights, and probabilities of the "
-     "logits' dtype to 288 KB without weights; Hopper",
+     "from 2 to 576 KB, of half types with smoothing from 4; class indices, with smoothing or "
+     "weights, and probabilities of the logits' dtype to 288 KB without weights; Hopper",
      "a piece of a row a warp, a block or a cluster of blocks a row",
      "each logit is read once, for the gradient too; by team rows fp32 65536x21843 .67 / .41",
      staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); },
      Again::kNever, [](P p) { return p.indices; }},
     {Family::kSoftTiles, "soft_tiles", "rows/soft_tiles.cu",
      "smoothing, and probabilities of any dtype but fp64; from 2 classes to 4096 bytes a row",
-     "a warp copies a tile of rows, logits and probabilities; 1 to 32 lanes a row, in turn",
+     "a warp copies a tile of rows, logits and probabilities; 1 to 32 lanes a row, in turn; one "
+     "pass over most rows of half types with smoothing, two with probabilities",
      "on an H100, bf16 917504x64 with smoothing by a team a row .30 / .38, bf16 167772160x2 with "
      "probabilities by a thread a row .12 / .09; this .68 / .61, .28 / .27",
      soft_tiles::fits, soft_tiles::plan, contiguous_gradient, Again::kForEachRow, always},
@@ -200,8 +202,8 @@ const PolicyRow kPolicy[kFamilies] = {
      Again::kNever, always},
     {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
      "the rest, any layout and dtypes: strided classes of fp32 with probabilities, or with "
-     "smoothing and class weights; smoothed fp32 rows of up to 88 that do not lie side by side; "
-     "one class; fp64",
+     "smoothing and class weights; smoothed rows of up to 88 that do not lie side by side; one "
+     "class; fp64",
      "a thread a row, so that a warp reads neighbouring rows",
      "10 classes: 6 times as fast as a team a row; 100 classes forward 5 times", always,
      strided_rows::plan, never, Again::kNever, never},

@@ -353,20 +353,30 @@ struct GivenCoefficients {
 // Terms of a thread that are added at a time.
 constexpr int kTermBatch = 8;
 
+// The sum of q x over kCount numbers.
+template <int kCount>
+__device__ __forceinline__ float weighted_sum(const float (&q)[kCount], const float (&x)[kCount]) {
+  constexpr int kHalf = (kCount + 1) / 2;
+  float sums[2] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float& sum = sums[i / kHalf];
+    sum = i % kHalf == 0 ? __fmul_rn(q[i], x[i]) : __fmaf_rn(q[i], x[i], sum);
+  }
+  return kCount == 1 ? sums[0] : sums[0] + sums[1];
+}
+
 // The sum of q (shift - x) over kCount logits. A zero coefficient counts as 0 also against an
 // infinite logit, or the sum may be NaN.
 template <bool kMayBeInfinite, int kCount>
 __device__ __forceinline__ float weighted_distance(const float (&x)[kCount],
                                                    const float (&q)[kCount], float shift) {
-  constexpr int kHalf = (kCount + 1) / 2;
-  float sums[2] = {};
+  float distances[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const float distance = kMayBeInfinite && q[i] == 0.0f ? 0.0f : shift - x[i];
-    float& sum = sums[i / kHalf];
-    sum = i % kHalf == 0 ? __fmul_rn(q[i], distance) : __fmaf_rn(q[i], distance, sum);
+    distances[i] = kMayBeInfinite && q[i] == 0.0f ? 0.0f : shift - x[i];
   }
-  return kCount == 1 ? sums[0] : sums[0] + sums[1];
+  return weighted_sum(q, distances);
 }
 
 // Adds the terms of kCount logits. Values p become their coefficients by to_coefficient(p).

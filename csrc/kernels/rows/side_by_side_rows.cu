@@ -29,10 +29,10 @@ namespace {
 // Classes of half types that a thread loads at a time where it copies them by itself.
 constexpr int kAtOnce = 2;
 
-// kGradient: one may be wanted. kIsSmooth: label smoothing of fp32, without class weights. Then a
-// gradient is wanted or not, for less machine code.
+// kGradient: one may be wanted. kIsSmooth: label smoothing without class weights. Then a gradient
+// is wanted or not, for less machine code.
 template <typename scalar_t, bool kGradient, bool kIsSmooth>
-__global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGradient))
+__global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGradient, kIsSmooth))
     cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                         const ColumnShape shape, Denominator denominator,
                                         GradOutput grad_output, Partial* partials,
@@ -231,18 +231,28 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
     float scales[kRows];                    // grad_output, and what the mean divides by
     bool all_plain = false;
     bool is_written = false;
+    [[maybe_unused]] float distances[kRows] = {};  // of smooth rows: sums of q (max - x)
+    [[maybe_unused]] float taken[kRows];           // of plain ones, what of_plain() logits takes
     [[maybe_unused]] PlainTerms plain_terms[kRows];
     if constexpr (!kExact) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         plain_terms[i] = PlainTerms(x_at_index[i]);
       }
-      sum_terms(others, [&](int i, float x) { return plain_terms[i](x); });
+      sum_terms(others, [&](int i, float x) {
+        const float exponent = plain_terms[i].exponent(x);
+        distances[i] += kIsSmooth ? exponent : 0.0f;
+        return math::exp2(exponent);
+      });
       all_plain = true;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         others[i] = plain_terms[i].corrected(others[i], x_at_index[i]);
         all_plain &= IndexRow::may_be_plain(others[i], x_at_index[i]);
+        if constexpr (kIsSmooth) {
+          distances[i] = smooth.of_plain(plain_terms[i], x_at_index[i], distances[i], count);
+          all_plain &= ::fabsf(distances[i]) < math::infinity<float>();
+        }
       }
     }
 #pragma unroll
@@ -272,7 +282,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
         partial.weight += static_cast<double>(i >= counts_from ? weights[i] : 0.0f);
       }
     }
-    if constexpr (!kExact && kGradient) {
+    if constexpr (!kExact && kGradient && !kIsSmooth) {
       if (args.weight == nullptr && !grad_output.is_per_row) {
         all_plain &= IndexRow::gradient_is_plain(scale);
       } else {
@@ -331,9 +341,15 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
           }
         }
       }
-      [[maybe_unused]] float distances[kRows] = {};  // sums of q (max - x)
       if constexpr (kIsSmooth) {
-        weigh_distances(smooth, own, count, reduced, x_at_index, distances);
+        float weighed[kRows] = {};
+        weigh_distances(smooth, own, count, reduced, x_at_index, weighed);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const bool is_plain =
+              reduced[i].is_plain() && ::fabsf(distances[i]) < math::infinity<float>();
+          distances[i] = is_plain ? distances[i] : weighed[i];
+        }
       }
       LogitGradient<float, kExact> gradients[kRows];
       // Whether one formula gives the gradients of all rows: that of plain rows, or the direct one.
@@ -343,11 +359,14 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
         const float weight = weights[i];
         const auto finished = reduced[i].template finish<!kExact>(x_at_index[i], scales[i], weight);
         const bool has_loss = indices[i] >= 0;
-        const float loss = kIsSmooth
-                               ? dense_row_loss(reduced[i].rest, SmoothedIndex::kSum, distances[i])
-                               : finished.loss;
+        const IndexRow dense = reduced[i].as_dense();
+        const float loss = kIsSmooth ? dense_row_loss(dense.rest, SmoothedIndex::kSum, distances[i])
+                                     : finished.loss;
         losses[i] = has_loss ? loss : gradient_without_loss(indices[i]);
-        gradients[i] = LogitGradient<float, kExact>(finished.softmax, scales[i] * weight);
+        gradients[i] = LogitGradient<float, kExact>(
+            kIsSmooth ? RowSoftmax<float>::of(dense.reference, dense.rest, scales[i], weight)
+                      : finished.softmax,
+            scales[i] * weight);
         const float gradient_at_index =
             kIsSmooth
                 ? gradients[i].dense(x_at_index[i], scales[i], SmoothedIndex::kSum, smooth.at_index)
@@ -380,6 +399,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
               x[i] = indices[i] >= 0 ? value : gradient_without_loss(indices[i]);
             }
           });
+          is_written = true;
         }
       } else if constexpr (kGradient) {
         if (!all_alike) {
@@ -407,6 +427,18 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         reduced[i] = IndexRow::plain(others[i], x_at_index[i]);
+        if constexpr (kIsSmooth) {
+          losses[i] = dense_row_loss(others[i], SmoothedIndex::kSum, distances[i]);
+          const LogitGradient<float, false> gradient(
+              RowSoftmax<float>::of(x_at_index[i], others[i], scales[i], SmoothedIndex::kSum),
+              scales[i]);
+          factors[i] = gradient.factor;
+          taken[i] = __fmul_rn(scales[i], smooth.other);
+          at_index[i] =
+              gradient.dense(x_at_index[i], scales[i], SmoothedIndex::kSum, smooth.at_index);
+          all_have_loss &= indices[i] >= 0;
+          continue;
+        }
         losses[i] = weights[i] * math::log1p(others[i]);
         const float factor = math::divide_by_one_plus(scales[i] * weights[i], others[i]);
         factors[i] = factor * plain_terms[i].correction(x_at_index[i]);
@@ -417,7 +449,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           if (indices[i] < 0) {
-            losses[i] = factors[i] = at_index[i] = gradient_without_loss(indices[i]);
+            losses[i] = factors[i] = at_index[i] = taken[i] = gradient_without_loss(indices[i]);
           }
         }
       }
@@ -447,7 +479,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         stats.max[row + i] = reduced[i].reference;
-        stats.rest[row + i] = reduced[i].rest;
+        stats.rest[row + i] = kIsSmooth ? reduced[i].as_dense().rest : reduced[i].rest;
         if constexpr (kIsSmooth) {
           stats.q_sum[row + i] = SmoothedIndex::kSum;
         }
@@ -468,7 +500,8 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
           write([&](auto& x) {
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-              x[i] = factors[i] * plain_terms[i](x[i]);
+              const float term = plain_terms[i](x[i]);
+              x[i] = kIsSmooth ? ::fmaf(factors[i], term, -taken[i]) : factors[i] * term;
             }
           });
         }
@@ -558,13 +591,13 @@ void launch_side_by_side_rows(const CrossEntropyForwardArgs& args, const RowPlan
     launch_kernel("cross_entropy_forward_column_kernel", kernel, launch, stream, args, shape,
                   denominator, grad_output, partials, finalize);
   };
-  if (args.label_smoothing > 0) {
-    return launch_as(cross_entropy_forward_column_kernel<float, true, true>);
-  }
   visit_float_or_half(args.input.dtype, [&](auto type) {
+    using scalar_t = typename decltype(type)::type;
+    if (args.label_smoothing > 0) {
+      return launch_as(cross_entropy_forward_column_kernel<scalar_t, true, true>);
+    }
     visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
-      launch_as(cross_entropy_forward_column_kernel<typename decltype(type)::type,
-                                                    decltype(gradient)::value, false>);
+      launch_as(cross_entropy_forward_column_kernel<scalar_t, decltype(gradient)::value, false>);
     });
   });
 }

@@ -12,11 +12,8 @@ namespace lossops::cuda::soft_tiles {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
-// Resident blocks a multiprocessor, at the least. 6 leave a thread 80 registers, 7 leave 72, and 8
-// leave 64.
-constexpr int min_blocks(bool is_smooth, bool gradient) {
-  return !gradient ? 8 : is_smooth ? 7 : 6;
-}
+// Resident blocks a multiprocessor, at the least. 6 leave a thread 80 registers, and 7 leave 72.
+constexpr int min_blocks(bool is_smooth) { return is_smooth ? 7 : 6; }
 constexpr int64_t kMaxRowBytes = 4096;
 // What a block has of shared memory beside its tiles and the class weights, at most.
 constexpr int kStaticSharedBytes = 1024;
@@ -30,6 +27,9 @@ constexpr int kMostTeamBytes = 8192;
 // for padding and granules in part; the block has fp32 weights of 2048 classes.
 constexpr int kMaxSharedBytes =
     kWarps * (3 * static_cast<int>(kMaxRowBytes) + 1024) + 2 * static_cast<int>(kMaxRowBytes);
+// Gradients of rows with gaps that are not shorter are written row by row, in vectors: half of a
+// warp's lanes have one.
+constexpr int kMinVectorRowBytes = 256;
 // Rows that a team takes one after the other, at most.
 constexpr int kMostSteps = 16;
 // Each warp has at least so many tiles. A choice, not measured.

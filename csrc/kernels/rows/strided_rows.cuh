@@ -112,20 +112,32 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
 }
 
 // The sum of q (max - x) of a row with smoothing, as side_by_side_rows.cu adds it up.
-template <typename Logit>
+template <bool kExact, typename Logit>
 __device__ __forceinline__ float smoothed_distance(const SmoothedIndex& smooth, Logit&& logit,
-                                                   int64_t num_classes, int64_t index, float max,
-                                                   float x_at_index) {
+                                                   int64_t num_classes, int64_t index,
+                                                   const IndexRow& row, float x_at_index) {
   const int64_t count = num_classes - 1;
+  const auto other = [&](int64_t c) { return logit(c == index ? count : min(c, count)); };
+  if (!kExact && row.is_plain()) {
+    const PlainTerms terms(x_at_index);
+    float exponents = 0;
+#pragma unroll 1
+    for (int64_t c = 0; c < count; ++c) {
+      exponents += terms.exponent(other(c));
+    }
+    const float distance = smooth.of_plain(terms, x_at_index, exponents, static_cast<int>(count));
+    if (::fabsf(distance) < math::infinity<float>()) {
+      return distance;
+    }
+  }
   float distance = 0;
 #pragma unroll 1
   for (int64_t c = 0; c < count; c += kColumnUnroll) {
     distance += sum_of_four([&](int i) {
-      const float x = logit(c + i == index ? count : min(c + i, count));
-      return c + i < count ? smooth.of_other(max - x) : 0.0f;
+      return c + i < count ? smooth.of_other(row.reference - other(c + i)) : 0.0f;
     });
   }
-  return smooth.with_any_index(distance, max, x_at_index);
+  return smooth.with_any_index(distance, row.reference, x_at_index);
 }
 
 // Calls body(x, first_class, count) with the logits of each kClassUnroll neighbouring classes. The
@@ -188,18 +200,19 @@ __global__ void __launch_bounds__(kStridedThreads)
         record_row(args, loss, weight, reduced, row, [&](int64_t) { return offsets[2]; }, partial);
         continue;
       }
-      if constexpr (kDense && std::is_same_v<Loader, FloatLoader>) {
+      if constexpr (kDense && std::is_same_v<acc_t, float>) {
         if (side_by_side::is_smoothed(args)) {
           x_at_index = logit(target.index);
           const IndexRow reduced =
               reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
-          const float distance = smoothed_distance(SmoothedIndex(args), logit, args.num_classes,
-                                                   target.index, reduced.reference, x_at_index);
-          const float loss = dense_row_loss(reduced.rest, SmoothedIndex::kSum, distance);
+          const float distance = smoothed_distance<Loader::kExact>(
+              SmoothedIndex(args), logit, args.num_classes, target.index, reduced, x_at_index);
+          const IndexRow kept = reduced.as_dense();
+          const float loss = dense_row_loss(kept.rest, SmoothedIndex::kSum, distance);
           if (args.row_stats != nullptr) {
             RowStats<float>(args.row_stats, args.rows.numel).q_sum[row] = SmoothedIndex::kSum;
           }
-          record_row(args, loss, 1.0f, reduced, row, [&](int64_t) { return offsets[2]; }, partial);
+          record_row(args, loss, 1.0f, kept, row, [&](int64_t) { return offsets[2]; }, partial);
           continue;
         }
       }

@@ -126,6 +126,24 @@ class TileCopy {
       base[edge_] = elements_[place_of(edge_)];
     }
   }
+  // Writes the tile row by row, `stride` elements apart, each of which lies in its granule as the
+  // copied one did.
+  __device__ __forceinline__ void store_rows_in_vectors(void* data, int64_t stride,
+                                                        int64_t first_row, int rows) const {
+    scalar_t* row = static_cast<scalar_t*>(data) + first_row * stride;
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r) {
+      const TileRun<scalar_t> run(shape_, row, 1);
+      const scalar_t* const from = elements_ + offset(r) - run.phase();
+      scalar_t* const to = row - run.phase();
+      run.for_each_whole([&](int g) { store_vector(to, g, load_vector(from, g)); });
+      const int edge = run.edge();
+      if (edge >= 0) {
+        to[edge] = from[edge];  // fault: tile-row-edges
+      }
+      row += stride;
+    }
+  }
 
  private:
   __device__ __forceinline__ int place_of(int element) const {

@@ -1,0 +1,101 @@
+// Rows with several coefficients q, of half types, relative to the logit at the class index of rows
+// with label smoothing, and to the largest logit of rows with probabilities:
+//
+//   total    = sum_c exp(x_c - reference),   Q = sum_c q_c
+//   loss     = Q log(total) + sum_c q_c (reference - x_c)
+//   d / dx_c = scale (Q exp(x_c - reference) / total - q_c)
+//
+// The terms of the largest logit are not told apart, which takes a third of the instructions, and
+// smoothed rows need no maximum. But what a row that is sure of a class has beside its largest
+// logit is rounded as 1 is: by 2^-24. So the loss must be kLeastLoss or more for each unit of Q;
+// then its gradients of half types do not see that. Such rows are called plain, as those of
+// plain_rows.cuh. Most are, but for those whose probabilities are sure of the class that logits are
+// sure of.
+#pragma once
+
+#include "kernels/primitives/thread_reduce.cuh"
+#include "kernels/primitives/warp_reduce.cuh"
+#include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/plain_rows.cuh"
+#include "losses/rows/cross_entropy.h"
+
+namespace lossops::cuda {
+
+// What a row with several coefficients is reduced to. Plain rows have another logit for a maximum.
+struct DenseRow {
+  DenseOnlineSoftmax<float> state;
+  bool is_plain = false;
+};
+
+// A thread's share of the sums. kIsSmooth: rows with a class index, and one coefficient for all
+// other classes.
+template <bool kIsSmooth>
+class PlainDenseSum {
+ public:
+  __device__ __forceinline__ explicit PlainDenseSum(float reference)
+      : reference_(reference), terms_(reference) {}
+
+  // q: of rows that are not smooth.
+  template <int kCount>
+  __device__ __forceinline__ void add(const float (&x)[kCount], const float (&q)[kCount]) {
+    float exponents[kCount];
+    float powers[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      exponents[i] = terms_.exponent(x[i]);
+      powers[i] = math::exp2(exponents[i]);
+    }
+    // Equal terms would be rounded alike each time, beside a larger one that came first.
+    const float sum = pairwise_sum(powers);
+    const float before = total_;
+    total_ += sum;
+    lost_ += sum - (total_ - before);
+    if constexpr (kIsSmooth) {
+      dot_ += pairwise_sum(exponents);
+    } else {
+      q_sum_ += pairwise_sum(q);
+      dot_ += weighted_sum(q, exponents);
+    }
+  }
+  // The sums of all lanes of a team, in each of them.
+  __device__ __forceinline__ void add_lanes(int team) {
+    total_ = warp_sum(total_, team);
+    lost_ = warp_sum(lost_, team);
+    dot_ = warp_sum(dot_, team);
+    q_sum_ = kIsSmooth ? q_sum_ : warp_sum(q_sum_, team);
+  }
+
+  // Of all classes. smooth, num_classes: of smooth rows.
+  __device__ __forceinline__ DenseRow finish(const SmoothedIndex& smooth, int num_classes) const {
+    constexpr float kLeastLoss = 0.25f;
+    // The reference's own term is not quite 1. NaN where the sum is infinite.
+    const float rest = terms_.corrected((total_ - terms_(reference_)) + lost_, reference_);
+    // The exponent of the reference, not quite 0, is in that of each class.
+    const float excess = terms_.exponent(reference_);
+    const float count = kIsSmooth ? static_cast<float>(num_classes) : q_sum_;
+    const float distance = -math::kLn2 * ::fmaf(-excess, count, dot_);
+    DenseRow row;
+    row.state.max = reference_;
+    row.state.ones = 1;
+    row.state.below = ::fmaxf(rest, 0.0f);
+    row.state.q_sum = kIsSmooth ? SmoothedIndex::kSum : q_sum_;
+    row.state.dot = kIsSmooth ? smooth.of_other(distance) : distance;
+    const float q_sum = row.state.q_sum;
+    const float loss = ::fmaf(q_sum, math::log1p(row.state.below), row.state.dot);
+    // & instead of &&: for fewer branches. False of NaN.
+    row.is_plain = (rest <= 0x1p40f) & (::fabsf(reference_) <= 0x1p14f) & (q_sum > 0.0f) &
+                   (loss >= kLeastLoss * q_sum) &  // fault: plain-dense
+                   (loss < math::infinity<float>());
+    return row;
+  }
+
+ private:
+  float reference_;
+  PlainTerms terms_;
+  float total_ = 0;
+  float lost_ = 0;   // what rounding took from the total
+  float dot_ = 0;    // sum_c q_c (x_c - reference) log2(e); of smooth rows without q_c
+  float q_sum_ = 0;  // of rows that are not smooth
+};
+
+}  // namespace lossops::cuda

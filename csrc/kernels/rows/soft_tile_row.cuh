@@ -1,0 +1,317 @@
+// A row of a tile of soft_tiles.cu: what a team of lanes reduces it to, and its gradients.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/grid/device.cuh"
+#include "kernels/primitives/warp_reduce.cuh"
+#include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/plain_dense_sum.cuh"
+#include "kernels/rows/row_gradient.cuh"
+#include "kernels/rows/row_words.cuh"
+
+namespace lossops::cuda::soft_tiles {
+
+// Gives each class of a row its coefficient: a class index or a probability, smoothed, times the
+// class weight.
+template <typename scalar_t>
+struct Coefficients {
+  static constexpr int kPerWord = kWordElements<scalar_t>;
+
+  Smoothing smoothing;
+  bool has_weights;
+  const float* weights;  // in shared memory
+  bool has_index;        // the target is a class index
+  int index;
+  RowWords<scalar_t> probabilities;
+  bool has_floats;  // probabilities are in `floats`, not in `probabilities`
+  const float* floats;
+
+  // The coefficients of the words k, k + distance, ...
+  template <int kCount>
+  __device__ __forceinline__ void load(int k, int distance, float (&q)[kCount]) const {
+    constexpr int kWords = kCount / kPerWord;
+    if (has_index) {
+      for_each<kCount>(k, distance, [&](int n, int c) { q[n] = c == index ? 1.0f : 0.0f; });
+    } else if (has_floats) {
+      for_each<kCount>(k, distance, [&](int n, int c) { q[n] = floats[c]; });
+    } else {
+      uint32_t words[kWords];
+      probabilities.load(k, distance, words);
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) {
+        q[n] = word_element<scalar_t>(words[n / kPerWord], n % kPerWord);
+      }
+    }
+#pragma unroll
+    for (float& value : q) {
+      value = smoothing(value);
+    }
+    if (has_weights) {
+      for_each<kCount>(k, distance, [&](int n, int c) { q[n] *= weights[c]; });
+    }
+  }
+  // The coefficient of class c.
+  __device__ __forceinline__ float of(int c) const {
+    const float p = has_index    ? (c == index ? 1.0f : 0.0f)
+                    : has_floats ? floats[c]
+                                 : to_acc<float>(probabilities[c]);
+    return has_weights ? smoothing(p) * weights[c] : smoothing(p);
+  }
+
+ private:
+  template <int kCount, typename Body>
+  static __device__ __forceinline__ void for_each(int k, int distance, const Body& body) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      body(n, (k + n / kPerWord * distance) * kPerWord + n % kPerWord);
+    }
+  }
+};
+
+// kKind: as of the kernel. Lane `member` of a team has the words member, member + team, ...
+template <typename scalar_t, RowKind kKind>
+class TileRow {
+ public:
+  __device__ __forceinline__ TileRow(const RowWords<scalar_t>& words,
+                                     const Coefficients<scalar_t>& coefficients,
+                                     const SmoothedIndex& smooth, int num_classes, int team,
+                                     int member)
+      : own_(words),
+        coefficients_(coefficients),
+        smooth_(smooth),
+        num_classes_(num_classes),
+        team_(team),
+        member_(member),
+        index_(coefficients.index),
+        x_at_index_(kIsSmooth && index_ >= 0 ? to_acc<float>(own_[index_]) : 0.0f),
+        has_last_(num_classes % kPerWord != 0 && num_classes / kPerWord % team == member) {}
+
+  // By all lanes of a warp. Rows that have no loss are plain.
+  __device__ __forceinline__ DenseRow reduce() const {
+    float largest = kExact || !kIsSmooth ? largest_logit() : 0.0f;
+    DenseRow row;
+    if constexpr (!kExact) {
+      row = reduce_plainly(kIsSmooth ? x_at_index_ : largest);
+    }
+    if (__any_sync(kAllLanes, !row.is_plain)) {
+      if (!kExact && kIsSmooth) {
+        largest = largest_logit();
+      }
+      const DenseOnlineSoftmax<float> state = reduce_below(largest);
+      row.state = row.is_plain ? row.state : state;
+    }
+    return row;
+  }
+
+  // Overwrites the logits. By all lanes of a warp. exists: false of a row behind the last one.
+  __device__ __forceinline__ void write_gradients(const DenseRow& row, float scale,
+                                                  bool exists) const {
+    const float q_sum = row.state.q_sum;
+    const auto softmax = RowSoftmax<float>::of(row.state.max, row.state.rest(), scale, q_sum);
+    const LogitGradient<float, kExact> gradient(softmax, scale * q_sum);
+    const auto replace = [&](auto may_outweigh, float x, float q) {
+      return gradient.template dense<decltype(may_outweigh)::value>(x, scale, q_sum,
+                                                                    kIsSmooth ? smooth_.other : q);
+    };
+    // Where a class outweighs all others, its gradient may be a small difference. Not of smooth
+    // rows, but at the class index, which is written last anyway.
+    const bool may_outweigh = !kIsSmooth && !row.is_plain && softmax.one_may_outweigh();
+    const int largest = exists && may_outweigh ? find(row.state.max) : -1;
+    __syncwarp();  // logits that other lanes write have been read
+    if (exists && index_ < 0) {
+#pragma unroll 1
+      for (int c = member_; c < num_classes_; c += team_) {
+        own_[c] = from_acc<scalar_t>(gradient_without_loss(index_));
+      }
+    } else if (exists) {
+      // A word may have an element of another lane. Who reads it takes its own half, and who
+      // writes it writes that half.
+      for_each_word(kBatch, [&](int k, auto count) {
+        constexpr int kWords = decltype(count)::value;
+        uint32_t loaded[kWords];
+        own_.load(k, team_, loaded);
+        float q[kWords * kPerWord] = {};
+        if constexpr (!kIsSmooth) {
+          coefficients_.load(k, team_, q);
+        }
+#pragma unroll
+        for (int u = 0; u < kWords; ++u) {
+          float x[kPerWord];
+#pragma unroll
+          for (int i = 0; i < kPerWord; ++i) {
+            x[i] = replace(std::false_type{}, word_element<scalar_t>(loaded[u], i),
+                           q[u * kPerWord + i]);
+          }
+          loaded[u] = pack_word<scalar_t>(x);
+        }
+        own_.store(k, team_, loaded);
+      });
+      // Two elements by themselves: the last one, if it is no whole word, and then the largest one
+      // once more. In a loop, for one copy of the formula.
+      int c = has_last_ ? last() : -1;
+      float x = has_last_ ? to_acc<float>(own_[last()]) : 0.0f;
+#pragma unroll 1
+      for (int n = 0; n < 2; ++n) {
+        if (c >= 0) {
+          own_[c] = from_acc<scalar_t>(
+              replace(std::true_type{}, x, kIsSmooth ? 0.0f : coefficients_.of(c)));
+        }
+        c = largest;
+        x = row.state.max;
+      }
+    }
+    if constexpr (kIsSmooth) {
+      __syncwarp();
+      if (index_ >= 0 && member_ == 0) {
+        own_[index_] =
+            from_acc<scalar_t>(gradient.dense(x_at_index_, scale, q_sum, smooth_.at_index));
+      }
+    }
+  }
+
+ private:
+  static constexpr int kPerWord = kWordElements<scalar_t>;
+  static constexpr bool kExact = kExactExponentials<scalar_t>;
+  static constexpr bool kIsSmooth = kKind == RowKind::kSmooth;
+  static constexpr std::integral_constant<int, kTermBatch / kPerWord> kBatch = {};
+
+  __device__ __forceinline__ int last() const { return num_classes_ - 1; }
+
+  // Calls body(k, count) for this lane's words k, k + team, ...: `count` of them, which is `batch`,
+  // or 1 at the end.
+  template <typename Batch, typename Body>
+  __device__ __forceinline__ void for_each_word(Batch batch, const Body& body) const {
+    constexpr int kCount = Batch::value;
+    const int words = num_classes_ / kPerWord;
+    int k = member_;
+#pragma unroll 1
+    for (; k + (kCount - 1) * team_ < words; k += kCount * team_) {
+      body(k, batch);
+    }
+#pragma unroll 1
+    for (; k < words; k += team_) {
+      body(k, std::integral_constant<int, 1>{});
+    }
+  }
+
+  // Calls body(x, q) with this lane's logits and coefficients, several at a time. Smooth rows have
+  // no q.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_batch(const Body& body) const {
+    for_each_word(kBatch, [&](int k, auto count) {
+      constexpr int kWords = decltype(count)::value;
+      uint32_t loaded[kWords];
+      own_.load(k, team_, loaded);
+      float x[kWords * kPerWord];
+      float q[kWords * kPerWord] = {};
+#pragma unroll
+      for (int n = 0; n < kWords * kPerWord; ++n) {
+        x[n] = word_element<scalar_t>(loaded[n / kPerWord], n % kPerWord);
+      }
+      if constexpr (!kIsSmooth) {
+        coefficients_.load(k, team_, q);
+      }
+      body(x, q);
+    });
+    if (has_last_) {
+      const float x[1] = {to_acc<float>(own_[last()])};
+      const float q[1] = {kIsSmooth ? 0.0f : coefficients_.of(last())};
+      body(x, q);
+    }
+  }
+
+  __device__ __forceinline__ DenseRow reduce_plainly(float reference) const {
+    PlainDenseSum<kIsSmooth> sum(reference);
+    for_each_batch([&](const auto& x, const auto& q) { sum.add(x, q); });
+    if (team_ > 1) {
+      sum.add_lanes(team_);
+    }
+    DenseRow row = sum.finish(smooth_, num_classes_);
+    row.is_plain = row.is_plain || index_ < 0;
+    return row;
+  }
+
+  __device__ __forceinline__ float largest_logit() const {
+    uint32_t maxima = lowest_word<scalar_t>();
+    for_each_word(kBatch, [&](int k, auto count) {
+      uint32_t loaded[decltype(count)::value];
+      own_.load(k, team_, loaded);
+#pragma unroll
+      for (const uint32_t word : loaded) {
+        maxima = max_of_words<scalar_t>(word, maxima);
+      }
+    });
+    float max = max_of_elements<scalar_t>(maxima);
+    if (has_last_) {
+      max = math::max_number(to_acc<float>(own_[last()]), max);
+    }
+    return team_ > 1 ? warp_max(max, team_) : max;
+  }
+
+  __device__ __forceinline__ DenseOnlineSoftmax<float> reduce_below(float max) const {
+    DenseOnlineSoftmax<float> state;
+    state.max = max;
+    const RowTerms<kExact> terms(state.max);
+    TermSum sum;
+    for_each_batch([&](const auto& x, const auto& q) {
+      add_logits<kKind, true>(sum, terms, x, q, GivenCoefficients());
+    });
+    float below = sum.all_below();
+    state.dot = sum.all_distance();
+    state.q_sum = kIsSmooth ? SmoothedIndex::kSum : sum.q_sum;
+    if (team_ > 1) {
+      below = warp_sum(below, team_);
+      sum.ones = warp_sum(sum.ones, team_);
+      state.dot = warp_sum(state.dot, team_);
+      state.q_sum = kIsSmooth ? state.q_sum : warp_sum(state.q_sum, team_);
+    }
+    // The same with a gradient and without one: not part of an FMA.
+    state.below = __fmul_rn(below, terms.correction());
+    state.ones = static_cast<float>(sum.ones);
+    if constexpr (kIsSmooth) {
+      // The sum may be infinite where it is not times a coefficient.
+      const bool again = !(state.dot < math::infinity<float>());
+      state.dot = smooth_.weighted(state.dot, state.max, x_at_index_);
+      if (__any_sync(kAllLanes, again)) {
+        float others = 0;
+#pragma unroll 1
+        for (int c = member_; c < num_classes_; c += team_) {
+          others += smooth_.other * (terms.shift - to_acc<float>(own_[c]));
+        }
+        others = smooth_.with_index(warp_sum(others, team_), state.max, x_at_index_);
+        state.dot = again ? others : state.dot;
+      }
+    }
+    return state;
+  }
+
+  // An element of this lane that is `value`, -1 if there is none.
+  __device__ __forceinline__ int find(float value) const {
+    int found = has_last_ && to_acc<float>(own_[last()]) == value ? last() : -1;
+#pragma unroll 1
+    for (int k = member_; k < num_classes_ / kPerWord; k += team_) {
+      uint32_t loaded[1];
+      own_.load(k, team_, loaded);
+#pragma unroll
+      for (int i = 0; i < kPerWord; ++i) {
+        const bool is_value = word_element<scalar_t>(loaded[0], i) == value;
+        found = is_value ? k * kPerWord + i : found;  // fault: soft-largest
+      }
+    }
+    return found;
+  }
+
+  const RowWords<scalar_t> own_;
+  const Coefficients<scalar_t> coefficients_;
+  const SmoothedIndex smooth_;
+  const int num_classes_;
+  const int team_;
+  const int member_;
+  const int index_;         // the class index; of rows without one 0, negative without a loss
+  const float x_at_index_;  // of smooth rows
+  const bool has_last_;     // whether this lane has the last element, which is no whole word
+};
+
+}  // namespace lossops::cuda::soft_tiles
