@@ -733,7 +733,9 @@ def test_soft_losses_of_all_sizes(dtype: torch.dtype, classes: int) -> None:
             across = across[None, ..., None]
             as_image = lossops.cross_entropy(image, across, **options)
         assert ours.dtype == torch.float32
-        allowed = 16 * ulp(exact, torch.float32)
+        # The largest exponential is 1, and so is a sum of which the loss is what is beside it: four
+        # units of its rounding are allowed, but where rows are summed more carefully.
+        allowed = 16 * ulp(exact, torch.float32) + torch.where(exact < 2**-5, 0.0, 2**-22)
         assert_within(ours, exact, allowed, f"rows, {smoothing}")
         assert_within(as_image.flatten(), exact, allowed, f"images, {smoothing}")
 

@@ -67,7 +67,7 @@ class PlainDenseSum {
 
   // Of all classes. smooth, num_classes: of smooth rows.
   __device__ __forceinline__ DenseRow finish(const SmoothedIndex& smooth, int num_classes) const {
-    constexpr float kLeastLoss = 0.25f;
+    constexpr float kLeastLoss = 0x1p-5f;
     // The reference's own term is not quite 1. NaN where the sum is infinite.
     const float rest = terms_.corrected((total_ - terms_(reference_)) + lost_, reference_);
     // The exponent of the reference, not quite 0, is in that of each class.

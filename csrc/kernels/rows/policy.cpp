@@ -188,7 +188,8 @@ const PolicyRow kPolicy[kFamilies] = {
      staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); },
      Again::kNever, [](P p) { return p.indices; }},
     {Family::kSoftTiles, "soft_tiles", "rows/soft_tiles.cu",
-     "smoothing, and probabilities of any dtype but fp64; from 2 classes to 4096 bytes a row",
+     "smoothing, and probabilities of any dtype but fp64; from 2 classes to 4096 bytes a row, with "
+     "class indices to 8192",
      "a warp copies a tile of rows, logits and probabilities; 1 to 32 lanes a row, in turn; one "
      "pass over most rows of half types with smoothing, two with probabilities",
      "on an H100, bf16 917504x64 with smoothing by a team a row .30 / .38, bf16 167772160x2 with "

@@ -14,7 +14,9 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 // Resident blocks a multiprocessor, at the least. 6 leave a thread 80 registers, and 7 leave 72.
 constexpr int min_blocks(bool is_smooth) { return is_smooth ? 7 : 6; }
+// Of logits: of rows with probabilities, and of others.
 constexpr int64_t kMaxRowBytes = 4096;
+constexpr int64_t kMaxIndexRowBytes = 8192;
 // What a block has of shared memory beside its tiles and the class weights, at most.
 constexpr int kStaticSharedBytes = 1024;
 // Bytes of a tile, probabilities included, about. A choice, not measured.
@@ -24,9 +26,13 @@ constexpr int kTileBytes = 4096;
 constexpr int kMostTeamBytes = 8192;
 // Dynamic shared memory of a block, at most. Each warp has 12 KB of rows (a half-type row of 4 KB
 // with 8 KB of fp32 probabilities, or 8 KB of shorter rows with gaps of half their size) and 1 KB
-// for padding and granules in part; the block has fp32 weights of 2048 classes.
+// for padding and granules in part; the block has fp32 weights of 2048 classes. Rows without
+// probabilities take less: 8 KB a warp, with weights of 4096 classes.
 constexpr int kMaxSharedBytes =
     kWarps * (3 * static_cast<int>(kMaxRowBytes) + 1024) + 2 * static_cast<int>(kMaxRowBytes);
+static_assert(kWarps * (static_cast<int>(kMaxIndexRowBytes) + 1024) +
+                  2 * static_cast<int>(kMaxIndexRowBytes) <=
+              kMaxSharedBytes);
 // Gradients of rows with gaps that are not shorter are written row by row, in vectors: half of a
 // warp's lanes have one.
 constexpr int kMinVectorRowBytes = 256;
@@ -72,7 +78,7 @@ inline int team_of(const RowProblem& problem) {
 
 inline bool fits(const RowProblem& problem) {
   return problem.contiguous && !problem.indices && problem.classes >= 2 &&
-         problem.bytes <= kMaxRowBytes;
+         problem.bytes <= (problem.args.target_is_probability ? kMaxRowBytes : kMaxIndexRowBytes);
 }
 
 inline RowPlan plan(const RowProblem& problem) {

@@ -40,8 +40,9 @@ inline int streams_of(const RowProblem& problem) {
 }
 
 // Rows of half types with smoothing are staged from here on. Measured on an H200, forward / step of
-// bf16: 1001 classes staged .36 / .47, by soft_tiles .64 / .58; 1281 .46 / .61, .62 / .60; 2048 .57
-// / .75, .74 / .81. With probabilities the step is slower there: 1501 classes .61 / .71, .54 / .52.
+// bf16, staged and by soft_tiles: 1001 classes .36 / .47, .64 / .58; 1281 .46 / .61, .62 / .60;
+// 2048 .57 / .75, .74 / .81; 2504 .61 / .72, .60 / .71; 3333 .59 / .76, .64 / .68. With
+// probabilities the step is slower by soft_tiles: 1501 classes .61 / .71, .54 / .52.
 constexpr int64_t kMinSmoothHalfBytes = 4097;
 
 // Class indices, not with both smoothing and weights; or probabilities of the logits' dtype,
