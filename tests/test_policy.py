@@ -109,7 +109,7 @@ def test_smoothing_of_short_rows() -> None:
         assert (plan["name"], plan["backward"]) == ("soft_tiles", "soft_tiles")
     # Longer rows, where no kernel of Hopper's takes them.
     for options in ({"weights": True, "device": "h200"}, {"device": "a100"}):
-        for classes, name in ((1024, "soft_tiles"), (1025, "team_rows")):
+        for classes, name in ((2048, "soft_tiles"), (2049, "team_rows")):
             plan = _plan.plan((64, classes), "fp32", label_smoothing=0.1, **options)
             assert plan["name"] == name
 
@@ -125,8 +125,9 @@ def test_strided_classes_with_several_coefficients() -> None:
         assert name_of(image, dtype, **options) == smooth
         assert name_of(image, dtype, weights=True, **options) == weighted
         assert name_of(image, dtype, probabilities=True, device="a100") == probabilities
-    few = name_of((2, 88, 8, 8), "fp32", label_smoothing=0.1, device="h200")
-    assert few == "side_by_side_rows"
+    for dtype in ("fp32", "bf16"):
+        few = name_of((2, 88, 8, 8), dtype, label_smoothing=0.1, device="h200")
+        assert few == "side_by_side_rows"
 
 
 def test_gradients_of_no_classes_and_of_many_planes() -> None:

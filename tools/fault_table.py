@@ -788,7 +788,7 @@ FAULTS = [
     Fault(
         "cuda: soft_tiles, a class that outweighs all others has the gradient of any class",
         "soft-largest",
-        "is_largest ?",
+        "is_value ?",
         "false ?",
         "test_cross_entropy_kernels.py::test_confident_soft_rows",
     ),
