@@ -180,6 +180,20 @@ class RowWords {
         shift_(offset % kWordElements<scalar_t> * 16),
         splits_words_(sizeof(scalar_t) == 2 && splits_words) {}
 
+  // The same from the first whole word in memory on, which begins at element before_words().
+  __device__ __forceinline__ RowWords at_words() const { return after(before_words(), false); }
+  __device__ __forceinline__ int before_words() const { return shift_ / 16; }
+  // The same from an element on: 0 or 1.
+  __device__ __forceinline__ RowWords after(int element, bool splits_words) const {
+    RowWords result = *this;
+    const int offset = shift_ / 16 + element;
+    result.row_ += element;
+    result.words_ += offset / kWordElements<scalar_t>;
+    result.shift_ = offset % kWordElements<scalar_t> * 16;
+    result.splits_words_ = splits_words;
+    return result;
+  }
+
   __device__ __forceinline__ scalar_t& operator[](int c) const { return row_[c]; }
 
   // Words k, k + distance, ... kOwnOnly: reads no element beside them, which another thread may be

@@ -27,6 +27,16 @@ struct Coefficients {
   RowWords<scalar_t> probabilities;
   bool has_floats;  // probabilities are in `floats`, not in `probabilities`
   const float* floats;
+  bool lies_apart;  // probabilities may begin within words where logits do not, or the other way
+  int first = 0;    // words count from this class
+
+  // The same, but words count from the logits' first whole word in memory, that of class 0 or 1.
+  __device__ __forceinline__ Coefficients at_words(int first_class) const {
+    Coefficients result = *this;
+    result.first = first_class;
+    result.probabilities = probabilities.after(first_class, lies_apart);
+    return result;
+  }
 
   // The coefficients of the words k, k + distance, ...
   template <int kCount>
@@ -44,9 +54,12 @@ struct Coefficients {
         q[n] = word_element<scalar_t>(words[n / kPerWord], n % kPerWord);
       }
     }
+    if (smoothing.smoothing != 0.0f) {
+      keep_apart();
 #pragma unroll
-    for (float& value : q) {
-      value = smoothing(value);
+      for (float& value : q) {
+        value = smoothing(value);
+      }
     }
     if (has_weights) {
       for_each<kCount>(k, distance, [&](int n, int c) { q[n] *= weights[c]; });
@@ -62,10 +75,10 @@ struct Coefficients {
 
  private:
   template <int kCount, typename Body>
-  static __device__ __forceinline__ void for_each(int k, int distance, const Body& body) {
+  __device__ __forceinline__ void for_each(int k, int distance, const Body& body) const {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      body(n, (k + n / kPerWord * distance) * kPerWord + n % kPerWord);
+      body(n, first + (k + n / kPerWord * distance) * kPerWord + n % kPerWord);
     }
   }
 };
@@ -126,15 +139,18 @@ class TileRow {
         own_[c] = from_acc<scalar_t>(gradient_without_loss(index_));
       }
     } else if (exists) {
-      // A word may have an element of another lane. Who reads it takes its own half, and who
-      // writes it writes that half.
-      for_each_word(kBatch, [&](int k, auto count) {
+      // By whole words in memory. The elements before and behind them share words with other rows.
+      const int before = own_.before_words();
+      const int words = (num_classes_ - before) / kPerWord;
+      const RowWords<scalar_t> own = own_.at_words();
+      const Coefficients<scalar_t> coefficients = coefficients_.at_words(before);
+      for_each_word(kBatch, words, [&](int k, auto count) {
         constexpr int kWords = decltype(count)::value;
         uint32_t loaded[kWords];
-        own_.load(k, team_, loaded);
+        own.load(k, team_, loaded);
         float q[kWords * kPerWord] = {};
         if constexpr (!kIsSmooth) {
-          coefficients_.load(k, team_, q);
+          coefficients.load(k, team_, q);
         }
 #pragma unroll
         for (int u = 0; u < kWords; ++u) {
@@ -146,24 +162,25 @@ class TileRow {
           }
           loaded[u] = pack_word<scalar_t>(x);
         }
-        own_.store(k, team_, loaded);
+        own.store(k, team_, loaded);
       });
-      // Two elements by themselves: the last one, if it is no whole word, and then the largest one
-      // once more. In a loop, for one copy of the formula.
-      int c = has_last_ ? last() : -1;
-      float x = has_last_ ? to_acc<float>(own_[last()]) : 0.0f;
+      // Then the elements that are in no whole word. In a loop, for one copy of the formula.
+      if (kPerWord > 1 && member_ == 0) {
+        int c = before > 0 ? 0 : last();
 #pragma unroll 1
-      for (int n = 0; n < 2; ++n) {
-        if (c >= 0) {
-          own_[c] = from_acc<scalar_t>(
-              replace(std::true_type{}, x, kIsSmooth ? 0.0f : coefficients_.of(c)));
+        for (int left = num_classes_ - words * kPerWord; left > 0; --left) {
+          own_[c] = from_acc<scalar_t>(replace(std::false_type{}, to_acc<float>(own_[c]),
+                                               kIsSmooth ? 0.0f : coefficients_.of(c)));
+          c = last();
         }
-        c = largest;
-        x = row.state.max;
       }
     }
+    __syncwarp();  // another lane may have written what is written once more
+    if (largest >= 0) {
+      own_[largest] =
+          from_acc<scalar_t>(replace(std::true_type{}, row.state.max, coefficients_.of(largest)));
+    }
     if constexpr (kIsSmooth) {
-      __syncwarp();
       if (index_ >= 0 && member_ == 0) {
         own_[index_] =
             from_acc<scalar_t>(gradient.dense(x_at_index_, scale, q_sum, smooth_.at_index));
@@ -179,12 +196,11 @@ class TileRow {
 
   __device__ __forceinline__ int last() const { return num_classes_ - 1; }
 
-  // Calls body(k, count) for this lane's words k, k + team, ...: `count` of them, which is `batch`,
-  // or 1 at the end.
+  // Calls body(k, count) for this lane's words k, k + team, ... of `words`: `count` of them, which
+  // is `batch`, or 1 at the end.
   template <typename Batch, typename Body>
-  __device__ __forceinline__ void for_each_word(Batch batch, const Body& body) const {
+  __device__ __forceinline__ void for_each_word(Batch batch, int words, const Body& body) const {
     constexpr int kCount = Batch::value;
-    const int words = num_classes_ / kPerWord;
     int k = member_;
 #pragma unroll 1
     for (; k + (kCount - 1) * team_ < words; k += kCount * team_) {
@@ -200,7 +216,7 @@ class TileRow {
   // no q.
   template <typename Body>
   __device__ __forceinline__ void for_each_batch(const Body& body) const {
-    for_each_word(kBatch, [&](int k, auto count) {
+    for_each_word(kBatch, num_classes_ / kPerWord, [&](int k, auto count) {
       constexpr int kWords = decltype(count)::value;
       uint32_t loaded[kWords];
       own_.load(k, team_, loaded);
@@ -235,7 +251,7 @@ class TileRow {
 
   __device__ __forceinline__ float largest_logit() const {
     uint32_t maxima = lowest_word<scalar_t>();
-    for_each_word(kBatch, [&](int k, auto count) {
+    for_each_word(kBatch, num_classes_ / kPerWord, [&](int k, auto count) {
       uint32_t loaded[decltype(count)::value];
       own_.load(k, team_, loaded);
 #pragma unroll

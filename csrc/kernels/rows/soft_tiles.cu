@@ -34,6 +34,7 @@ struct SoftShape {
   int logit_bytes;    // those of them for logits
   bool splits_words;  // rows of logits may begin in the middle of a word
   bool probabilities_split_words;
+  bool probabilities_lie_apart;  // either does, and not where the other does
   bool has_float_probabilities;  // in shared memory; otherwise they have the type of the logits
   // How gradients lie: as TileCopy::store_run() wants it, otherwise as its store_rows_in_vectors(),
   // otherwise as store_rows() with quads.
@@ -150,7 +151,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
            index,
            {probabilities.elements(), probabilities_at, shape.probabilities_split_words},
            has_floats,
-           reinterpret_cast<const float*>(probabilities.elements() + probabilities_at)},
+           reinterpret_cast<const float*>(probabilities.elements() + probabilities_at),
+           shape.probabilities_lie_apart},
           smooth, num_classes, team, member);
       const DenseRow reduced = own.reduce();
       const auto& state = reduced.state;
@@ -221,6 +223,12 @@ void launch_soft_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
     shape.probabilities = CopyShape(probabilities, elements * args.num_classes, element_bytes);
     shape.has_float_probabilities = probability_bytes(args) == 4;
     shape.probabilities_split_words = splits_words(shape.probabilities, args.target.data);
+    const auto distance = reinterpret_cast<uintptr_t>(args.input.data) -
+                          reinterpret_cast<uintptr_t>(args.target.data);
+    const bool lie_alike = layout.in_run && probabilities.in_run && distance % 4 == 0 &&
+                           (layout.pitch - probabilities.pitch) % 2 == 0;
+    shape.probabilities_lie_apart =
+        (shape.splits_words || shape.probabilities_split_words) && !lie_alike;
   }
   shape.gradient_in_run = gradient && layout.in_run && layout.stride == args.num_classes &&
                           rows_follow(args, args.grad_input, 1) &&
