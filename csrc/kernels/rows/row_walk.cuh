@@ -50,9 +50,9 @@ __device__ __forceinline__ void for_classes(const IterationSpace& space, const O
   }
 }
 
-// Writes the gradients of rows first_row + r, r < rows, which lie at elements + r * pitch in shared
-// memory. in_quads: four elements of half types at a time; for gradients of contiguous rows whose
-// tiles begin at multiples of four elements and 8 bytes.
+// Writes the gradients of half types of the rows first_row + r, r < rows, which lie at elements + r *
+// pitch in shared memory. in_quads: four elements at a time, for contiguous rows whose tiles begin
+// at multiples of four elements and 8 bytes.
 template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
                                            const Divisor& classes, const scalar_t* elements,
@@ -60,35 +60,27 @@ __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
   constexpr int kQuad = 4;
   const int num_classes = static_cast<int>(args.num_classes);
   auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
-  if constexpr (sizeof(scalar_t) > 2) {
-    for_classes<1, 1>(
-        args.rows, args.grad_input, args.grad_input_class_stride, classes, first_row, rows,
-        [&](int r, int c, int64_t offset) { gradients[offset] = elements[r * pitch + c]; });
-    return;
-  }
   const int count = rows * num_classes;
 #pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x) % kWarpSize * kQuad; e < count;
        e += kWarpSize * kQuad) {
     int r = static_cast<int>(classes.quotient(static_cast<uint32_t>(e)));
     int c = e - r * num_classes;
-    if constexpr (sizeof(scalar_t) == 2) {
-      if (in_quads && e + kQuad <= count) {
-        const scalar_t* from = elements + r * pitch + c;
-        uint32_t bits[kQuad];
+    if (in_quads && e + kQuad <= count) {
+      const scalar_t* from = elements + r * pitch + c;
+      uint32_t bits[kQuad];
 #pragma unroll
-        for (int i = 0; i < kQuad; ++i) {
-          bits[i] = from->bits;
-          ++from;
-          if (++c == num_classes) {
-            c = 0;
-            from += pitch - num_classes;
-          }
+      for (int i = 0; i < kQuad; ++i) {
+        bits[i] = word_of(*from, 0);
+        ++from;
+        if (++c == num_classes) {
+          c = 0;
+          from += pitch - num_classes;
         }
-        *reinterpret_cast<uint2*>(gradients + first_row * num_classes + e) = {
-            bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};  // fault: gradient-quads
-        continue;
       }
+      *reinterpret_cast<uint2*>(gradients + first_row * num_classes + e) = {
+          bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};  // fault: gradient-quads
+      continue;
     }
 #pragma unroll 1
     for (int i = e; i < min(e + kQuad, count); ++i) {

@@ -101,8 +101,8 @@ class TileRow {
         x_at_index_(kIsSmooth && index_ >= 0 ? to_acc<float>(own_[index_]) : 0.0f),
         has_last_(num_classes % kPerWord != 0 && num_classes / kPerWord % team == member) {}
 
-  // By all lanes of a warp. Rows that have no loss are plain.
-  __device__ __forceinline__ DenseRow reduce() const {
+  // By all lanes of a warp.
+  __device__ __forceinline__ DenseOnlineSoftmax<float> reduce() const {
     float largest = kExact || !kIsSmooth ? largest_logit() : 0.0f;
     DenseRow row;
     if constexpr (!kExact) {
@@ -115,23 +115,24 @@ class TileRow {
       const DenseOnlineSoftmax<float> state = reduce_below(largest);
       row.state = row.is_plain ? row.state : state;
     }
-    return row;
+    return row.state;
   }
 
   // Overwrites the logits. By all lanes of a warp. exists: false of a row behind the last one.
-  __device__ __forceinline__ void write_gradients(const DenseRow& row, float scale,
-                                                  bool exists) const {
-    const float q_sum = row.state.q_sum;
-    const auto softmax = RowSoftmax<float>::of(row.state.max, row.state.rest(), scale, q_sum);
+  __device__ __forceinline__ void write_gradients(const DenseOnlineSoftmax<float>& state,
+                                                  float scale, bool exists) const {
+    const float q_sum = state.q_sum;
+    const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, q_sum);
     const LogitGradient<float, kExact> gradient(softmax, scale * q_sum);
     const auto replace = [&](auto may_outweigh, float x, float q) {
       return gradient.template dense<decltype(may_outweigh)::value>(x, scale, q_sum,
                                                                     kIsSmooth ? smooth_.other : q);
     };
-    // Where a class outweighs all others, its gradient may be a small difference. Not of smooth
-    // rows, but at the class index, which is written last anyway.
-    const bool may_outweigh = !kIsSmooth && !row.is_plain && softmax.one_may_outweigh();
-    const int largest = exists && may_outweigh ? find(row.state.max) : -1;
+    // Only the largest logit can outweigh all others. If it is at the class index of a smooth row it
+    // need not be found, as that gradient is written last anyway.
+    const bool may_outweigh =
+        exists && softmax.one_may_outweigh() && !(kIsSmooth && x_at_index_ == state.max);
+    const int largest = may_outweigh ? find(state.max) : -1;
     __syncwarp();  // logits that other lanes write have been read
     if (exists && index_ < 0) {
 #pragma unroll 1
@@ -178,7 +179,7 @@ class TileRow {
     __syncwarp();  // another lane may have written what is written once more
     if (largest >= 0) {
       own_[largest] =
-          from_acc<scalar_t>(replace(std::true_type{}, row.state.max, coefficients_.of(largest)));
+          from_acc<scalar_t>(replace(std::true_type{}, state.max, kIsSmooth ? 0.0f : coefficients_.of(largest)));
     }
     if constexpr (kIsSmooth) {
       if (index_ >= 0 && member_ == 0) {

@@ -154,8 +154,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
            reinterpret_cast<const float*>(probabilities.elements() + probabilities_at),
            shape.probabilities_lie_apart},
           smooth, num_classes, team, member);
-      const DenseRow reduced = own.reduce();
-      const auto& state = reduced.state;
+      const DenseOnlineSoftmax<float> state = own.reduce();
       if (exists && member == 0) {
         float weight = index == kIgnoredRow ? 0.0f : 1.0f;  // as row_weight()
         if (has_weights && has_indices) {
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
       }
       if (wants_gradient) {
         const float scale = exists ? grad_output.scale_of_row(first_row + r, unit.get()) : 0;
-        own.write_gradients(reduced, scale, exists);
+        own.write_gradients(state, scale, exists);
       }
     }
     __syncwarp();
@@ -178,9 +177,15 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth
       } else if (shape.gradient_in_rows) {
         logits.store_rows_in_vectors(args.grad_input.data, args.grad_input.strides[0], first_row,
                                      rows);
-      } else {
+      } else if (sizeof(scalar_t) == 2 && shape.gradient_in_quads) {
         store_rows(args, shape.classes, logits.elements() + logits.offset(0),
-                   shape.logits.layout.pitch, shape.gradient_in_quads, first_row, rows);
+                   shape.logits.layout.pitch, true, first_row, rows);
+      } else {
+        auto* const to = static_cast<scalar_t*>(args.grad_input.data);
+        for_classes<1, 1>(args.rows, args.grad_input, 1, shape.classes, first_row, rows,
+                          [&](int r, int c, int64_t offset) {
+                            to[offset] = logits.elements()[logits.offset(r) + c];
+                          });
       }
       __syncwarp();
     }
@@ -237,9 +242,9 @@ void launch_soft_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                            args.num_classes * element_bytes >= kMinVectorRowBytes &&
                            lies_as_input(args, args.grad_input, 1);
   shape.gradient_in_quads =
-      gradient && rows_follow(args, args.grad_input, 1) &&
+      gradient && element_bytes == 2 && rows_follow(args, args.grad_input, 1) &&
       reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0 &&
-      shape.tile_rows * args.num_classes % (sizeof(uint2) / element_bytes) == 0;
+      shape.tile_rows * args.num_classes % 4 == 0;
   const auto launch = [&](auto kernel) {
     allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);
     launch_kernel("cross_entropy_forward_soft_kernel", kernel,
