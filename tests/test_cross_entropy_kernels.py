@@ -242,10 +242,11 @@ def test_confident_soft_rows(dtype: torch.dtype, classes: int) -> None:
 @pytest.mark.parametrize("classes", [3, 30, 100, 501, 1000, 2049, 4097, 9001, 40001])
 @pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
 def test_two_largest_logits(dtype: torch.dtype, classes: int) -> None:
-    """Both have the same gradient: neither outweighs the other.
+    """Two classes that share the largest logit, and have p = 0.5 each, have the same gradient.
 
-    It is 0 but for rounding, of which no bit is lost in half types. The exponential of the largest
-    logit less itself is not always 1, as the exponent is rounded before the difference.
+    Exactly it is 0. What rounding leaves is less than 2^-22, which half types can represent. A
+    kernel computes exp2(x log2(e) + offset) with a rounded offset, so the term of the largest logit
+    is not always 1, and one class must not seem to outweigh the other.
     """
     digits = round(-math.log2(torch.finfo(dtype).eps)) + 1
     largest = (torch.arange(2 ** (digits - 1), 2**digits) * 2.0 ** (4 - digits)).to(dtype)
@@ -707,11 +708,11 @@ def test_smoothed_losses_of_equal_terms(classes: int, dtype: torch.dtype, units:
 
 @pytest.mark.parametrize("classes", [2, 21, 100, 501, 1000, 1999, 2048])
 @pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
-def test_soft_losses_of_all_sizes(dtype: torch.dtype, classes: int) -> None:
-    """From rows that are sure of the target's class, rightly or not, to rows that know nothing.
+def test_soft_losses_from_small_to_large(dtype: torch.dtype, classes: int) -> None:
+    """Losses of confident rows and of others, with contiguous classes and as images.
 
-    As rows of contiguous classes and as images. Which kernel formula takes a row follows from its
-    loss, so the losses are many, and the results of autocast show what half types would hide.
+    The loss decides which formula a row takes. Under autocast it is fp32, so that its rounding is
+    visible.
     """
     rows = 256
     numbers = torch.arange(rows)
@@ -733,8 +734,8 @@ def test_soft_losses_of_all_sizes(dtype: torch.dtype, classes: int) -> None:
             across = across[None, ..., None]
             as_image = lossops.cross_entropy(image, across, **options)
         assert ours.dtype == torch.float32
-        # The largest exponential is 1, and so is a sum of which the loss is what is beside it: four
-        # units of its rounding are allowed, but where rows are summed more carefully.
+        # A loss of 2^-5 or more is computed from a sum that includes a term of 1. So it may also be
+        # off by four roundings of 1, of 2^-24 each. Smaller losses have the terms of 1 apart.
         allowed = 16 * ulp(exact, torch.float32) + torch.where(exact < 2**-5, 0.0, 2**-22)
         assert_within(ours, exact, allowed, f"rows, {smoothing}")
         assert_within(as_image.flatten(), exact, allowed, f"images, {smoothing}")

@@ -310,11 +310,11 @@ struct SmoothedIndex {
                                                   float x_at_index) const {
     return with_index(weighted_others + of_other(max - x_at_index), max, x_at_index);
   }
-  // The same of a plain row. exponents: the sum of terms.exponent(x) over the `count` other
-  // classes.
+  // The sum of q (x_t - x) over all classes of a plain row. exponents: the sum of terms.exponent(x)
+  // over the `count` classes but the class index.
   __device__ __forceinline__ float of_plain(const PlainTerms& terms, float x_at_index,
                                             float exponents, int count) const {
-    // The exponent of x_t, not quite 0, is in that of each class.
+    // What rounding adds to the exponent of every class.
     const float excess = terms.exponent(x_at_index);
     // fault: plain-distance
     return of_other(-math::kLn2 * ::fmaf(-excess, static_cast<float>(count), exponents));

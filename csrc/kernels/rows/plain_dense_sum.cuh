@@ -1,16 +1,17 @@
-// Rows with several coefficients q, of half types, relative to the logit at the class index of rows
-// with label smoothing, and to the largest logit of rows with probabilities:
+// Rows with several coefficients q, of half types, whose exponentials are relative to a reference:
 //
 //   total    = sum_c exp(x_c - reference),   Q = sum_c q_c
 //   loss     = Q log(total) + sum_c q_c (reference - x_c)
 //   d / dx_c = scale (Q exp(x_c - reference) / total - q_c)
 //
-// The terms of the largest logit are not told apart, which takes a third of the instructions, and
-// smoothed rows need no maximum. But what a row that is sure of a class has beside its largest
-// logit is rounded as 1 is: by 2^-24. So the loss must be kLeastLoss or more for each unit of Q;
-// then its gradients of half types do not see that. Such rows are called plain, as those of
-// plain_rows.cuh. Most are, but for those whose probabilities are sure of the class that logits are
-// sure of.
+// A smooth row has a class index, label smoothing and no class weights. Its reference is the logit
+// at the class index, and it needs no maximum. The reference of any other row is its largest logit.
+//
+// The terms of the largest logit are not counted apart, which saves a third of the instructions.
+// But a sum that includes a term of 1 rounds the others to some 2^-24. That would be most of the
+// loss of a confident row. So a row keeps these sums only if its loss is kLeastLoss Q or more: then
+// the error is below the rounding of a gradient of half types. Such rows are called plain. Most
+// rows are; the others are mainly confident rows whose target favours the same class.
 #pragma once
 
 #include "kernels/primitives/thread_reduce.cuh"
@@ -21,14 +22,14 @@
 
 namespace lossops::cuda {
 
-// What a row with several coefficients is reduced to. Plain rows have another logit for a maximum.
+// What a row with several coefficients is reduced to. Of a plain row state.max is the reference,
+// which need not be the largest logit, `ones` is 1, and `below` the sum of the other terms.
 struct DenseRow {
   DenseOnlineSoftmax<float> state;
   bool is_plain = false;
 };
 
-// A thread's share of the sums. kIsSmooth: rows with a class index, and one coefficient for all
-// other classes.
+// A thread's share of the sums. kIsSmooth: of smooth rows.
 template <bool kIsSmooth>
 class PlainDenseSum {
  public:
@@ -45,7 +46,8 @@ class PlainDenseSum {
       exponents[i] = terms_.exponent(x[i]);
       powers[i] = math::exp2(exponents[i]);
     }
-    // Equal terms would be rounded alike each time, beside a larger one that came first.
+    // Rounding errors are kept: equal terms behind a larger one would all be rounded the same way.
+    // An error is exact if the total is the larger summand, and else nothing beside the new total.
     const float sum = pairwise_sum(powers);
     const float before = total_;
     total_ += sum;
@@ -65,12 +67,12 @@ class PlainDenseSum {
     q_sum_ = kIsSmooth ? q_sum_ : warp_sum(q_sum_, team);
   }
 
-  // Of all classes. smooth, num_classes: of smooth rows.
+  // The row, from the sums over all classes. smooth, num_classes: read only for smooth rows.
   __device__ __forceinline__ DenseRow finish(const SmoothedIndex& smooth, int num_classes) const {
     constexpr float kLeastLoss = 0x1p-5f;
-    // The reference's own term is not quite 1. NaN where the sum is infinite.
+    // The reference's own term is not quite 1. The rest is NaN if the sum is infinite.
     const float rest = terms_.corrected((total_ - terms_(reference_)) + lost_, reference_);
-    // The exponent of the reference, not quite 0, is in that of each class.
+    // What rounding adds to the exponent of every class.
     const float excess = terms_.exponent(reference_);
     const float count = kIsSmooth ? static_cast<float>(num_classes) : q_sum_;
     const float distance = -math::kLn2 * ::fmaf(-excess, count, dot_);
@@ -94,7 +96,7 @@ class PlainDenseSum {
   PlainTerms terms_;
   float total_ = 0;
   float lost_ = 0;   // what rounding took from the total
-  float dot_ = 0;    // sum_c q_c (x_c - reference) log2(e); of smooth rows without q_c
+  float dot_ = 0;    // sum_c q_c (x_c - reference) log2(e), of smooth rows without the q_c
   float q_sum_ = 0;  // of rows that are not smooth
 };
 

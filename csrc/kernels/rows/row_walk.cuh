@@ -50,9 +50,9 @@ __device__ __forceinline__ void for_classes(const IterationSpace& space, const O
   }
 }
 
-// Writes the gradients of half types of the rows first_row + r, r < rows, which lie at elements + r *
-// pitch in shared memory. in_quads: four elements at a time, for contiguous rows whose tiles begin
-// at multiples of four elements and 8 bytes.
+// Writes the gradients of half types of the rows first_row + r, r < rows, which lie at elements + r
+// * pitch in shared memory. in_quads: four elements at a time, for contiguous rows whose tiles
+// begin at multiples of four elements and 8 bytes.
 template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
                                            const Divisor& classes, const scalar_t* elements,

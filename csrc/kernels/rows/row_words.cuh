@@ -180,10 +180,10 @@ class RowWords {
         shift_(offset % kWordElements<scalar_t> * 16),
         splits_words_(sizeof(scalar_t) == 2 && splits_words) {}
 
-  // The same from the first whole word in memory on, which begins at element before_words().
+  // The row from its first whole word in memory on. That begins at element before_words().
   __device__ __forceinline__ RowWords at_words() const { return after(before_words(), false); }
   __device__ __forceinline__ int before_words() const { return shift_ / 16; }
-  // The same from an element on: 0 or 1.
+  // The row from an element on, which is 0 or 1. splits_words: of the result.
   __device__ __forceinline__ RowWords after(int element, bool splits_words) const {
     RowWords result = *this;
     const int offset = shift_ / 16 + element;

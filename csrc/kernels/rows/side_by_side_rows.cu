@@ -29,8 +29,8 @@ namespace {
 // Classes of half types that a thread loads at a time where it copies them by itself.
 constexpr int kAtOnce = 2;
 
-// kGradient: one may be wanted. kIsSmooth: label smoothing without class weights. Then a gradient
-// is wanted or not, for less machine code.
+// kGradient: one may be wanted. kIsSmooth: label smoothing without class weights. One
+// such kernel serves calls with a gradient and without one, for less machine code.
 template <typename scalar_t, bool kGradient, bool kIsSmooth>
 __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGradient, kIsSmooth))
     cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
@@ -231,8 +231,10 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
     float scales[kRows];                    // grad_output, and what the mean divides by
     bool all_plain = false;
     bool is_written = false;
-    [[maybe_unused]] float distances[kRows] = {};  // of smooth rows: sums of q (max - x)
-    [[maybe_unused]] float taken[kRows];           // of plain ones, what of_plain() logits takes
+    // Of rows with smoothing: sums of exponents at first, then of q (max - x).
+    [[maybe_unused]] float distances[kRows] = {};
+    // Of plain rows with smoothing: scale q of any class but the index.
+    [[maybe_unused]] float subtracted[kRows];
     [[maybe_unused]] PlainTerms plain_terms[kRows];
     if constexpr (!kExact) {
 #pragma unroll
@@ -433,7 +435,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
               RowSoftmax<float>::of(x_at_index[i], others[i], scales[i], SmoothedIndex::kSum),
               scales[i]);
           factors[i] = gradient.factor;
-          taken[i] = __fmul_rn(scales[i], smooth.other);
+          subtracted[i] = __fmul_rn(scales[i], smooth.other);
           at_index[i] =
               gradient.dense(x_at_index[i], scales[i], SmoothedIndex::kSum, smooth.at_index);
           all_have_loss &= indices[i] >= 0;
@@ -449,7 +451,8 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           if (indices[i] < 0) {
-            losses[i] = factors[i] = at_index[i] = taken[i] = gradient_without_loss(indices[i]);
+            losses[i] = factors[i] = at_index[i] = subtracted[i] =
+                gradient_without_loss(indices[i]);
           }
         }
       }
@@ -501,7 +504,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
               const float term = plain_terms[i](x[i]);
-              x[i] = kIsSmooth ? ::fmaf(factors[i], term, -taken[i]) : factors[i] * term;
+              x[i] = kIsSmooth ? ::fmaf(factors[i], term, -subtracted[i]) : factors[i] * term;
             }
           });
         }

@@ -27,10 +27,11 @@ struct Coefficients {
   RowWords<scalar_t> probabilities;
   bool has_floats;  // probabilities are in `floats`, not in `probabilities`
   const float* floats;
-  bool lies_apart;  // probabilities may begin within words where logits do not, or the other way
+  bool lies_apart;  // a row's logits and probabilities may begin at different halves of a word
   int first = 0;    // words count from this class
 
-  // The same, but words count from the logits' first whole word in memory, that of class 0 or 1.
+  // The coefficients of words that count from the logits' first whole word, which begins at class 0
+  // or 1.
   __device__ __forceinline__ Coefficients at_words(int first_class) const {
     Coefficients result = *this;
     result.first = first_class;
@@ -83,7 +84,8 @@ struct Coefficients {
   }
 };
 
-// kKind: as of the kernel. Lane `member` of a team has the words member, member + team, ...
+// kKind: of cross_entropy_forward_soft_kernel. Lane `member` of a team has the words member, member
+// + team, ...
 template <typename scalar_t, RowKind kKind>
 class TileRow {
  public:
@@ -101,24 +103,25 @@ class TileRow {
         x_at_index_(kIsSmooth && index_ >= 0 ? to_acc<float>(own_[index_]) : 0.0f),
         has_last_(num_classes % kPerWord != 0 && num_classes / kPerWord % team == member) {}
 
-  // By all lanes of a warp.
+  // All lanes of a warp must call this.
   __device__ __forceinline__ DenseOnlineSoftmax<float> reduce() const {
     float largest = kExact || !kIsSmooth ? largest_logit() : 0.0f;
     DenseRow row;
     if constexpr (!kExact) {
-      row = reduce_plainly(kIsSmooth ? x_at_index_ : largest);
+      row = reduce_relative_to(kIsSmooth ? x_at_index_ : largest);
     }
     if (__any_sync(kAllLanes, !row.is_plain)) {
       if (!kExact && kIsSmooth) {
         largest = largest_logit();
       }
-      const DenseOnlineSoftmax<float> state = reduce_below(largest);
+      const DenseOnlineSoftmax<float> state = reduce_below_max(largest);
       row.state = row.is_plain ? row.state : state;
     }
     return row.state;
   }
 
-  // Overwrites the logits. By all lanes of a warp. exists: false of a row behind the last one.
+  // Overwrites the logits. All lanes of a warp must call this. exists: false of a row behind the
+  // last one.
   __device__ __forceinline__ void write_gradients(const DenseOnlineSoftmax<float>& state,
                                                   float scale, bool exists) const {
     const float q_sum = state.q_sum;
@@ -128,8 +131,10 @@ class TileRow {
       return gradient.template dense<decltype(may_outweigh)::value>(x, scale, q_sum,
                                                                     kIsSmooth ? smooth_.other : q);
     };
-    // Only the largest logit can outweigh all others. If it is at the class index of a smooth row it
-    // need not be found, as that gradient is written last anyway.
+    // Where a class outweighs all others, its gradient may be a small difference. It has the logit
+    // state.max: in a plain smooth row, where another logit may be larger, others are less than 1
+    // only beside the class index. The gradient at the class index of a smooth row is written last
+    // anyway.
     const bool may_outweigh =
         exists && softmax.one_may_outweigh() && !(kIsSmooth && x_at_index_ == state.max);
     const int largest = may_outweigh ? find(state.max) : -1;
@@ -140,7 +145,8 @@ class TileRow {
         own_[c] = from_acc<scalar_t>(gradient_without_loss(index_));
       }
     } else if (exists) {
-      // By whole words in memory. The elements before and behind them share words with other rows.
+      // Elements before the first whole word, and behind the last one, share a word with another
+      // row. So they are written by themselves.
       const int before = own_.before_words();
       const int words = (num_classes_ - before) / kPerWord;
       const RowWords<scalar_t> own = own_.at_words();
@@ -165,7 +171,7 @@ class TileRow {
         }
         own.store(k, team_, loaded);
       });
-      // Then the elements that are in no whole word. In a loop, for one copy of the formula.
+      // These elements, in a loop for one copy of the formula.
       if (kPerWord > 1 && member_ == 0) {
         int c = before > 0 ? 0 : last();
 #pragma unroll 1
@@ -176,10 +182,10 @@ class TileRow {
         }
       }
     }
-    __syncwarp();  // another lane may have written what is written once more
+    __syncwarp();  // another lane may have written an element that is overwritten now
     if (largest >= 0) {
-      own_[largest] =
-          from_acc<scalar_t>(replace(std::true_type{}, state.max, kIsSmooth ? 0.0f : coefficients_.of(largest)));
+      own_[largest] = from_acc<scalar_t>(
+          replace(std::true_type{}, state.max, kIsSmooth ? 0.0f : coefficients_.of(largest)));
     }
     if constexpr (kIsSmooth) {
       if (index_ >= 0 && member_ == 0) {
@@ -239,14 +245,14 @@ class TileRow {
     }
   }
 
-  __device__ __forceinline__ DenseRow reduce_plainly(float reference) const {
+  __device__ __forceinline__ DenseRow reduce_relative_to(float reference) const {
     PlainDenseSum<kIsSmooth> sum(reference);
     for_each_batch([&](const auto& x, const auto& q) { sum.add(x, q); });
     if (team_ > 1) {
       sum.add_lanes(team_);
     }
     DenseRow row = sum.finish(smooth_, num_classes_);
-    row.is_plain = row.is_plain || index_ < 0;
+    row.is_plain = row.is_plain || index_ < 0;  // without a loss, the sums do not matter
     return row;
   }
 
@@ -267,7 +273,7 @@ class TileRow {
     return team_ > 1 ? warp_max(max, team_) : max;
   }
 
-  __device__ __forceinline__ DenseOnlineSoftmax<float> reduce_below(float max) const {
+  __device__ __forceinline__ DenseOnlineSoftmax<float> reduce_below_max(float max) const {
     DenseOnlineSoftmax<float> state;
     state.max = max;
     const RowTerms<kExact> terms(state.max);

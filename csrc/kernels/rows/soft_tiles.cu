@@ -34,10 +34,10 @@ struct SoftShape {
   int logit_bytes;    // those of them for logits
   bool splits_words;  // rows of logits may begin in the middle of a word
   bool probabilities_split_words;
-  bool probabilities_lie_apart;  // either does, and not where the other does
+  bool probabilities_lie_apart;  // a row's logits and probabilities may begin at different halves
   bool has_float_probabilities;  // in shared memory; otherwise they have the type of the logits
-  // How gradients lie: as TileCopy::store_run() wants it, otherwise as its store_rows_in_vectors(),
-  // otherwise as store_rows() with quads.
+  // How gradients are written, by the first that is true: by TileCopy::store_run(), by its
+  // store_rows_in_vectors(), by store_rows(). If none is, lane by lane.
   bool gradient_in_run;
   bool gradient_in_rows;
   bool gradient_in_quads;
@@ -45,8 +45,9 @@ struct SoftShape {
 };
 
 // kKind: kSmooth for class indices with smoothing and without class weights. All other rows are
-// kProbability, class indices with smoothing and class weights too. A gradient is wanted or not,
-// for less machine code: kernels without one were 1 to 4 % faster. (H200, 2026-11)
+// kProbability, class indices with smoothing and class weights too. One kernel serves calls with a
+// gradient and without one, which saves machine code. By one without, smoothed losses take 1 to 4 %
+// less time. (H200, 2026-11)
 template <typename scalar_t, RowKind kKind>
 __global__ void __launch_bounds__(kThreads, min_blocks(kKind == RowKind::kSmooth))
     cross_entropy_forward_soft_kernel(const __grid_constant__ CrossEntropyForwardArgs args,

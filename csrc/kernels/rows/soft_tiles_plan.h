@@ -14,7 +14,7 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 // Resident blocks a multiprocessor, at the least. 6 leave a thread 80 registers, and 7 leave 72.
 constexpr int min_blocks(bool is_smooth) { return is_smooth ? 7 : 6; }
-// Of logits: of rows with probabilities, and of others.
+// Bytes of a row of logits, at most: with probabilities, and with class indices.
 constexpr int64_t kMaxRowBytes = 4096;
 constexpr int64_t kMaxIndexRowBytes = 8192;
 // What a block has of shared memory beside its tiles and the class weights, at most.
@@ -33,8 +33,8 @@ constexpr int kMaxSharedBytes =
 static_assert(kWarps * (static_cast<int>(kMaxIndexRowBytes) + 1024) +
                   2 * static_cast<int>(kMaxIndexRowBytes) <=
               kMaxSharedBytes);
-// Gradients of rows with gaps that are not shorter are written row by row, in vectors: half of a
-// warp's lanes have one.
+// Rows with gaps between them, and at least so many bytes, have their gradients written row by row
+// in vectors of 16 bytes. Then half of a warp's lanes have a vector.
 constexpr int kMinVectorRowBytes = 256;
 // Rows that a team takes one after the other, at most.
 constexpr int kMostSteps = 16;

@@ -39,10 +39,10 @@ inline int streams_of(const RowProblem& problem) {
   return problem.args.target_is_probability ? 2 : 1;
 }
 
-// Rows of half types with smoothing are staged from here on. Measured on an H200, forward / step of
-// bf16, staged and by soft_tiles: 1001 classes .36 / .47, .64 / .58; 1281 .46 / .61, .62 / .60;
-// 2048 .57 / .75, .74 / .81; 2504 .61 / .72, .60 / .71; 3333 .59 / .76, .64 / .68. With
-// probabilities the step is slower by soft_tiles: 1501 classes .61 / .71, .54 / .52.
+// Rows of half types with class indices and smoothing are staged from here on. Measured on an H200,
+// forward / step of bf16, staged and by soft_tiles: 1001 classes .36 / .47, .61 / .68; 1280 .53 /
+// .66, .69 / .73; 2048 .57 / .75, .74 / .80; 2504 .61 / .72, .60 / .71; 3333 .59 / .76, .64 / .68.
+// Probabilities stay: 1501 classes .61 / .71, .54 / .52.
 constexpr int64_t kMinSmoothHalfBytes = 4097;
 
 // Class indices, not with both smoothing and weights; or probabilities of the logits' dtype,

@@ -126,8 +126,8 @@ class TileCopy {
       base[edge_] = elements_[place_of(edge_)];
     }
   }
-  // Writes the tile row by row, `stride` elements apart, each of which lies in its granule as the
-  // copied one did.
+  // Writes the rows one by one, `stride` elements apart. Each row must begin at the same place of a
+  // granule as the row that was copied.
   __device__ __forceinline__ void store_rows_in_vectors(void* data, int64_t stride,
                                                         int64_t first_row, int rows) const {
     scalar_t* row = static_cast<scalar_t*>(data) + first_row * stride;
