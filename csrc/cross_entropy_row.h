@@ -109,7 +109,8 @@ struct RowTarget {
 };
 
 // The planes of row_stats, (2 or 3, rows): max, rest, and Q of dense rows. A kernel for CUDA may
-// leave the logit at the class index for max; rest is then negated (plain_rows.cuh).
+// leave the logit at the class index for max. Rest is then negated (plain_rows.cuh), but not that
+// of dense rows, whose gradients are the same formula of either.
 template <typename acc_t>
 struct RowStats {
   acc_t* max;

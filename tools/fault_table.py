@@ -795,8 +795,8 @@ FAULTS = [
     Fault(
         "cuda: rows of half types that are sure of the class of their probabilities, rounded as 1",
         "plain-dense",
-        "loss >= kLeastLoss * q_sum",
-        "true",
+        "rest < kLeastRest",
+        "false",
         "test_cross_entropy_kernels.py::test_confident_soft_rows",
     ),
     Fault(

@@ -7,11 +7,13 @@
 // A smooth row has a class index, label smoothing and no class weights. Its reference is the logit
 // at the class index, and it needs no maximum. The reference of any other row is its largest logit.
 //
-// The terms of the largest logit are not counted apart, which saves a third of the instructions.
-// But a sum that includes a term of 1 rounds the others to some 2^-24. That would be most of the
-// loss of a confident row. So a row keeps these sums only if its loss is kLeastLoss Q or more: then
-// the error is below the rounding of a gradient of half types. Such rows are called plain. Most
-// rows are; the others are mainly confident rows whose target favours the same class.
+// The terms of the reference are not told from others, which saves a third of the instructions. But
+// a sum that includes a term of 1 rounds the others to some 2^-24. So rows in which they are small
+// have them added up once more, without the reference: confident rows. A smooth row with a large
+// loss does not need that, if smoothing takes enough from the class index: its loss and its
+// gradients then are large, too, beside that error.
+//
+// Rows within the bounds of finish() are called plain.
 #pragma once
 
 #include "kernels/primitives/thread_reduce.cuh"
@@ -27,6 +29,7 @@ namespace lossops::cuda {
 struct DenseRow {
   DenseOnlineSoftmax<float> state;
   bool is_plain = false;
+  bool is_coarse = false;  // `below` is to be added up once more
 };
 
 // A thread's share of the sums. kIsSmooth: of smooth rows.
@@ -69,7 +72,11 @@ class PlainDenseSum {
 
   // The row, from the sums over all classes. smooth, num_classes: read only for smooth rows.
   __device__ __forceinline__ DenseRow finish(const SmoothedIndex& smooth, int num_classes) const {
+    // Where the rest is smaller, what rounding takes from it counts, unless the loss and
+    // 1 - q of the class index are as large as these.
+    constexpr float kLeastRest = 0.25f;
     constexpr float kLeastLoss = 0x1p-5f;
+    constexpr float kLeastSmoothing = 0x1p-9f;
     // The reference's own term is not quite 1. The rest is NaN if the sum is infinite.
     const float rest = terms_.corrected((total_ - terms_(reference_)) + lost_, reference_);
     // What rounding adds to the exponent of every class.
@@ -82,12 +89,14 @@ class PlainDenseSum {
     row.state.below = ::fmaxf(rest, 0.0f);
     row.state.q_sum = kIsSmooth ? SmoothedIndex::kSum : q_sum_;
     row.state.dot = kIsSmooth ? smooth.of_other(distance) : distance;
-    const float q_sum = row.state.q_sum;
-    const float loss = ::fmaf(q_sum, math::log1p(row.state.below), row.state.dot);
-    // & instead of &&: for fewer branches. False of NaN.
-    row.is_plain = (rest <= 0x1p40f) & (::fabsf(reference_) <= 0x1p14f) & (q_sum > 0.0f) &
-                   (loss >= kLeastLoss * q_sum) &  // fault: plain-dense
-                   (loss < math::infinity<float>());
+    const float loss = ::fmaf(row.state.q_sum, math::log1p(row.state.below), row.state.dot);
+    // & instead of &&: for fewer branches. False of NaN. With a larger rest, a gradient's factor
+    // might leave fp32's range where no gradient does.
+    row.is_plain = (rest <= IndexRow::kMostSmoothRest) & (::fabsf(reference_) <= 0x1p14f) &
+                   (::fabsf(loss) < math::infinity<float>());
+    const bool is_large =
+        kIsSmooth && loss >= kLeastLoss && 1.0f - smooth.at_index >= kLeastSmoothing;
+    row.is_coarse = rest < kLeastRest && !is_large;  // fault: plain-dense
     return row;
   }
 

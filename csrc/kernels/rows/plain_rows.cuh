@@ -106,6 +106,8 @@ __device__ __forceinline__ float team_total(ExactSum sum, int team) {
 // not finite, and -1.
 struct IndexRow {
   static constexpr float kLowest = -87;  // exp() of less is subnormal
+  // The rest of a plain row with several coefficients, at most: their gradients have one formula.
+  static constexpr float kMostSmoothRest = 0x1p20f;
 
   float reference = -math::infinity<float>();
   float rest = -1;
@@ -120,9 +122,11 @@ struct IndexRow {
   }
   // Within these, no term is lost that counts beside the sum, and neither does the offset of
   // RowTerms lose much, nor a gradient's factor leave fp32's range. False of NaN.
+  template <bool kIsSmooth = false>
   static __device__ __forceinline__ bool may_be_plain(float others, float x_at_index) {
+    constexpr float kMost = kIsSmooth ? kMostSmoothRest : 0x1p40f;
     // & instead of &&: for fewer branches.
-    return (others >= 0x1p-60f) & (others <= 0x1p40f) & (::fabsf(x_at_index) <= 0x1p14f);
+    return (others >= 0x1p-60f) & (others <= kMost) & (::fabsf(x_at_index) <= 0x1p14f);
   }
   __device__ __forceinline__ bool is_plain() const {
     return rest < 0.0f && ::fabsf(reference) < math::infinity<float>();

@@ -69,10 +69,17 @@ using GroupSum = std::conditional_t<kExact, ExactSum, PlainSum>;
 // Adds term(i, x) over `count` classes to sums[i], where x is the logit of row i. Class c of the
 // group is own[c * pitch]. see(group) is called once for each class, for instance to find the
 // largest magnitude. add_last(sums) may add further terms to the remainder of the classes.
-template <bool kExact, typename scalar_t, typename Term, typename See, typename Last>
+// see_row(i, logits) gets the same logits of row i, four classes at a time and then one by one.
+struct SeeNoRow {
+  template <int kCount>
+  __device__ __forceinline__ void operator()(int, const float (&)[kCount]) const {}
+};
+template <bool kExact, typename scalar_t, typename Term, typename See, typename Last,
+          typename SeeRow = SeeNoRow>
 __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pitch, int count,
                                           GroupSum<kExact> (&sums)[RowGroup<scalar_t>::kRows],
-                                          Term&& term, See&& see, Last&& add_last) {
+                                          Term&& term, See&& see, Last&& add_last,
+                                          SeeRow&& see_row = {}) {
   using Group = RowGroup<scalar_t>;
   constexpr int kRows = Group::kRows;
   float last[kRows] = {};
@@ -86,6 +93,12 @@ __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pit
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       of_rows[i] += sum_of_four([&](int u) { return term(i, x[u].get(i)); });
+      float logits[kColumnUnroll];
+#pragma unroll
+      for (int u = 0; u < kColumnUnroll; ++u) {
+        logits[u] = x[u].get(i);
+      }
+      see_row(i, logits);
     }
   };
   int c = 0;
@@ -110,6 +123,8 @@ __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pit
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       last[i] += term(i, x.get(i));
+      const float logits[1] = {x.get(i)};
+      see_row(i, logits);
     }
   }
   add_last(last);

@@ -29,6 +29,17 @@ namespace {
 // Classes of half types that a thread loads at a time where it copies them by itself.
 constexpr int kAtOnce = 2;
 
+template <int kCount>
+__device__ __forceinline__ float sum_of_exponents(const PlainTerms& terms,
+                                                  const float (&x)[kCount]) {
+  float exponents[kCount];
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+    exponents[u] = terms.exponent(x[u]);
+  }
+  return pairwise_sum(exponents);
+}
+
 // kGradient: one may be wanted. kIsSmooth: label smoothing without class weights. One
 // such kernel serves calls with a gradient and without one, for less machine code.
 template <typename scalar_t, bool kGradient, bool kIsSmooth>
@@ -200,10 +211,10 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
       x_at_index[i] = to_acc<float>(logit);
       logit = scalars[count * kPitch + i];
     }
-    const auto sum_terms = [&](auto& totals, auto&& term) {
+    const auto sum_terms = [&](auto& totals, auto&& term, auto&& see_row) {
       GroupSum<kExact> sums[kRows];
       sum_group<kExact, scalar_t>(
-          own, kWarpSize, count, sums, term, [](const Group&) {}, [](auto&) {});
+          own, kWarpSize, count, sums, term, [](const Group&) {}, [](auto&) {}, see_row);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         totals[i] = sums[i].total();
@@ -241,16 +252,18 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
       for (int i = 0; i < kRows; ++i) {
         plain_terms[i] = PlainTerms(x_at_index[i]);
       }
-      sum_terms(others, [&](int i, float x) {
-        const float exponent = plain_terms[i].exponent(x);
-        distances[i] += kIsSmooth ? exponent : 0.0f;
-        return math::exp2(exponent);
-      });
+      sum_terms(
+          others, [&](int i, float x) { return plain_terms[i](x); },
+          [&](int i, const auto& x) {
+            if constexpr (kIsSmooth) {
+              distances[i] += sum_of_exponents(plain_terms[i], x);
+            }
+          });
       all_plain = true;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         others[i] = plain_terms[i].corrected(others[i], x_at_index[i]);
-        all_plain &= IndexRow::may_be_plain(others[i], x_at_index[i]);
+        all_plain &= IndexRow::may_be_plain<kIsSmooth>(others[i], x_at_index[i]);
         if constexpr (kIsSmooth) {
           distances[i] = smooth.of_plain(plain_terms[i], x_at_index[i], distances[i], count);
           all_plain &= ::fabsf(distances[i]) < math::infinity<float>();
@@ -301,7 +314,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
       if constexpr (!kExact) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          if (IndexRow::may_be_plain(others[i], x_at_index[i])) {
+          if (IndexRow::may_be_plain<kIsSmooth>(others[i], x_at_index[i])) {
             reduced[i] = IndexRow::plain(others[i], x_at_index[i]);
           } else {
             shift = shift || indices[i] >= 0;
@@ -335,7 +348,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
           maxima[i] = math::max_number(largest_other, -math::infinity<float>());
           terms[i] = Terms(maxima[i]);
         }
-        sum_terms(others, [&](int i, float x) { return terms[i](x); });
+        sum_terms(others, [&](int i, float x) { return terms[i](x); }, SeeNoRow());
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           if (!reduced[i].is_plain()) {

@@ -105,16 +105,14 @@ class TileRow {
 
   // All lanes of a warp must call this.
   __device__ __forceinline__ DenseOnlineSoftmax<float> reduce() const {
-    float largest = kExact || !kIsSmooth ? largest_logit() : 0.0f;
+    const float reference = kExact || !kIsSmooth ? largest_logit() : x_at_index_;
     DenseRow row;
     if constexpr (!kExact) {
-      row = reduce_relative_to(kIsSmooth ? x_at_index_ : largest);
+      row = reduce_relative_to(reference);
     }
     if (__any_sync(kAllLanes, !row.is_plain)) {
-      if (!kExact && kIsSmooth) {
-        largest = largest_logit();
-      }
-      const DenseOnlineSoftmax<float> state = reduce_below_max(largest);
+      const float max = !kExact && kIsSmooth ? largest_logit() : reference;
+      const DenseOnlineSoftmax<float> state = reduce_below_max(max);
       row.state = row.is_plain ? row.state : state;
     }
     return row.state;
@@ -136,7 +134,7 @@ class TileRow {
     // only beside the class index. The gradient at the class index of a smooth row is written last
     // anyway.
     const bool may_outweigh =
-        exists && softmax.one_may_outweigh() && !(kIsSmooth && x_at_index_ == state.max);
+        index_ >= 0 && softmax.one_may_outweigh() && !(kIsSmooth && x_at_index_ == state.max);
     const int largest = may_outweigh ? find(state.max) : -1;
     __syncwarp();  // logits that other lanes write have been read
     if (exists && index_ < 0) {
@@ -252,8 +250,39 @@ class TileRow {
       sum.add_lanes(team_);
     }
     DenseRow row = sum.finish(smooth_, num_classes_);
-    row.is_plain = row.is_plain || index_ < 0;  // without a loss, the sums do not matter
+    if (index_ < 0) {  // without a loss, the sums do not matter
+      row.is_plain = true;
+      row.is_coarse = false;
+    }
+    if (__any_sync(kAllLanes, row.is_coarse)) {
+      const float rest = rest_beside(reference);
+      row.state.below = row.is_coarse ? rest : row.state.below;
+    }
     return row;
+  }
+
+  // The sum of exp(x - reference) over all other logits.
+  __device__ __forceinline__ float rest_beside(float reference) const {
+    const PlainTerms terms(reference);
+    const float unit = terms(reference);
+    float rest = 0;
+    for_each_word(kBatch, num_classes_ / kPerWord, [&](int k, auto count) {
+      constexpr int kWords = decltype(count)::value;
+      uint32_t loaded[kWords];
+      own_.load(k, team_, loaded);
+      float powers[kWords * kPerWord];
+#pragma unroll
+      for (int n = 0; n < kWords * kPerWord; ++n) {
+        const float power = terms(word_element<scalar_t>(loaded[n / kPerWord], n % kPerWord));
+        powers[n] = power == unit ? 0.0f : power;
+      }
+      rest += pairwise_sum(powers);
+    });
+    if (has_last_) {
+      const float power = terms(to_acc<float>(own_[last()]));
+      rest += power == unit ? 0.0f : power;
+    }
+    return terms.corrected(warp_sum(rest, team_), reference);
   }
 
   __device__ __forceinline__ float largest_logit() const {

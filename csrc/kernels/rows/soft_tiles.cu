@@ -255,7 +255,8 @@ void launch_soft_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   };
   visit_float_or_half(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
-    args.target_is_probability || args.weight != nullptr
+    // Infinite distances times 0 would be NaN.
+    args.target_is_probability || args.weight != nullptr || shape.smoothing.per_class == 0.0f
         ? launch(cross_entropy_forward_soft_kernel<scalar_t, RowKind::kProbability>)
         : launch(cross_entropy_forward_soft_kernel<scalar_t, RowKind::kSmooth>);
   });

@@ -15,8 +15,8 @@
 
 namespace lossops {
 
-// Adds to the online softmax what a row of dense coefficients needs. Every part of
-// dot has the sign of its q, so nothing cancels.
+// Adds to the online softmax what a row of dense coefficients needs. Every part of dot that is
+// added here has the sign of its q, so nothing cancels.
 template <typename acc_t>
 struct DenseOnlineSoftmax : OnlineSoftmax<acc_t> {
   acc_t q_sum = 0;  // Q
