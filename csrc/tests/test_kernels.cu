@@ -522,6 +522,155 @@ void test_far_rows(Random& random, DType dtype, int64_t num_classes, ClassLayout
   }
 }
 
+// What rows of half types have several coefficients for.
+enum class Soft { kSmoothed, kWeighted, kProbabilities };
+
+// Rows of half types with several coefficients, from rows that are sure of a class, of the target's
+// or of another one, to rows that know nothing. Ignored rows, and some with an index out of range,
+// are as sure. Losses, gradients of the forward pass and of a backward pass that has its
+// statistics, and those of probabilities.
+void test_soft_rows(Random& random, DType dtype, int64_t num_classes, ClassLayout layout,
+                    Soft soft) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  CrossEntropyCase c;
+  c.num_classes = num_classes;
+  c.target_is_probability = soft == Soft::kProbabilities;
+  std::vector<double> places;
+  std::vector<double> distances;
+  for (const double place : {0.0, -30.0, 400.0}) {
+    for (const double distance : {0.0, 0.5, 2.0, 4.0, 6.0, 9.0, 12.0, 16.0, 20.0, 25.0, 40.0}) {
+      distances.insert(distances.end(), {distance, -distance, distance, distance});
+      places.insert(places.end(), {place, place, place, place});
+    }
+  }
+  const auto rows = static_cast<int64_t>(places.size());
+  c.rows = {rows};
+  c.input = test::class_tensor(dtype, c.rows, num_classes, layout);
+  if (soft == Soft::kWeighted) {
+    c.weight = TestTensor(dtype, {num_classes}, Layout::kDense);
+    c.weight.fill([&] { return random.uniform(0.5, 1.5); });
+  }
+  c.target = c.target_is_probability
+                 ? test::class_tensor(DType::kFloat32, c.rows, num_classes, layout)
+                 : TestTensor(DType::kInt64, c.rows, Layout::kDense);
+  std::vector<int64_t> sure(rows);
+  for (int64_t row = 0; row < rows; ++row) {
+    sure[row] = random.below(num_classes);
+    const int64_t other = (sure[row] + 1) % num_classes;
+    const bool is_masked = c.target_is_probability && row % 5 == 4;
+    for (int64_t k = 0; k < num_classes; ++k) {
+      const bool is_hidden = is_masked && k % 3 == 1 && k != sure[row] && k != other;
+      c.input.set(row + k * rows, is_hidden        ? -kInfinity
+                                  : k == sure[row] ? places[row] + distances[row]
+                                                   : places[row] + random.uniform(-0.5, 0.5));
+      if (c.target_is_probability) {
+        const double share = row % 4 < 2 ? 0.5 : row % 4 == 2 ? 1 - 0x1p-12 : 1;
+        const double rest =
+            num_classes > 1 ? (1 - share) / static_cast<double>(num_classes - 1) : 0;
+        c.target.set(row + k * rows, is_hidden ? 0 : k == sure[row] ? share : rest);
+      }
+    }
+    if (!c.target_is_probability) {
+      const int64_t index = row % 4 == 3 ? other : sure[row];
+      c.target.set(row, static_cast<double>(row % 7 == 3    ? c.ignore_index
+                                            : row % 11 == 5 ? num_classes + 7
+                                                            : index));
+    }
+  }
+  const double unit = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
+  const double least = dtype == DType::kBFloat16 ? 0x1p-116 : 0x1p-24;
+  for (const double smoothing : {0.1, 0x1p-12, 0.0}) {
+    if ((smoothing == 0) != c.target_is_probability) {
+      continue;
+    }
+    c.label_smoothing = smoothing;
+    for (const Reduction reduction : {Reduction::kSum, Reduction::kNone}) {
+      c.reduction = reduction;
+      const bool none = reduction == Reduction::kNone;
+      c.output =
+          TestTensor(DType::kFloat32, none ? c.rows : std::vector<int64_t>{}, Layout::kDense);
+      c.row_stats = TestTensor(DType::kFloat32, {3, rows}, Layout::kDense);
+      c.grad_input = c.input;
+      c.grad_output = c.output;
+      c.grad_output.fill([] { return 1.0; });
+      c.grad_target = none && c.target_is_probability ? c.target : TestTensor();
+      test::subject() = c.describe() + ", soft rows";
+      Device device(0);
+      CrossEntropyForwardArgs args = c.forward_args(device.place());
+      if (!none) {
+        args.grad_input = test::operand_of(c.grad_input, device.place());
+        args.grad_input_class_stride = c.grad_input.strides.back();
+      }
+      const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
+      cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
+      if (none) {
+        const CrossEntropyBackwardArgs backward = c.backward_args(device.place());
+        cuda::launch_cross_entropy_backward(
+            backward, device.scratch(cuda::cross_entropy_backward_scratch(backward)), nullptr);
+      }
+      const TestTensor losses = device.download(c.output);
+      const TestTensor gradients = device.download(c.grad_input);
+      const TestTensor of_targets =
+          c.grad_target.absent() ? c.grad_target : device.download(c.grad_target);
+      for (int64_t row = 0; row < rows; ++row) {
+        const auto index = c.target_is_probability ? 0 : static_cast<int64_t>(c.target.at(row));
+        if (index < 0 || index >= num_classes) {
+          for (int64_t k = 0; k < num_classes; ++k) {
+            const double gradient = gradients.at(row + k * rows);
+            CHECK(index == c.ignore_index ? gradient == 0 : std::isnan(gradient));
+          }
+          continue;
+        }
+        double max = -kInfinity;
+        for (int64_t k = 0; k < num_classes; ++k) {
+          max = std::max(max, c.input.at(row + k * rows));
+        }
+        double beside = 0;  // the largest, which is one alone or among equals
+        bool is_first = true;
+        for (int64_t k = 0; k < num_classes; ++k) {
+          const double x = c.input.at(row + k * rows);
+          beside += x == max && is_first ? 0 : std::exp(x - max);
+          is_first = is_first && x != max;
+        }
+        const auto coefficient = [&](int64_t k) {
+          const double p =
+              c.target_is_probability
+                  ? c.target.at(row + k * rows)
+                  : (k == index ? 1 - smoothing : 0) + smoothing / static_cast<double>(num_classes);
+          return c.weight.absent() ? p : p * c.weight.at(k);
+        };
+        double loss = 0;
+        double q_sum = 0;
+        for (int64_t k = 0; k < num_classes; ++k) {
+          const double q = coefficient(k);
+          q_sum += q;
+          loss += q == 0 ? 0 : q * (std::log1p(beside) + (max - c.input.at(row + k * rows)));
+        }
+        if (none) {
+          CHECK_CLOSE(losses.at(row), loss, 0x1p-18 * loss + (loss < 0x1p-5 ? 0x1p-40 : 0x1p-21));
+        }
+        for (int64_t k = 0; k < num_classes; ++k) {
+          const double x = c.input.at(row + k * rows);
+          const double q = coefficient(k);
+          const double e = std::exp(x - max);
+          const bool outweighs = x == max && beside < 1;
+          // The two that are subtracted: of the class that outweighs others, from the others. The
+          // coefficients and their sum are rounded, too.
+          const double a = outweighs ? q_sum - q : q_sum * e / (1 + beside);
+          const double b = outweighs ? q_sum * beside / (1 + beside) : q;
+          CHECK_CLOSE(gradients.at(row + k * rows), a - b,
+                      (unit + 0x1p-18) * std::fabs(a - b) + 0x1p-19 * (std::fabs(a) + b) +
+                          0x1p-20 * q_sum + least);
+          if (!of_targets.absent()) {
+            const double exact = std::log1p(beside) + (max - x);
+            CHECK_CLOSE(of_targets.at(row + k * rows), exact, 0x1p-17 * exact);
+          }
+        }
+      }
+    }
+  }
+}
+
 // Sums and means of planes with an odd number of rows, and more rows than one block takes at a
 // time. Each row must count once.
 void test_sums_of_odd_planes(Random& random, DType dtype, int64_t num_classes,
@@ -829,6 +978,15 @@ int main() {
       for (const ClassLayout layout :
            {ClassLayout::kInner, ClassLayout::kOuter, ClassLayout::kSparse}) {
         test_far_rows(random, dtype, num_classes, layout);
+      }
+    }
+    Random soft(19);
+    for (const int64_t num_classes : {2, 3, 16, 33, 88, 100, 333, 1000}) {
+      for (const Soft what : {Soft::kSmoothed, Soft::kWeighted, Soft::kProbabilities}) {
+        for (const ClassLayout layout :
+             {ClassLayout::kInner, ClassLayout::kOuter, ClassLayout::kSparse}) {
+          test_soft_rows(soft, dtype, num_classes, layout, what);
+        }
       }
     }
     for (const int64_t num_classes : {96, 1500}) {

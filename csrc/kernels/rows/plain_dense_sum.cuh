@@ -8,12 +8,14 @@
 // at the class index, and it needs no maximum. The reference of any other row is its largest logit.
 //
 // The terms of the reference are not told from others, which saves a third of the instructions. But
-// a sum that includes a term of 1 rounds the others to some 2^-24. So rows in which they are small
-// have them added up once more, without the reference: confident rows. A smooth row with a large
-// loss does not need that, if smoothing takes enough from the class index: its loss and its
-// gradients then are large, too, beside that error.
+// a sum that includes a term of 1 rounds the others to some 2^-24. A confident row, in which the
+// others are small, would lose too much. Of a row with probabilities the others are then added up
+// once more, without the reference. A confident smooth row needs that only if its loss is small, or
+// if smoothing takes little from the class index. Else that error is nothing beside its loss and
+// its gradients.
 //
-// Rows within the bounds of finish() are called plain.
+// Rows within these bounds, and those of finish(), are called plain. All others are summed in
+// another way.
 #pragma once
 
 #include "kernels/primitives/thread_reduce.cuh"
@@ -29,7 +31,7 @@ namespace lossops::cuda {
 struct DenseRow {
   DenseOnlineSoftmax<float> state;
   bool is_plain = false;
-  bool is_coarse = false;  // `below` is to be added up once more
+  bool is_coarse = false;  // with probabilities: `below` is to be added up once more
 };
 
 // A thread's share of the sums. kIsSmooth: of smooth rows.
@@ -72,8 +74,8 @@ class PlainDenseSum {
 
   // The row, from the sums over all classes. smooth, num_classes: read only for smooth rows.
   __device__ __forceinline__ DenseRow finish(const SmoothedIndex& smooth, int num_classes) const {
-    // Where the rest is smaller, what rounding takes from it counts, unless the loss and
-    // 1 - q of the class index are as large as these.
+    // What rounding takes from a smaller rest counts, unless the loss and 1 - q of the class index
+    // are as large as these.
     constexpr float kLeastRest = 0.25f;
     constexpr float kLeastLoss = 0x1p-5f;
     constexpr float kLeastSmoothing = 0x1p-9f;
@@ -90,13 +92,15 @@ class PlainDenseSum {
     row.state.q_sum = kIsSmooth ? SmoothedIndex::kSum : q_sum_;
     row.state.dot = kIsSmooth ? smooth.of_other(distance) : distance;
     const float loss = ::fmaf(row.state.q_sum, math::log1p(row.state.below), row.state.dot);
-    // & instead of &&: for fewer branches. False of NaN. With a larger rest, a gradient's factor
-    // might leave fp32's range where no gradient does.
+    // & instead of &&: for fewer branches. False of NaN. With a larger rest, the factor of
+    // gradients might leave fp32's range where no gradient does.
     row.is_plain = (rest <= IndexRow::kMostSmoothRest) & (::fabsf(reference_) <= 0x1p14f) &
                    (::fabsf(loss) < math::infinity<float>());
     const bool is_large =
         kIsSmooth && loss >= kLeastLoss && 1.0f - smooth.at_index >= kLeastSmoothing;
-    row.is_coarse = rest < kLeastRest && !is_large;  // fault: plain-dense
+    const bool is_coarse = rest < kLeastRest && !is_large;  // fault: plain-dense
+    row.is_plain = row.is_plain && !(kIsSmooth && is_coarse);
+    row.is_coarse = is_coarse;
     return row;
   }
 

@@ -254,9 +254,11 @@ class TileRow {
       row.is_plain = true;
       row.is_coarse = false;
     }
-    if (__any_sync(kAllLanes, row.is_coarse)) {
-      const float rest = rest_beside(reference);
-      row.state.below = row.is_coarse ? rest : row.state.below;
+    if constexpr (!kIsSmooth) {
+      if (__any_sync(kAllLanes, row.is_coarse)) {
+        const float rest = rest_beside(reference);
+        row.state.below = row.is_coarse ? rest : row.state.below;
+      }
     }
     return row;
   }
