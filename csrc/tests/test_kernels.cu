@@ -396,25 +396,29 @@ CrossEntropyCase float_case(Random& random, int64_t rows, int64_t num_classes, C
 
 // A row of a plane has the same bits in aligned memory, where plane_rows sums half types, and one
 // element further, where plane_words does; and in a plane with an odd number of rows. Also where
-// the last class of a share is not plain.
-void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes) {
+// the last class of a share is not plain. Smoothed rows of few classes have the same bits side by
+// side, and where strided_rows takes them.
+void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes, double smoothing = 0) {
   constexpr int64_t kRows = 32;
   CrossEntropyCase c;
   c.num_classes = num_classes;
   c.reduction = Reduction::kNone;
+  c.label_smoothing = smoothing;
   std::vector<std::vector<double>> logits(kRows);
   std::vector<double> targets(kRows);
   for (int64_t row = 0; row < kRows; ++row) {
     for (int64_t k = 0; k < num_classes; ++k) {
       logits[row].push_back(random.uniform(-4, 4));
     }
-    logits[row][num_classes - 1 - random.below(4)] = -40;
+    logits[row][std::max<int64_t>(num_classes - 1 - random.below(4), 0)] = -40;
+    logits[row][random.below(num_classes)] += row % 3 == 0 ? 20 : 0;
     targets[row] = static_cast<double>(random.below(num_classes));
   }
   // Those of the first `rows` rows.
-  const auto statistics = [&](int64_t rows, int64_t shift) {
+  const auto statistics = [&](int64_t rows, int64_t shift,
+                              ClassLayout layout = ClassLayout::kOuter) {
     c.rows = {rows};
-    c.input = test::class_tensor(dtype, c.rows, num_classes, ClassLayout::kOuter);
+    c.input = test::class_tensor(dtype, c.rows, num_classes, layout);
     c.target = TestTensor(DType::kInt64, c.rows, Layout::kDense);
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t k = 0; k < num_classes; ++k) {
@@ -423,24 +427,29 @@ void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes) {
       c.target.set(row, targets[row]);
     }
     test::subject() = c.describe() + ", bits";
-    c.output = TestTensor(dtype, c.rows, Layout::kDense);
-    c.row_stats = TestTensor(DType::kFloat32, {2, rows}, Layout::kDense);
+    c.output = TestTensor(DType::kFloat32, c.rows, Layout::kDense);
+    c.row_stats = TestTensor(DType::kFloat32, {3, rows}, Layout::kDense);
     Device device(shift);
     const CrossEntropyForwardArgs args = c.forward_args(device.place());
     const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
     cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
     const TestTensor downloaded = device.download(c.row_stats);
-    std::vector<std::array<uint32_t, 2>> of_rows(rows);
+    const TestTensor losses = device.download(c.output);
+    std::vector<std::array<uint32_t, 3>> of_rows(rows);
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t part = 0; part < 2; ++part) {
         std::memcpy(&of_rows[row][part],
                     downloaded.bytes.data() + (part * rows + row) * sizeof(float), sizeof(float));
       }
+      std::memcpy(&of_rows[row][2], losses.bytes.data() + row * sizeof(float), sizeof(float));
     }
     return of_rows;
   };
   auto expected = statistics(kRows, 0);
   CHECK(statistics(kRows, 1) == expected);
+  if (smoothing > 0) {
+    CHECK(statistics(kRows, 0, ClassLayout::kSparse) == expected);
+  }
   expected.pop_back();
   CHECK(statistics(kRows - 1, 0) == expected);
   CHECK(statistics(kRows - 1, 1) == expected);
@@ -973,6 +982,10 @@ int main() {
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
     for (const int64_t num_classes : {96, 97, 150, 389, 512}) {
       test_bits_of_planes(random, dtype, num_classes);
+    }
+    Random smoothed(23);
+    for (const int64_t num_classes : {2, 3, 7, 9, 21, 33, 88}) {
+      test_bits_of_planes(smoothed, dtype, num_classes, 0.1);
     }
     for (const int64_t num_classes : {2, 7, 33, 150, 401, 1100}) {
       for (const ClassLayout layout :

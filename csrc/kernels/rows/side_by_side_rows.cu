@@ -29,6 +29,7 @@ namespace {
 // Classes of half types that a thread loads at a time where it copies them by itself.
 constexpr int kAtOnce = 2;
 
+// The sum of terms.exponent(x) over kCount logits.
 template <int kCount>
 __device__ __forceinline__ float sum_of_exponents(const PlainTerms& terms,
                                                   const float (&x)[kCount]) {
@@ -40,8 +41,8 @@ __device__ __forceinline__ float sum_of_exponents(const PlainTerms& terms,
   return pairwise_sum(exponents);
 }
 
-// kGradient: one may be wanted. kIsSmooth: label smoothing without class weights. One
-// such kernel serves calls with a gradient and without one, for less machine code.
+// kGradient: one may be wanted. kIsSmooth: label smoothing without class weights. One such kernel
+// serves calls with a gradient and without one, for less machine code.
 template <typename scalar_t, bool kGradient, bool kIsSmooth>
 __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGradient, kIsSmooth))
     cross_entropy_forward_column_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
