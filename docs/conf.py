@@ -82,23 +82,22 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s]+)(?=\))")
 
 def lead_links(text: str, folder: str, docname: str) -> str:
     """The Markdown of a file in this folder of the repository, with links to pages of the site."""
+    page_folder = posixpath.dirname(posixpath.join("docs", docname))
 
     def lead(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, link[1]))
         path, _, anchor = target.partition("#")
         if not (ROOT / path).exists():
             logger.warning("a link to %s, which does not exist", target, location=docname)
-        if target in PAGES:
-            return PAGES[target]
-        if path in PAGES:
-            return PAGES[path] + (f"#{anchor}" if anchor else "")
-        return posixpath.relpath(target, "docs")  # where every page is
+        page = posixpath.join("docs", PAGES[path]) if path in PAGES else path
+        return posixpath.relpath(page, page_folder) + (f"#{anchor}" if anchor else "")
 
     return LINK.sub(lead, text)
 
 
 def on_source_read(app: Sphinx, docname: str, source: list[str]) -> None:
-    source[0] = lead_links(source[0], "docs", docname)
+    folder = posixpath.dirname(posixpath.join("docs", docname))
+    source[0] = lead_links(source[0], folder, docname)
 
 
 def on_include_read(app: Sphinx, path: Path, docname: str, source: list[str]) -> None:

@@ -132,12 +132,12 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is spread evenly over all classes, in [0, 1].
         options: None or torch's `LinearCrossEntropyOptions`. An explicit `batch_chunk_size` limits
             the rows of a chunk, and `acc_dtype` stands for accum_dtype. The rest is chosen here.
-        logit_scale, softcap, temperature, lse_square_scale, token_weight, num_items_in_batch,
-            return_lse, return_entropy, return_z_loss, return_token_accuracy,
-            return_predicted_tokens: as of `cross_entropy`. token_weight has the target's shape,
-            for probabilities without classes. With a map of the logits, a z-loss, lse or
-            entropies beside label smoothing or probabilities, the workspace also holds the mapped
-            logits and more, in float32.
+        return_lse, return_entropy, return_z_loss, return_token_accuracy, return_predicted_tokens:
+            as of `cross_entropy`.
+        logit_scale, softcap, temperature, lse_square_scale, token_weight, num_items_in_batch:
+            as of `cross_entropy`. token_weight has the target's shape, for probabilities without
+            classes. With a map of the logits, a z-loss, lse or entropies beside label smoothing or
+            probabilities, the workspace also holds the mapped logits and more, in float32.
         accum_dtype: dtype in which the gradient of linear_weight is added up if there are several
             chunks, float32 or the dtype of linear_weight. Sums have at least the precision of the
             products' dtype. float16 gradients of a mean or a sum are always added up in float32.

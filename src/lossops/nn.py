@@ -98,9 +98,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         label_smoothing: share of the target that is spread over all classes, in [0, 1].
         inplace_backward: the backward pass writes the gradient over the logits; see
             `lossops.cross_entropy` for what that asks of them.
-        logit_scale, softcap, temperature, lse_square_scale, return_lse, return_entropy,
-            return_z_loss, return_token_accuracy, return_predicted_tokens: as for
-            `lossops.cross_entropy`.
+        logit_scale, softcap, temperature, lse_square_scale: as for `lossops.cross_entropy`.
+        return_lse, return_entropy, return_z_loss, return_token_accuracy, return_predicted_tokens:
+            as for `lossops.cross_entropy`.
         token_weight, num_items_in_batch: as for `lossops.cross_entropy`. They mostly belong to one
             batch, so a call takes them by name too, in place of these; token_weight is kept as a
             buffer.
@@ -257,11 +257,13 @@ class LinearCrossEntropyLoss(_TorchLinearCrossEntropyLoss):
         weight: factor of each class, of shape (C,); kept as a buffer.
         ignore_index: class index of rows without a loss; None is -100.
         label_smoothing: share of the target that is spread over all classes, in [0, 1].
-        options, logit_scale, softcap, temperature, lse_square_scale, token_weight,
-            num_items_in_batch, return_lse, return_entropy, return_z_loss, return_token_accuracy,
-            return_predicted_tokens, accum_dtype, logits_dtype, max_workspace_bytes: see
-            `lossops.linear_cross_entropy`. token_weight, kept as a buffer, and num_items_in_batch
-            can also be given with each call.
+        options, logit_scale, softcap, temperature, lse_square_scale: see
+            `lossops.linear_cross_entropy`.
+        token_weight, num_items_in_batch: see `lossops.linear_cross_entropy`. Both can also be given
+            with each call; token_weight is kept as a buffer.
+        return_lse, return_entropy, return_z_loss, return_token_accuracy, return_predicted_tokens:
+            see `lossops.linear_cross_entropy`.
+        accum_dtype, logits_dtype, max_workspace_bytes: see `lossops.linear_cross_entropy`.
 
     Raises:
         RuntimeError: weight is not of shape (C,), or label_smoothing is not in [0, 1].
