@@ -376,6 +376,36 @@ void test_cross_entropy(Random& random, const std::vector<int64_t>& rows, int64_
   test_backward(c, shift);
 }
 
+// The results of a step of contiguous tensors, with a grad_output of 1: fp32 losses, statistics and
+// the gradient of input.
+void prepare_step(CrossEntropyCase& c, Reduction reduction) {
+  const bool none = reduction == Reduction::kNone;
+  c.reduction = reduction;
+  c.output = TestTensor(DType::kFloat32, none ? c.rows : std::vector<int64_t>{}, Layout::kDense);
+  c.row_stats = TestTensor(DType::kFloat32, {c.dense() ? 3 : 2, c.num_rows()}, Layout::kDense);
+  c.grad_input = c.input;
+  c.grad_output = c.output;
+  c.grad_output.fill([] { return 1.0; });
+}
+
+// Runs it: gradients are those of the forward pass or, without a reduction, those of a backward
+// pass that has its statistics.
+void launch_step(const CrossEntropyCase& c, Device& device) {
+  const bool none = c.reduction == Reduction::kNone;
+  CrossEntropyForwardArgs args = c.forward_args(device.place());
+  if (!none) {
+    args.grad_input = test::operand_of(c.grad_input, device.place());
+    args.grad_input_class_stride = c.grad_input.strides.back();
+  }
+  const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
+  cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
+  if (none) {
+    const CrossEntropyBackwardArgs backward = c.backward_args(device.place());
+    cuda::launch_cross_entropy_backward(
+        backward, device.scratch(cuda::cross_entropy_backward_scratch(backward)), nullptr);
+  }
+}
+
 // Class indices, and float logits that fill_input draws.
 template <typename FillInput>
 CrossEntropyCase float_case(Random& random, int64_t rows, int64_t num_classes, ClassLayout layout,
@@ -487,27 +517,11 @@ void test_far_rows(Random& random, DType dtype, int64_t num_classes, ClassLayout
   const double unit = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
   const double least = dtype == DType::kBFloat16 ? 0x1p-116 : 0x1p-24;
   for (const Reduction reduction : {Reduction::kSum, Reduction::kNone}) {
-    c.reduction = reduction;
     const bool none = reduction == Reduction::kNone;
-    c.output = TestTensor(DType::kFloat32, none ? c.rows : std::vector<int64_t>{}, Layout::kDense);
-    c.row_stats = TestTensor(DType::kFloat32, {2, rows}, Layout::kDense);
-    c.grad_input = c.input;
-    c.grad_output = c.output;
-    c.grad_output.fill([] { return 1.0; });
+    prepare_step(c, reduction);
     test::subject() = c.describe() + ", far rows";
     Device device(0);
-    CrossEntropyForwardArgs args = c.forward_args(device.place());
-    if (!none) {
-      args.grad_input = test::operand_of(c.grad_input, device.place());
-      args.grad_input_class_stride = c.grad_input.strides.back();
-    }
-    const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
-    cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
-    if (none) {
-      const CrossEntropyBackwardArgs backward = c.backward_args(device.place());
-      cuda::launch_cross_entropy_backward(
-          backward, device.scratch(cuda::cross_entropy_backward_scratch(backward)), nullptr);
-    }
+    launch_step(c, device);
     const TestTensor losses = device.download(c.output);
     const TestTensor gradients = device.download(c.grad_input);
     for (int64_t row = 0; row < rows; ++row) {
@@ -594,29 +608,12 @@ void test_soft_rows(Random& random, DType dtype, int64_t num_classes, ClassLayou
     }
     c.label_smoothing = smoothing;
     for (const Reduction reduction : {Reduction::kSum, Reduction::kNone}) {
-      c.reduction = reduction;
       const bool none = reduction == Reduction::kNone;
-      c.output =
-          TestTensor(DType::kFloat32, none ? c.rows : std::vector<int64_t>{}, Layout::kDense);
-      c.row_stats = TestTensor(DType::kFloat32, {3, rows}, Layout::kDense);
-      c.grad_input = c.input;
-      c.grad_output = c.output;
-      c.grad_output.fill([] { return 1.0; });
+      prepare_step(c, reduction);
       c.grad_target = none && c.target_is_probability ? c.target : TestTensor();
       test::subject() = c.describe() + ", soft rows";
       Device device(0);
-      CrossEntropyForwardArgs args = c.forward_args(device.place());
-      if (!none) {
-        args.grad_input = test::operand_of(c.grad_input, device.place());
-        args.grad_input_class_stride = c.grad_input.strides.back();
-      }
-      const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
-      cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
-      if (none) {
-        const CrossEntropyBackwardArgs backward = c.backward_args(device.place());
-        cuda::launch_cross_entropy_backward(
-            backward, device.scratch(cuda::cross_entropy_backward_scratch(backward)), nullptr);
-      }
+      launch_step(c, device);
       const TestTensor losses = device.download(c.output);
       const TestTensor gradients = device.download(c.grad_input);
       const TestTensor of_targets =
@@ -703,11 +700,7 @@ void check_last_places(CrossEntropyCase& c, double units) {
   c.grad_input = c.input;
   test::subject() = c.describe() + ", last places";
   Device device(0);
-  CrossEntropyForwardArgs args = c.forward_args(device.place());
-  args.grad_input = test::operand_of(c.grad_input, device.place());
-  args.grad_input_class_stride = c.grad_input.strides.back();
-  const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
-  cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
+  launch_step(c, device);
   const TestTensor gradient = device.download(c.grad_input);
   const int64_t rows = c.rows[0];
   for (int64_t row = 0; row < rows; ++row) {

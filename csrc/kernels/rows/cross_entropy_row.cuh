@@ -310,15 +310,6 @@ struct SmoothedIndex {
                                                   float x_at_index) const {
     return with_index(weighted_others + of_other(max - x_at_index), max, x_at_index);
   }
-  // The sum of q (x_t - x) over all classes of a plain row. exponents: the sum of terms.exponent(x)
-  // over the `count` classes but the class index.
-  __device__ __forceinline__ float of_plain(const PlainTerms& terms, float x_at_index,
-                                            float exponents, int count) const {
-    // What rounding adds to the exponent of every class.
-    const float excess = terms.exponent(x_at_index);
-    // fault: plain-distance
-    return of_other(-math::kLn2 * ::fmaf(-excess, static_cast<float>(count), exponents));
-  }
 };
 
 // The gradient of all logits of a row that has no loss.

@@ -81,10 +81,8 @@ class PlainDenseSum {
     constexpr float kLeastSmoothing = 0x1p-9f;
     // The reference's own term is not quite 1. The rest is NaN if the sum is infinite.
     const float rest = terms_.corrected((total_ - terms_(reference_)) + lost_, reference_);
-    // What rounding adds to the exponent of every class.
-    const float excess = terms_.exponent(reference_);
-    const float count = kIsSmooth ? static_cast<float>(num_classes) : q_sum_;
-    const float distance = -math::kLn2 * ::fmaf(-excess, count, dot_);
+    const float distance =
+        terms_.distance(dot_, kIsSmooth ? static_cast<float>(num_classes) : q_sum_, reference_);
     DenseRow row;
     row.state.max = reference_;
     row.state.ones = 1;

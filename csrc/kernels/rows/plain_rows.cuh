@@ -41,6 +41,12 @@ struct PlainTerms {
   __device__ __forceinline__ float correction(float x_at_index) const {
     return math::exp2(-exponent(x_at_index));
   }
+  // The sum of q (x_t - x), of the sum of q exponent(x) and that of q.
+  __device__ __forceinline__ float distance(float exponents, float q_sum, float x_at_index) const {
+    // What rounding adds to the exponent of every class.
+    const float excess = exponent(x_at_index);
+    return -math::kLn2 * ::fmaf(-excess, q_sum, exponents);  // fault: plain-distance
+  }
   // The sum of exp(x_c - x_t), of the sum of terms.
   __device__ __forceinline__ float corrected(float sum, float x_at_index) const {
     return __fmul_rn(sum, correction(x_at_index));

@@ -134,6 +134,18 @@ __device__ __forceinline__ void sum_group(const RowGroup<scalar_t>* own, int pit
   }
 }
 
+// The sum of terms.exponent(x) over kCount logits.
+template <int kCount>
+__device__ __forceinline__ float sum_of_exponents(const PlainTerms& terms,
+                                                  const float (&x)[kCount]) {
+  float exponents[kCount];
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+    exponents[u] = terms.exponent(x[u]);
+  }
+  return pairwise_sum(exponents);
+}
+
 // The sums of q (max - x) of a group's rows with smoothing, in the order of smoothed_distance().
 // own, count: the classes but the index.
 template <typename scalar_t>

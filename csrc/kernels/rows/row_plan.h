@@ -36,6 +36,13 @@ enum class Family : int8_t {
 };
 constexpr int kFamilies = static_cast<int>(Family::kStridedRows) + 1;
 
+// Rows whose coefficients are all alike, but for that of the class index, and not 0: infinite
+// distances times 0 would be NaN.
+LOSSOPS_HOST_DEVICE bool is_smooth(const CrossEntropyArgs& args) {
+  return !args.target_is_probability && args.weight == nullptr &&
+         static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes)) > 0;
+}
+
 // How a family spreads rows over the device. Each family sets the fields that it needs.
 struct RowPlan {
   Family family = Family::kStridedRows;

@@ -29,18 +29,6 @@ namespace {
 // Classes of half types that a thread loads at a time where it copies them by itself.
 constexpr int kAtOnce = 2;
 
-// The sum of terms.exponent(x) over kCount logits.
-template <int kCount>
-__device__ __forceinline__ float sum_of_exponents(const PlainTerms& terms,
-                                                  const float (&x)[kCount]) {
-  float exponents[kCount];
-#pragma unroll
-  for (int u = 0; u < kCount; ++u) {
-    exponents[u] = terms.exponent(x[u]);
-  }
-  return pairwise_sum(exponents);
-}
-
 // kGradient: one may be wanted. kIsSmooth: label smoothing without class weights. One such kernel
 // serves calls with a gradient and without one, for less machine code.
 template <typename scalar_t, bool kGradient, bool kIsSmooth>
@@ -243,21 +231,20 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
     float scales[kRows];                    // grad_output, and what the mean divides by
     bool all_plain = false;
     bool is_written = false;
-    // Of rows with smoothing: sums of exponents at first, then of q (max - x).
-    [[maybe_unused]] float distances[kRows] = {};
-    // Of plain rows with smoothing: scale q of any class but the index.
-    [[maybe_unused]] float subtracted[kRows];
+    [[maybe_unused]] float distances[kRows] = {};  // sums of q (max - x), of rows with smoothing
+    [[maybe_unused]] float subtracted[kRows];      // scale q of most classes, of such plain rows
     [[maybe_unused]] PlainTerms plain_terms[kRows];
     if constexpr (!kExact) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         plain_terms[i] = PlainTerms(x_at_index[i]);
       }
+      [[maybe_unused]] float exponents[kRows] = {};
       sum_terms(
           others, [&](int i, float x) { return plain_terms[i](x); },
           [&](int i, const auto& x) {
             if constexpr (kIsSmooth) {
-              distances[i] += sum_of_exponents(plain_terms[i], x);
+              exponents[i] += sum_of_exponents(plain_terms[i], x);
             }
           });
       all_plain = true;
@@ -266,7 +253,8 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
         others[i] = plain_terms[i].corrected(others[i], x_at_index[i]);
         all_plain &= IndexRow::may_be_plain<kIsSmooth>(others[i], x_at_index[i]);
         if constexpr (kIsSmooth) {
-          distances[i] = smooth.of_plain(plain_terms[i], x_at_index[i], distances[i], count);
+          distances[i] = smooth.of_other(
+              plain_terms[i].distance(exponents[i], static_cast<float>(count), x_at_index[i]));
           all_plain &= ::fabsf(distances[i]) < math::infinity<float>();
         }
       }

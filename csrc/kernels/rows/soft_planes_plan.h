@@ -32,13 +32,6 @@ constexpr int64_t kMostStride = 0x7fffffff / 4;
 constexpr int kSumNumbers = 5;
 constexpr int kRowNumbers = 15;
 
-// Rows whose coefficients are all alike, but for that of the class index, and not 0: infinite
-// distances times 0 would be NaN.
-inline bool is_smooth(const CrossEntropyArgs& args) {
-  return !args.target_is_probability && args.weight == nullptr &&
-         static_cast<float>(args.label_smoothing / static_cast<double>(args.num_classes)) > 0;
-}
-
 // log2 of the threads that merge the sums of a row: they leave no lane of a warp without a row.
 inline int team_bits(int shares, int64_t element_bytes) {
   int bits = 0;

@@ -203,7 +203,6 @@ void launch_soft_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                        const Denominator& denominator, const GradOutput& grad_output,
                        Partial* partials, const Finalize& finalize, cudaStream_t stream) {
   using namespace soft_tiles;
-  const bool gradient = args.grad_input.data != nullptr;
   const auto element_bytes = static_cast<int>(element_size(args.input.dtype));
   const int64_t blocks = grad_output.limit_blocks(plan.blocks, kThreads);
   const TileLayout layout = logit_layout(args, plan.team);
@@ -236,14 +235,13 @@ void launch_soft_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
     shape.probabilities_lie_apart =
         (shape.splits_words || shape.probabilities_split_words) && !lie_alike;
   }
-  shape.gradient_in_run = gradient && layout.in_run && layout.stride == args.num_classes &&
-                          rows_follow(args, args.grad_input, 1) &&
-                          lies_as_input(args, args.grad_input, 1);
-  shape.gradient_in_rows = gradient && layout.in_run && args.rows.ndim == 1 &&
-                           args.num_classes * element_bytes >= kMinVectorRowBytes &&
-                           lies_as_input(args, args.grad_input, 1);
+  const bool gradients_follow = rows_follow(args, args.grad_input, 1);
+  const bool in_vectors = layout.in_run && lies_as_input(args, args.grad_input, 1);
+  shape.gradient_in_run = in_vectors && gradients_follow && layout.stride == args.num_classes;
+  shape.gradient_in_rows =
+      in_vectors && args.rows.ndim == 1 && args.num_classes * element_bytes >= kMinVectorRowBytes;
   shape.gradient_in_quads =
-      gradient && element_bytes == 2 && rows_follow(args, args.grad_input, 1) &&
+      element_bytes == 2 && gradients_follow &&
       reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0 &&
       shape.tile_rows * args.num_classes % 4 == 0;
   const auto launch = [&](auto kernel) {
@@ -255,10 +253,8 @@ void launch_soft_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   };
   visit_float_or_half(args.input.dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
-    // Infinite distances times 0 would be NaN.
-    args.target_is_probability || args.weight != nullptr || shape.smoothing.per_class == 0.0f
-        ? launch(cross_entropy_forward_soft_kernel<scalar_t, RowKind::kProbability>)
-        : launch(cross_entropy_forward_soft_kernel<scalar_t, RowKind::kSmooth>);
+    is_smooth(args) ? launch(cross_entropy_forward_soft_kernel<scalar_t, RowKind::kSmooth>)
+                    : launch(cross_entropy_forward_soft_kernel<scalar_t, RowKind::kProbability>);
   });
 }
 

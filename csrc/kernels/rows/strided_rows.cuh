@@ -130,7 +130,8 @@ __device__ __forceinline__ float smoothed_distance(const SmoothedIndex& smooth, 
     for (; c < count; ++c) {
       exponents += terms.exponent(other(c));
     }
-    const float distance = smooth.of_plain(terms, x_at_index, exponents, static_cast<int>(count));
+    const float distance =
+        smooth.of_other(terms.distance(exponents, static_cast<float>(count), x_at_index));
     if (::fabsf(distance) < math::infinity<float>()) {
       return distance;
     }
