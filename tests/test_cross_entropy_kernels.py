@@ -280,9 +280,12 @@ def test_target_gradients_of_confident_rows(dtype: torch.dtype, classes: int) ->
     assert (error <= 2**-18 * exact).all()
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum"])
 @pytest.mark.parametrize("image", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_smoothed_gradients_of_extreme_scale(dtype: torch.dtype, image: bool) -> None:
+def test_smoothed_gradients_of_extreme_scale(
+    dtype: torch.dtype, image: bool, reduction: str
+) -> None:
     """A class index far below the others has a sum that a small scale cannot be divided by."""
     x = torch.zeros(4, 16)
     x[:, 3] = torch.tensor([-10.0, -15.0, -24.5, 20.0])
@@ -290,7 +293,7 @@ def test_smoothed_gradients_of_extreme_scale(dtype: torch.dtype, image: bool) ->
     t = torch.full((4,), 3, device="cuda")
     for scale in (1e-34, 1e-20, 1e20):
         exact = x.double().requires_grad_()
-        options = {"reduction": "none", "label_smoothing": 0.1}
+        options = {"reduction": reduction, "label_smoothing": 0.1}
         expected = torch.nn.functional.cross_entropy(exact, t, **options)
         given = torch.full_like(expected, scale).to(dtype)
         expected.backward(given.double())

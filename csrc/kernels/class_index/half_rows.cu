@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient, kAligned))
       const float others = others_of(rows, n, x_at_index);
       const float scaled = rows.scaled[n];
       const bool writes =
-          IndexRow::may_be_plain(others, x_at_index) && IndexRow::gradient_is_plain(scaled);
+          IndexRow::may_be_plain(others, x_at_index) && gradient_is_plain(scaled);
       // IndexRow::finish()'s, and LogitGradient's
       const float factor = math::divide_by_one_plus(scaled, others);
       const float factor_of_terms = factor * terms.correction(x_at_index);
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient, kAligned))
         const float x_at_index = rows.x_at_index[thread];
         row = IndexRow::plain(others_of(rows, thread, x_at_index), x_at_index);
         again = !IndexRow::may_be_plain(-row.rest, row.reference) ||
-                (kGradient && !IndexRow::gradient_is_plain(rows.scaled[thread]));
+                (kGradient && !gradient_is_plain(rows.scaled[thread]));
       }
       rows.reference[thread] = row.reference;
       rows.rest[thread] = row.rest;

@@ -107,13 +107,44 @@ __device__ __forceinline__ float team_total(ExactSum sum, int team) {
   return sum.total();
 }
 
+// RowSoftmax::of() with another reference: the logarithm of the sum of all exponentials, so that the
+// factor is as large as `scaled`, the scale times Q.
+__device__ __forceinline__ RowSoftmax<float> softmax_beside_sum(float reference, float rest,
+                                                                float scaled) {
+  const float log_sum = math::log1p(rest);
+  const float log_of_all = reference + log_sum;
+  const float moved = log_of_all - reference;
+  return {log_of_all, rest, scaled * math::divide_by_one_plus(math::exp(moved), rest),
+          log_sum - moved};
+}
+
+// Whether the factors of plain rows stay within fp32's range: the rest of one may be large. scaled:
+// the scale, times Q.
+__device__ __forceinline__ bool gradient_is_plain(float scaled) {
+  const float magnitude = ::fabsf(scaled);
+  return (magnitude >= 0x1p-60f) & (magnitude <= 0x1p60f);
+}
+
+// With a larger rest, the reference of a row is far below its sum.
+constexpr float kFarBelowSum = 0x1p20f;
+
+// The softmax of a row with several coefficients, which may be plain.
+template <bool kExact>
+__device__ __forceinline__ RowSoftmax<float> dense_softmax(float reference, float rest, float scale,
+                                                           float q_sum) {
+  // fault: far-reference
+  if (!kExact && rest > kFarBelowSum && !gradient_is_plain(scale * q_sum)) {
+    return softmax_beside_sum(reference, rest, scale * q_sum);
+  }
+  return RowSoftmax<float>::of(reference, rest, scale, q_sum);
+}
+
 // What a row with a class index is reduced to. The rest is not negative, but of a plain row it is
 // negated: a reader of row_stats then needs no logit. A row without a sum has a reference that is
 // not finite, and -1.
 struct IndexRow {
   static constexpr float kLowest = -87;  // exp() of less is subnormal
-  // The rest of a plain row with several coefficients, at most: their gradients have one formula.
-  static constexpr float kMostSmoothRest = 0x1p20f;
+  static constexpr float kMostRest = 0x1p40f;  // of a plain row
 
   float reference = -math::infinity<float>();
   float rest = -1;
@@ -128,11 +159,10 @@ struct IndexRow {
   }
   // Within these, no term is lost that counts beside the sum, and neither does the offset of
   // RowTerms lose much, nor a gradient's factor leave fp32's range. False of NaN.
-  template <bool kIsSmooth = false>
-  static __device__ __forceinline__ bool may_be_plain(float others, float x_at_index) {
-    constexpr float kMost = kIsSmooth ? kMostSmoothRest : 0x1p40f;
+  static __device__ __forceinline__ bool may_be_plain(float others, float x_at_index,
+                                                      float most_rest = kMostRest) {
     // & instead of &&: for fewer branches.
-    return (others >= 0x1p-60f) & (others <= kMost) & (::fabsf(x_at_index) <= 0x1p14f);
+    return (others >= 0x1p-60f) & (others <= most_rest) & (::fabsf(x_at_index) <= 0x1p14f);
   }
   __device__ __forceinline__ bool is_plain() const {
     return rest < 0.0f && ::fabsf(reference) < math::infinity<float>();
@@ -168,13 +198,6 @@ struct IndexRow {
     return ::fabsf(x_at_index - max) <= -kLowest && others == others;
   }
 
-  // Whether the gradients of a plain row are relative to x_t, too: else the factor might leave
-  // fp32's range where no gradient does. scaled: its scale, times its weight.
-  static __device__ __forceinline__ bool gradient_is_plain(float scaled) {
-    const float magnitude = ::fabsf(scaled);
-    return (magnitude >= 0x1p-60f) & (magnitude <= 0x1p60f);
-  }
-
   // What becomes of the row, once the logit at its class index is known. kMayBePlain: half types.
   struct Finished {
     float loss;
@@ -192,11 +215,7 @@ struct IndexRow {
         const float factor = math::divide_by_one_plus(scaled, others);
         return {weight * log_sum, {reference, others, factor, log_sum}, -factor * others};
       }
-      // Relative to the logarithm of the sum of all exponentials.
-      const float log_of_all = reference + log_sum;
-      const float ratio = math::divide_by_one_plus(math::exp(log_of_all - reference), others);
-      return {weight * log_sum,
-              {log_of_all, others, scaled * ratio, log_sum},
+      return {weight * log_sum, softmax_beside_sum(reference, others, scaled),
               -scaled * math::divide_by_one_plus(others, others)};
     }
     const auto softmax = RowSoftmax<float>::of(reference, rest, scale, weight);

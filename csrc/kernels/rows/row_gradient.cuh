@@ -186,6 +186,8 @@ struct RowGradient {
           IndexRow{row.max, row.rest}.finish<!kExact>(row.x_at_index, scale, q_sum);
       softmax = finished.softmax;
       at_index = finished.gradient_at_index;
+    } else if constexpr (kDense && std::is_same_v<acc_t, float>) {
+      softmax = dense_softmax<kExact>(row.max, row.rest, scale, q_sum);
     } else {
       softmax = RowSoftmax<acc_t>::of(row.max, row.rest, scale, q_sum);
       if constexpr (!kDense) {

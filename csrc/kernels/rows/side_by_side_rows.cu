@@ -234,6 +234,11 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
     [[maybe_unused]] float distances[kRows] = {};  // sums of q (max - x), of rows with smoothing
     [[maybe_unused]] float subtracted[kRows];      // scale q of most classes, of such plain rows
     [[maybe_unused]] PlainTerms plain_terms[kRows];
+    // Plain smooth rows have one formula for gradients. With an extreme scale, or one that is not
+    // known yet, it needs a reference that is not far below the sum.
+    [[maybe_unused]] const float most_rest =
+        kIsSmooth && (grad_output.is_per_row || !gradient_is_plain(scale)) ? kFarBelowSum
+                                                                           : IndexRow::kMostRest;
     if constexpr (!kExact) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -251,7 +256,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         others[i] = plain_terms[i].corrected(others[i], x_at_index[i]);
-        all_plain &= IndexRow::may_be_plain<kIsSmooth>(others[i], x_at_index[i]);
+        all_plain &= IndexRow::may_be_plain(others[i], x_at_index[i], most_rest);
         if constexpr (kIsSmooth) {
           distances[i] = smooth.of_other(
               plain_terms[i].distance(exponents[i], static_cast<float>(count), x_at_index[i]));
@@ -288,11 +293,11 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
     }
     if constexpr (!kExact && kGradient && !kIsSmooth) {
       if (args.weight == nullptr && !grad_output.is_per_row) {
-        all_plain &= IndexRow::gradient_is_plain(scale);
+        all_plain &= gradient_is_plain(scale);
       } else {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          all_plain &= (indices[i] < 0) | IndexRow::gradient_is_plain(scales[i] * weights[i]);
+          all_plain &= (indices[i] < 0) | gradient_is_plain(scales[i] * weights[i]);
         }
       }
     }
@@ -303,7 +308,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
       if constexpr (!kExact) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          if (IndexRow::may_be_plain<kIsSmooth>(others[i], x_at_index[i])) {
+          if (IndexRow::may_be_plain(others[i], x_at_index[i], most_rest)) {
             reduced[i] = IndexRow::plain(others[i], x_at_index[i]);
           } else {
             shift = shift || indices[i] >= 0;
@@ -390,7 +395,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
         } else {
           factors[i] = has_loss ? gradients[i].factor : gradient_without_loss(indices[i]);
           all_alike = all_alike && reduced[i].is_plain() &&
-                      (!has_loss || IndexRow::gradient_is_plain(scales[i] * weight));
+                      (!has_loss || gradient_is_plain(scales[i] * weight));
         }
       }
       if constexpr (kIsSmooth) {

@@ -123,7 +123,7 @@ class TileRow {
   __device__ __forceinline__ void write_gradients(const DenseOnlineSoftmax<float>& state,
                                                   float scale, bool exists) const {
     const float q_sum = state.q_sum;
-    const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, q_sum);
+    const auto softmax = dense_softmax<kExact>(state.max, state.rest(), scale, q_sum);
     const LogitGradient<float, kExact> gradient(softmax, scale * q_sum);
     const auto replace = [&](auto may_outweigh, float x, float q) {
       return gradient.template dense<decltype(may_outweigh)::value>(x, scale, q_sum,
@@ -217,8 +217,8 @@ class TileRow {
     }
   }
 
-  // Calls body(x, q) with this lane's logits and coefficients, several at a time. Smooth rows have
-  // no q.
+  // Calls body(k, x, q) with this lane's logits and coefficients, several at a time, from the word k
+  // on; -1 of the element that is no whole word. Smooth rows have no q.
   template <typename Body>
   __device__ __forceinline__ void for_each_batch(const Body& body) const {
     for_each_word(kBatch, num_classes_ / kPerWord, [&](int k, auto count) {
@@ -234,57 +234,38 @@ class TileRow {
       if constexpr (!kIsSmooth) {
         coefficients_.load(k, team_, q);
       }
-      body(x, q);
+      body(k, x, q);
     });
     if (has_last_) {
       const float x[1] = {to_acc<float>(own_[last()])};
       const float q[1] = {kIsSmooth ? 0.0f : coefficients_.of(last())};
-      body(x, q);
+      body(-1, x, q);
     }
   }
 
   __device__ __forceinline__ DenseRow reduce_relative_to(float reference) const {
-    PlainDenseSum<kIsSmooth> sum(reference);
-    for_each_batch([&](const auto& x, const auto& q) { sum.add(x, q); });
-    if (team_ > 1) {
-      sum.add_lanes(team_);
-    }
-    DenseRow row = sum.finish(smooth_, num_classes_);
-    if (index_ < 0) {  // without a loss, the sums do not matter
-      row.is_plain = true;
-      row.is_coarse = false;
-    }
-    if constexpr (!kIsSmooth) {
-      if (__any_sync(kAllLanes, row.is_coarse)) {
-        const float rest = rest_beside(reference);
-        row.state.below = row.is_coarse ? rest : row.state.below;
-      }
-    }
-    return row;
-  }
-
-  // The sum of exp(x - reference) over all other logits.
-  __device__ __forceinline__ float rest_beside(float reference) const {
-    const PlainTerms terms(reference);
-    const float unit = terms(reference);
-    float rest = 0;
-    for_each_word(kBatch, num_classes_ / kPerWord, [&](int k, auto count) {
-      constexpr int kWords = decltype(count)::value;
-      uint32_t loaded[kWords];
-      own_.load(k, team_, loaded);
-      float powers[kWords * kPerWord];
+    using Sum = PlainDenseSum<kIsSmooth>;
+    Sum sum(reference);
+    for_each_batch([&](int k, const auto& x, const auto& q) { sum.add(k, x, q); });
+    const auto rest_of = [&](int k, const PlainTerms& terms) {
+      const int words = num_classes_ / kPerWord;
+      const bool is_whole = k + (kBatch - 1) * team_ < words;
+      float rest = 0;
+#pragma unroll 1
+      for (const int end = is_whole ? k + kBatch * team_ : k + 1; k < end; k += team_) {
+        uint32_t loaded[1];
+        own_.load(k, team_, loaded);
 #pragma unroll
-      for (int n = 0; n < kWords * kPerWord; ++n) {
-        const float power = terms(word_element<scalar_t>(loaded[n / kPerWord], n % kPerWord));
-        powers[n] = power == unit ? 0.0f : power;
+        for (int i = 0; i < kPerWord; ++i) {
+          const float power = terms(word_element<scalar_t>(loaded[0], i));
+          rest += power < Sum::kLarge ? power : 0.0f;
+        }
       }
-      rest += pairwise_sum(powers);
-    });
-    if (has_last_) {
-      const float power = terms(to_acc<float>(own_[last()]));
-      rest += power == unit ? 0.0f : power;
-    }
-    return terms.corrected(warp_sum(rest, team_), reference);
+      return rest;
+    };
+    DenseRow row = sum.finish(team_, rest_of, smooth_, num_classes_);
+    row.is_plain = row.is_plain || index_ < 0;  // without a loss, the sums do not matter
+    return row;
   }
 
   __device__ __forceinline__ float largest_logit() const {
@@ -309,7 +290,7 @@ class TileRow {
     state.max = max;
     const RowTerms<kExact> terms(state.max);
     TermSum sum;
-    for_each_batch([&](const auto& x, const auto& q) {
+    for_each_batch([&](int, const auto& x, const auto& q) {
       add_logits<kKind, true>(sum, terms, x, q, GivenCoefficients());
     });
     float below = sum.all_below();

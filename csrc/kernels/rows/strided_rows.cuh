@@ -67,7 +67,7 @@ struct WideningLoader {
 };
 
 // Twice over the row, in the order of the kernel for columns: where rows lie does not change a bit.
-template <bool kExact, bool kIsSmooth = false, typename Logit>
+template <bool kExact, typename Logit>
 __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t num_classes,
                                                        int64_t index, float x_at_index) {
   // The last class takes the place of the class index.
@@ -97,7 +97,7 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
   if constexpr (!kExact) {
     const PlainTerms terms(x_at_index);
     const float others = terms.corrected(sum_of(terms), x_at_index);
-    if (IndexRow::may_be_plain<kIsSmooth>(others, x_at_index)) {
+    if (IndexRow::may_be_plain(others, x_at_index)) {
       return IndexRow::plain(others, x_at_index);
     }
   }
@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(kStridedThreads)
       if constexpr (kDense && std::is_same_v<acc_t, float>) {
         if (side_by_side::is_smoothed(args)) {
           x_at_index = logit(target.index);
-          const IndexRow reduced = reduce_strided_row<Loader::kExact, true>(
-              logit, args.num_classes, target.index, x_at_index);
+          const IndexRow reduced =
+              reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
           const float distance = smoothed_distance<Loader::kExact>(
               SmoothedIndex(args), logit, args.num_classes, target.index, reduced, x_at_index);
           const IndexRow kept = reduced.as_dense();
