@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -471,6 +472,29 @@ def test_terms_that_cancel() -> None:
     assert 1e-7 / gradient.abs().mean() > 1e-5  # beside the gradients it is not small
     assert error(1e-5) > 1e-3
     assert exact.error(draw, rows, values, [(gradient * 1.03, 1.0)], weights) > 0.014
+
+
+def test_coefficients_that_cancel() -> None:
+    """Where a probability is its coefficient, the gradient of a smoothed loss is 0.
+
+    An error that is small beside the two passes, and one that is not is seen.
+    """
+    draw = parse("rows/soft shape=1x2001 dtype=fp32 reduction=none smoothing=0.05", RowDraw)
+    largest = math.log(2000 * (0.95 + 0.05 / 2001) / (0.05 - 0.05 / 2001))
+    rows = Rows(torch.tensor([[largest] + [0.0] * 2000]), torch.tensor([0]), None, None)
+    leaf = rows.logits.double().requires_grad_()
+    values = exact.outputs(draw, leaf, rows)
+    (gradient,) = torch.autograd.grad(values[0].sum(), leaf)
+    assert gradient.abs().max() < 1e-7
+
+    def error(off: float) -> float:
+        changed = gradient.clone()
+        changed[0, 0] += off
+        found = tuple(one.detach().float() for one in values)
+        return exact.error(draw, rows, found, [(changed, 1.0)], (torch.ones(1),))
+
+    assert error(2.0**-25) < 1e-6
+    assert error(1e-6) > 0.5
 
 
 def _in_parts(logits: torch.Tensor) -> list[exact._Part]:

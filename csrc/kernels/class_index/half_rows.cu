@@ -324,8 +324,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(kGradient, kAligned))
       __syncthreads();
       const float others = others_of(rows, n, x_at_index);
       const float scaled = rows.scaled[n];
-      const bool writes =
-          IndexRow::may_be_plain(others, x_at_index) && gradient_is_plain(scaled);
+      const bool writes = IndexRow::may_be_plain(others, x_at_index) && gradient_is_plain(scaled);
       // IndexRow::finish()'s, and LogitGradient's
       const float factor = math::divide_by_one_plus(scaled, others);
       const float factor_of_terms = factor * terms.correction(x_at_index);

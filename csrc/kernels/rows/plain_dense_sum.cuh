@@ -8,9 +8,9 @@
 // at the class index, and it needs no maximum. The reference of any other row is its largest logit.
 //
 // The term of the reference, some 1, is not told from others, which saves a third of the
-// instructions. But beside it others are rounded to some 2^-24, which is too much of the small terms
-// of a confident row. So batches of terms that are large together have a sum of their own. In a
-// confident row one batch is large, that of the reference, and its terms are added up once more.
+// instructions. But beside it others are rounded to some 2^-24, which is too much of the small
+// terms of a confident row. So batches of terms that are large together have a sum of their own. In
+// a confident row one batch is large, that of the reference, and its terms are added up once more.
 //
 // Rows within the bounds of finish() are called plain. All others are summed in another way.
 #pragma once

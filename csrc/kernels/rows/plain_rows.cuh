@@ -107,8 +107,8 @@ __device__ __forceinline__ float team_total(ExactSum sum, int team) {
   return sum.total();
 }
 
-// RowSoftmax::of() with another reference: the logarithm of the sum of all exponentials, so that the
-// factor is as large as `scaled`, the scale times Q.
+// RowSoftmax::of() with another reference: the logarithm of the sum of all exponentials, so that
+// the factor is as large as `scaled`, the scale times Q.
 __device__ __forceinline__ RowSoftmax<float> softmax_beside_sum(float reference, float rest,
                                                                 float scaled) {
   const float log_sum = math::log1p(rest);
@@ -143,7 +143,7 @@ __device__ __forceinline__ RowSoftmax<float> dense_softmax(float reference, floa
 // negated: a reader of row_stats then needs no logit. A row without a sum has a reference that is
 // not finite, and -1.
 struct IndexRow {
-  static constexpr float kLowest = -87;  // exp() of less is subnormal
+  static constexpr float kLowest = -87;        // exp() of less is subnormal
   static constexpr float kMostRest = 0x1p40f;  // of a plain row
 
   float reference = -math::infinity<float>();

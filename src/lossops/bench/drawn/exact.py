@@ -15,8 +15,10 @@ from .rows import RowDraw, Rows
 
 Outputs = tuple[Tensor, ...]
 
-# What float32 may take from terms that cancel.
-ROUNDING = 2.0**-20
+# What float32 may take from the terms that cancel in the gradient of an entropy, and in that of a
+# loss with several coefficients.
+ROUNDING_OF_ENTROPIES = 2.0**-20
+ROUNDING_OF_COEFFICIENTS = 2.0**-24
 
 
 def outputs(draw: RowDraw, logits: Tensor, rows: Rows) -> Outputs:
@@ -68,11 +70,10 @@ def error(
         else:
             weights = tuple(part.of_rows(one).double() for one in grad_outputs)
         (gradient,) = torch.autograd.grad(terms, leaf, weights)
-        cancelled = _cancelled(draw, leaf.detach(), weights[-1])
+        rounding = _rounding(draw, exact, weights[-1])
         for found, factor in gradients:
-            rounding = ROUNDING * cancelled * factor
             mine = part.of_logits(found)
-            errors.append(relative_error(mine, gradient * factor, smallest, rounding))
+            errors.append(relative_error(mine, gradient * factor, smallest, rounding * factor))
         if grad_outputs is None:
             losses = terms[0].detach()
             total, size = total + losses.sum(), size + losses.abs().sum()
@@ -86,17 +87,37 @@ def error(
     return math.inf if math.isnan(worst) else worst
 
 
-def _cancelled(draw: RowDraw, logits: Tensor, weights: Tensor) -> Tensor | float:
-    """The size of the two terms that cancel in the gradient of an entropy H: p (|log p| + H).
+def _rounding(draw: RowDraw, exact: Rows, weights: Tensor) -> Tensor | float:
+    """What rounding may take from each gradient, because two terms of it cancel.
 
-    Times `weights`, a row's grad_output of the entropy, which is the last output.
+    p (|log p| + H) of an entropy H; Q p + q of a loss with coefficients q and their sum Q. Times
+    `weights`: a row's grad_output, of tokens that of the last output.
     """
-    if draw.loss not in ("entropy", "logp-entropy"):
+    logits = exact.logits.detach()
+    if draw.loss in ("entropy", "logp-entropy"):
+        logs = logits.log_softmax(1)
+        p = logs.exp()
+        entropy = -(p * logs).sum(1, keepdim=True)
+        terms = ROUNDING_OF_ENTROPIES * p * (entropy - logs)
+    elif draw.smoothing or draw.probabilities:
+        q = _coefficients(draw, exact)
+        terms = ROUNDING_OF_COEFFICIENTS * (q.sum(1, keepdim=True) * logits.softmax(1) + q)
+    else:
         return 0.0
-    logs = logits.log_softmax(1)
-    p = logs.exp()
-    entropy = -(p * logs).sum(1, keepdim=True)
-    return p * (entropy - logs) * weights.abs().unsqueeze(1)
+    return terms * weights.abs().unsqueeze(1)
+
+
+def _coefficients(draw: RowDraw, exact: Rows) -> Tensor:
+    """Of each class: its probability or 1 at the class index, smoothed, times the class weight."""
+    if draw.probabilities:
+        target = exact.target
+    else:
+        index = exact.target.clamp(min=0).unsqueeze(1)
+        target = torch.zeros_like(exact.logits).scatter_(1, index, 1.0)
+    q = (1 - draw.smoothing) * target + draw.smoothing / draw.classes
+    if exact.weight is not None:
+        q = q * exact.weight.view(-1, *[1] * (q.dim() - 2))
+    return q if exact.kept is None else q * exact.kept.unsqueeze(1)
 
 
 @dataclasses.dataclass(frozen=True)
