@@ -130,6 +130,21 @@ def test_strided_classes_with_several_coefficients() -> None:
         assert few == "side_by_side_rows"
 
 
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_few_classes_with_several_coefficients(gpu: str) -> None:
+    for classes, name in ((2, "few_soft_classes"), (8, "few_soft_classes"), (9, "strided_rows")):
+        image = (2, classes, 8, 8)
+        weighted = {"label_smoothing": 0.1, "weights": True, "device": gpu}
+        assert name_of(image, "fp32", probabilities=True, device=gpu) == name
+        assert name_of(image, "fp32", **weighted) == name
+        assert name_of(image, "bf16", probabilities=True, device=gpu) == "soft_planes"
+        assert name_of(image, "bf16", **weighted) == "soft_planes"
+    for classes, name in ((4, "soft_tiles"), (5, "few_soft_classes"), (9, "soft_tiles")):
+        assert name_of((64, classes), "fp32", probabilities=True, device=gpu) == name
+        assert name_of((64, classes), "fp16", probabilities=True, device=gpu) == "soft_tiles"
+        assert name_of((64, classes), "fp32", label_smoothing=0.1, device=gpu) == "soft_tiles"
+
+
 def test_gradients_of_no_classes_and_of_many_planes() -> None:
     for shape in ((2, 0, 8, 8), (2**31 + 500, 2, 2)):
         plan = _plan.plan(shape, "fp16", gradient=True, device="h200")

@@ -10,6 +10,7 @@
 #include "kernels/class_index/float_tiles_plan.h"
 #include "kernels/class_index/half_rows_plan.h"
 #include "kernels/class_index/tiles_plan.h"
+#include "kernels/rows/few_soft_classes_plan.h"
 #include "kernels/rows/long_rows_plan.h"
 #include "kernels/rows/plane_gradients_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
@@ -84,6 +85,14 @@ const PolicyRow kPolicy[kFamilies] = {
      "33x3145x34x29 without a reduction .31 / .32, this .65 / .45; bf16 9x1280x184x158 .33 / .44, "
      "this .62 / .51",
      plane_words::takes, plane_words::plan, never, Again::kNever, never},
+    {Family::kFewSoftClasses, "few_soft_classes", "rows/few_soft_classes.cuh",
+     "fp32, 2 to 8 strided classes (images), probabilities of any dtype but fp64, or smoothing and "
+     "class weights; 5 to 8 contiguous ones with probabilities",
+     "a thread has a row in registers",
+     "1x7x6172118, probabilities and weights, by `strided_rows` .28 / .21, this .54 / .64; "
+     "11x5x3516287, smoothing and weights, .17 / .14, .31 / .38; 15000000x8, probabilities, by "
+     "`soft_tiles` .51 / .49, this .62 / .72",
+     few_soft_classes::fits, few_soft_classes::plan, always, Again::kForEachOfAnyRows, always},
     {Family::kSoftPlanes, "soft_planes", "rows/soft_planes.cu",
      "strided classes (images, transposed logits): more than 88 with smoothing; of fp16 and bf16 "
      "any number with smoothing and class weights, or with probabilities",
@@ -202,7 +211,8 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) { return contiguous_gradient(p) && !p.args.acc_double && p.classes > 0; },
      Again::kNever, always},
     {Family::kStridedRows, "strided_rows", "rows/strided_rows.cuh",
-     "the rest, any layout and dtypes: strided classes of fp32 with probabilities, or with "
+     "the rest, any layout and dtypes: strided classes of fp32, from 9, with probabilities, or "
+     "with "
      "smoothing and class weights; smoothed rows of up to 88 that do not lie side by side; one "
      "class; fp64",
      "a thread a row, so that a warp reads neighbouring rows",

@@ -19,6 +19,7 @@ enum class Family : int8_t {
   kSideBySideRows,
   kPlaneRows,
   kPlaneWords,
+  kFewSoftClasses,
   kSoftPlanes,
   kFewClasses,
   kFloatTiles,

@@ -1,0 +1,42 @@
+// Few classes of fp32 with probabilities, or with smoothing and class weights: how rows are spread
+// over the device.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/rows/row_plan.h"
+#include "kernels/rows/side_by_side_rows_plan.h"
+
+namespace lossops::cuda::few_soft_classes {
+
+constexpr int kMostClasses = 8;
+// With probabilities and contiguous classes: 5 classes .43 / .42 of the floor by tiles and .48 /
+// .57 here, 3 classes .39 / .37 and .34 / .40. (H200, 2026-12)
+constexpr int kFewestContiguousClasses = 5;
+constexpr int kThreads = 256;
+constexpr int kMinBlocks = 4;  // resident
+
+inline bool fits(const RowProblem& problem) {
+  const auto& args = problem.args;
+  // Half types would have gradients by other exponentials than those of backward passes. Smoothed
+  // rows have the same bits wherever they lie: strided_rows.cuh.
+  return problem.plain && problem.element_bytes == 4 && !problem.indices &&
+         !side_by_side::is_smoothed(args) && problem.classes <= kMostClasses &&
+         problem.classes >= (problem.contiguous ? kFewestContiguousClasses : 2) &&
+         (!problem.contiguous || args.target_is_probability) &&
+         problem.rows <= kMaxDividend - kThreads &&
+         !(args.target_is_probability && args.target.dtype == DType::kFloat64);
+}
+
+inline RowPlan plan(const RowProblem& problem) {
+  RowPlan plan;
+  plan.team = 1;
+  plan.threads = kThreads;
+  plan.blocks =
+      std::clamp<int64_t>(ceil_div(problem.rows, int64_t{kThreads}), 1,
+                          int64_t{kMinBlocks} * std::max(problem.device.multiprocessors, 1));
+  return plan;
+}
+
+}  // namespace lossops::cuda::few_soft_classes
