@@ -61,6 +61,7 @@ KERNELS = {
     "side_by_side_rows": "forward_column_kernel",
     "plane_rows": "plane_rows_kernel",
     "plane_words": "plane_words_kernel",
+    "few_soft_classes": "few_soft_classes_kernel",
     "soft_planes": "soft_planes_kernel",
     "few_classes": "forward_few_kernel",
     "float_tiles": "forward_float_tile_kernel",
@@ -619,12 +620,19 @@ def test_soft_images_wherever_they_lie(dtype: torch.dtype, classes: int) -> None
             assert same_bits(both[0].grad, expected.gradients["input"])
 
 
+@pytest.mark.parametrize("below", [0.0, 18.0, 26.0])
 @pytest.mark.parametrize("classes", [2, 7, 21, 88])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
-def test_smoothed_rows_do_not_depend_on_where_they_lie(dtype: torch.dtype, classes: int) -> None:
-    """Side by side, too few for that, apart from each other."""
-    x = (3 * torch.randn(2, classes, 6, 20)).to(dtype).cuda()
+def test_smoothed_rows_do_not_depend_on_where_they_lie(
+    dtype: torch.dtype, classes: int, below: float
+) -> None:
+    """Side by side, too few for that, apart from each other; reduced and not.
+
+    Also with logits at the class index far below the others.
+    """
     t = torch.randint(0, classes, (2, 6, 20)).cuda()
+    x = 3 * torch.randn(2, classes, 6, 20).cuda()
+    x = x.scatter_add(1, t[:, None], torch.full_like(x[:, :1], -below)).to(dtype)
 
     def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         result = run(logits, targets, label_smoothing=0.1, reduction="none")
@@ -637,6 +645,14 @@ def test_smoothed_rows_do_not_depend_on_where_they_lie(dtype: torch.dtype, class
     own_loss, own_gradient = losses_and_gradient(x[:1, :, :1, 3:4], t[:1, :1, 3:4])
     assert same_bits(own_loss, loss[:1, :1, 3:4])
     assert same_bits(own_gradient, gradient[:1, :, :1, 3:4])
+
+    def gradient_of(reduction: str) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        lossops.cross_entropy(leaf, t, label_smoothing=0.1, reduction=reduction).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert same_bits(gradient_of("none"), gradient_of("sum"))
 
 
 def logits_of_reach(rows: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ class PlainDenseSum {
     float small = warp_sum(small_, team);
     dot_ = warp_sum(dot_, team);
     q_sum_ = kIsSmooth ? static_cast<float>(num_classes) : warp_sum(q_sum_, team);
-    // The reference's own term is not quite 1. The rest is NaN if the sum is infinite.
+    // The reference's own term is not quite 1.
     float rest = (large - terms_(reference_)) + small;
     const bool is_confident = rest < kConfident;  // fault: plain-dense
     if (__any_sync(kAllLanes, is_confident)) {
@@ -93,15 +93,16 @@ class PlainDenseSum {
     row.state.q_sum = kIsSmooth ? SmoothedIndex::kSum : q_sum_;
     row.state.dot = kIsSmooth ? smooth.of_other(distance) : distance;
     const float loss = ::fmaf(row.state.q_sum, math::log1p(rest), row.state.dot);
-    // & instead of &&: for fewer branches. False of NaN.
-    row.is_plain = (rest <= IndexRow::kMostRest) & (::fabsf(reference_) <= 0x1p14f) &
+    const float most_rest = kIsSmooth ? most_rest_of_smooth(smooth.at_index) : IndexRow::kMostRest;
+    // & instead of &&: for fewer branches. False of NaN and of infinite sums.
+    row.is_plain = (rest <= most_rest) & (::fabsf(reference_) <= 0x1p14f) &
                    (::fabsf(loss) < math::infinity<float>());
     return row;
   }
 
  private:
   // Beside a rest of less than kConfident, the batch of the reference alone is large.
-  static constexpr float kConfident = 0.125f;
+  static constexpr float kConfident = 0.25f;
 
   float reference_;
   PlainTerms terms_;

@@ -108,7 +108,7 @@ __device__ __forceinline__ float team_total(ExactSum sum, int team) {
 }
 
 // RowSoftmax::of() with another reference: the logarithm of the sum of all exponentials, so that
-// the factor is as large as `scaled`, the scale times Q.
+// the factor is as large as `scaled`, the scale times Q. `rest` stays that of the old reference.
 __device__ __forceinline__ RowSoftmax<float> softmax_beside_sum(float reference, float rest,
                                                                 float scaled) {
   const float log_sum = math::log1p(rest);
@@ -127,6 +127,14 @@ __device__ __forceinline__ bool gradient_is_plain(float scaled) {
 
 // With a larger rest, the reference of a row is far below its sum.
 constexpr float kFarBelowSum = 0x1p20f;
+
+// The most that the rest of a plain smooth row may be. at_index: the coefficient of the class
+// index. If the reference is far below the sum, much smoothing makes the loss a small difference of
+// large numbers, and an extreme scale makes the factor of gradients leave fp32's range.
+__device__ __forceinline__ float most_rest_of_smooth(float at_index, float scale = 1) {
+  constexpr float kLeastAtIndex = 0.75f;
+  return at_index >= kLeastAtIndex && gradient_is_plain(scale) ? 0x1p30f : kFarBelowSum;
+}
 
 // The softmax of a row with several coefficients, which may be plain.
 template <bool kExact>
@@ -158,7 +166,8 @@ struct IndexRow {
     return {reference, is_plain() ? -rest : rest};
   }
   // Within these, no term is lost that counts beside the sum, and neither does the offset of
-  // RowTerms lose much, nor a gradient's factor leave fp32's range. False of NaN.
+  // RowTerms lose much. False of NaN. Gradients also need gradient_is_plain() or, of smooth rows,
+  // most_rest_of_smooth() or dense_softmax().
   static __device__ __forceinline__ bool may_be_plain(float others, float x_at_index,
                                                       float most_rest = kMostRest) {
     // & instead of &&: for fewer branches.

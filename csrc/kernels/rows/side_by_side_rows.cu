@@ -234,11 +234,26 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
     [[maybe_unused]] float distances[kRows] = {};  // sums of q (max - x), of rows with smoothing
     [[maybe_unused]] float subtracted[kRows];      // scale q of most classes, of such plain rows
     [[maybe_unused]] PlainTerms plain_terms[kRows];
-    // Plain smooth rows have one formula for gradients. With an extreme scale, or one that is not
-    // known yet, it needs a reference that is not far below the sum.
-    [[maybe_unused]] const float most_rest =
-        kIsSmooth && (grad_output.is_per_row || !gradient_is_plain(scale)) ? kFarBelowSum
-                                                                           : IndexRow::kMostRest;
+#pragma unroll
+    for (float& of_row : scales) {
+      of_row = scale;
+    }
+    if (kGradient && grad_output.is_per_row) {
+      const Operand* const given_rows[1] = {&grad_output.operand};
+      int64_t offset[1];
+      group_offsets(args.rows, shape, given_rows, group, place, offset);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        scales[i] = load_grad_output<float>(grad_output.operand,
+                                            offset[0] + i * grad_output.operand.strides[0]);
+      }
+    }
+    [[maybe_unused]] float most_rest[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      most_rest[i] =
+          kIsSmooth ? most_rest_of_smooth(smooth.at_index, scales[i]) : IndexRow::kMostRest;
+    }
     if constexpr (!kExact) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -256,26 +271,12 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         others[i] = plain_terms[i].corrected(others[i], x_at_index[i]);
-        all_plain &= IndexRow::may_be_plain(others[i], x_at_index[i], most_rest);
+        all_plain &= IndexRow::may_be_plain(others[i], x_at_index[i], most_rest[i]);
         if constexpr (kIsSmooth) {
           distances[i] = smooth.of_other(
               plain_terms[i].distance(exponents[i], static_cast<float>(count), x_at_index[i]));
           all_plain &= ::fabsf(distances[i]) < math::infinity<float>();
         }
-      }
-    }
-#pragma unroll
-    for (float& of_row : scales) {
-      of_row = scale;
-    }
-    if (kGradient && grad_output.is_per_row) {
-      const Operand* const given_rows[1] = {&grad_output.operand};
-      int64_t offset[1];
-      group_offsets(args.rows, shape, given_rows, group, place, offset);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        scales[i] = load_grad_output<float>(grad_output.operand,
-                                            offset[0] + i * grad_output.operand.strides[0]);
       }
     }
     // Without class weights 1, with them 0 of a row without a loss.
@@ -308,7 +309,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
       if constexpr (!kExact) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          if (IndexRow::may_be_plain(others[i], x_at_index[i], most_rest)) {
+          if (IndexRow::may_be_plain(others[i], x_at_index[i], most_rest[i])) {
             reduced[i] = IndexRow::plain(others[i], x_at_index[i]);
           } else {
             shift = shift || indices[i] >= 0;

@@ -67,9 +67,11 @@ struct WideningLoader {
 };
 
 // Twice over the row, in the order of the kernel for columns: where rows lie does not change a bit.
+// most_rest: of a plain row.
 template <bool kExact, typename Logit>
 __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t num_classes,
-                                                       int64_t index, float x_at_index) {
+                                                       int64_t index, float x_at_index,
+                                                       float most_rest = IndexRow::kMostRest) {
   // The last class takes the place of the class index.
   const int64_t count = num_classes - 1;
   const auto other = [&](int64_t c) { return logit(c == index ? count : c); };
@@ -97,7 +99,7 @@ __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t nu
   if constexpr (!kExact) {
     const PlainTerms terms(x_at_index);
     const float others = terms.corrected(sum_of(terms), x_at_index);
-    if (IndexRow::may_be_plain(others, x_at_index)) {
+    if (IndexRow::may_be_plain(others, x_at_index, most_rest)) {
       return IndexRow::plain(others, x_at_index);
     }
   }
@@ -209,10 +211,12 @@ __global__ void __launch_bounds__(kStridedThreads)
       if constexpr (kDense && std::is_same_v<acc_t, float>) {
         if (side_by_side::is_smoothed(args)) {
           x_at_index = logit(target.index);
+          const SmoothedIndex smooth(args);
           const IndexRow reduced =
-              reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index);
+              reduce_strided_row<Loader::kExact>(logit, args.num_classes, target.index, x_at_index,
+                                                 most_rest_of_smooth(smooth.at_index));
           const float distance = smoothed_distance<Loader::kExact>(
-              SmoothedIndex(args), logit, args.num_classes, target.index, reduced, x_at_index);
+              smooth, logit, args.num_classes, target.index, reduced, x_at_index);
           const IndexRow kept = reduced.as_dense();
           const float loss = dense_row_loss(kept.rest, SmoothedIndex::kSum, distance);
           if (args.row_stats != nullptr) {
