@@ -10,12 +10,14 @@
 
 #include "kernels/grid/grid_reduce.cuh"
 #include "kernels/grid/launch.cuh"
+#include "kernels/primitives/any_half.cuh"
 #include "kernels/primitives/block_reduce.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/row_gradient.cuh"
 #include "kernels/rows/row_sum.cuh"
+#include "kernels/rows/row_words.cuh"
 #include "kernels/rows/team_rows_plan.h"
 #include "launchers.h"
 
@@ -32,14 +34,15 @@ struct RegisterRow {
   static constexpr int kSize = kVectorSize<scalar_t>;
   Vector<scalar_t> vectors[kVectors];
 
-  __device__ __forceinline__ RegisterRow(const scalar_t* row, int num_classes) {
+  // dtype: of an AnyHalf.
+  __device__ __forceinline__ RegisterRow(const scalar_t* row, int num_classes, DType dtype) {
     const int width = access_width(row);
     const int whole = num_classes / kSize;
     const int part = num_classes % kSize;
     Vector<scalar_t> nothing;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      nothing.set(i, from_acc<scalar_t>(-math::infinity<acc_type_t<scalar_t>>()));
+      nothing.set(i, from_acc_of<scalar_t>(-math::infinity<acc_type_t<scalar_t>>(), dtype));
     }
     if (width == kVectorBytes) {
       load<kVectorBytes>(row, whole, nothing);
@@ -67,6 +70,24 @@ struct RegisterRow {
     }
   }
 
+  // The largest of this thread's logits.
+  __device__ __forceinline__ float largest(DType dtype) const {
+    float max;
+    visit_type_of<scalar_t>(dtype, [&](auto type) {
+      using own_t = typename decltype(type)::type;
+      uint32_t maxima = lowest_word<own_t>();
+#pragma unroll
+      for (const Vector<scalar_t>& vector : vectors) {
+#pragma unroll
+        for (int i = 0; i < kVectorBytes / 4; ++i) {
+          maxima = max_of_words<own_t>(vector.word(i), maxima);
+        }
+      }
+      max = max_of_elements<own_t>(maxima);
+    });
+    return max;
+  }
+
   // Writes the row's gradient.
   template <typename Gradient>
   __device__ __forceinline__ void write_gradient(const Gradient& gradient, const scalar_t* row,
@@ -76,9 +97,10 @@ struct RegisterRow {
     const int part = whole * kSize;
     if (part < num_classes &&
         whole % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x)) {
+      const DType dtype = gradient.args.input.dtype;
       for (int c = part; c < num_classes; ++c) {
-        grad_input[c] =
-            from_acc<scalar_t>(gradient.of_logit(to_acc<acc_type_t<scalar_t>>(row[c]), c));
+        const auto x = to_acc_of<acc_type_t<scalar_t>>(row[c], dtype);
+        grad_input[c] = from_acc_of<scalar_t>(gradient.of_logit(x, c), dtype);
       }
     }
     if constexpr (sizeof(scalar_t) == 4) {
@@ -153,6 +175,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
   constexpr int kSize = kVectorSize<scalar_t>;
   const Operand* const operands[4] = {&args.input, &args.target, &args.output, &args.grad_input};
   constexpr int kVectors = kRegisterVectors<scalar_t>;
+  const DType dtype = args.input.dtype;
   const bool first = threadIdx.x == 0;
   let_next_kernel_start();
   std::conditional_t<kGradient, UnitScale<acc_t>, NoScale> unit(args, denominator);
@@ -161,32 +184,27 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
     int64_t offsets[4];
     row_offsets(args.rows, operands, row, offsets);
     const auto* const logits = static_cast<const scalar_t*>(args.input.data) + offsets[0];
-    RegisterRow<scalar_t, kVectors> loaded(logits, static_cast<int>(args.num_classes));
+    RegisterRow<scalar_t, kVectors> loaded(logits, static_cast<int>(args.num_classes), dtype);
     if (row == blockIdx.x) {
       unit.wait(args, denominator);
     }
     const RowTarget<acc_t> target(args, offsets[1]);
     acc_t x_at_index = 0;
     if (first && target.has_loss()) {
-      x_at_index = to_acc<acc_t>(logits[target.index]);
+      x_at_index = to_acc_of<acc_t>(logits[target.index], dtype);
     }
     OnlineSoftmax<acc_t> state;
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        state.max = math::max_number(to_acc<acc_t>(loaded.vectors[u].get(i)), state.max);
-      }
-    }
+    state.max = loaded.largest(dtype);
     const acc_t shift = softmax_shift(state.max);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
       OnlineSoftmax<acc_t> local = same_max(state);
       forget_conversions(loaded.vectors[u]);
+      acc_t x[kSize];
+      unpack_of(loaded.vectors[u], dtype, x);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        local.template add_below_max<kExactExponentials<scalar_t>>(
-            to_acc<acc_t>(loaded.vectors[u].get(i)), shift);
+        local.template add_below_max<kExactExponentials<scalar_t>>(x[i], shift);
       }
       state.add(local);
     }
@@ -202,7 +220,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
       if (target.has_loss()) {
         loaded.write_gradient(gradient, logits, grad_input, static_cast<int>(args.num_classes));
       } else {
-        const auto value = from_acc<scalar_t>(gradient.without_loss());
+        const auto value = from_acc_of<scalar_t>(gradient.without_loss(), dtype);
         for (int c = static_cast<int>(threadIdx.x); c < args.num_classes; c += blockDim.x) {
           grad_input[c] = value;
         }
@@ -217,7 +235,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kMinRegisterBlocks)
 inline void launch_register_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
                                  const Denominator& denominator, const GradOutput&,
                                  Partial* partials, const Finalize& finalize, cudaStream_t stream) {
-  visit_float_or_half(args.input.dtype, [&](auto type) {
+  visit_float_or_any_half(args.input.dtype, [&](auto type) {
     visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
       launch_kernel("cross_entropy_forward_register_kernel",
                     cross_entropy_forward_register_kernel<typename decltype(type)::type,
