@@ -477,7 +477,8 @@ def test_terms_that_cancel() -> None:
 def test_coefficients_that_cancel() -> None:
     """Where a probability is its coefficient, the gradient of a smoothed loss is 0.
 
-    An error that is small beside the two passes, and one that is not is seen.
+    A gradient whose error is small beside these two numbers passes. One with a larger error is
+    seen.
     """
     draw = parse("rows/soft shape=1x2001 dtype=fp32 reduction=none smoothing=0.05", RowDraw)
     largest = math.log(2000 * (0.95 + 0.05 / 2001) / (0.05 - 0.05 / 2001))

@@ -287,7 +287,7 @@ def test_target_gradients_of_confident_rows(dtype: torch.dtype, classes: int) ->
 def test_smoothed_gradients_of_extreme_scale(
     dtype: torch.dtype, image: bool, reduction: str
 ) -> None:
-    """A class index far below the others has a sum that a small scale cannot be divided by."""
+    """Relative to a logit far below the others, a sum is too large to divide a small scale by."""
     x = torch.zeros(4, 16)
     x[:, 3] = torch.tensor([-10.0, -15.0, -24.5, 20.0])
     x = x.to(dtype).cuda()

@@ -1,6 +1,7 @@
-// Cross entropy with several coefficients, probabilities or a smoothed class index with class
-// weights, of rows of 2 to 8 classes of fp32 in any layout. A thread has a row: it reads all of it
-// to registers, and computes the loss and the gradient from there.
+// Cross entropy with several coefficients, of fp32 rows of at most 8 classes:
+// few_soft_classes_plan.h says which. The coefficients are probabilities, or a smoothed class index
+// with class weights. A thread reads a whole row to registers, and computes its loss and its
+// gradient there.
 //
 // Only cross_entropy.cu includes this, as register_rows.cuh.
 #pragma once
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
   for (uint32_t first = blockIdx.x * kThreads; first < grid.groups; first += gridDim.x * kThreads) {
     const auto place = PlanePlace::of<1>(args.rows, grid, first + threadIdx.x);
-    const bool exists = place.rows > 0;  // else the last row
+    const bool exists = place.rows > 0;  // else the thread has the last row, and writes nothing
     float x[kMostClasses];
     float q[kMostClasses];
     load_row<float>(args.input, place.offset(args.input), args.input_class_stride, count, x);
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     DenseOnlineSoftmax<float> state;
     for_each_class(count, [&](int u) { state.max = math::max_number(x[u], state.max); });
     const float shift = softmax_shift(state.max);
-    // Exact, as gradients need them, so that there is one exponential a class.
+    // The exact exponentials that gradients need, so that a class takes only one.
     float powers[kMostClasses];
     for_each_class(count, [&](int u) {
       powers[u] = RowSoftmax<float>{shift, 0, 0, 0}.times_exp(1.0f, x[u]);

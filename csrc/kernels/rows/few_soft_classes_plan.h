@@ -11,16 +11,17 @@
 namespace lossops::cuda::few_soft_classes {
 
 constexpr int kMostClasses = 8;
-// With probabilities and contiguous classes: 5 classes .43 / .42 of the floor by tiles and .48 /
-// .57 here, 3 classes .39 / .37 and .34 / .40. (H200, 2026-12)
+// With probabilities and contiguous classes. Fractions of the floor, forward / step, H200, 2026-12:
+// 5 classes by soft_tiles.cu .43 / .42, by this kernel .48 / .57; 3 classes .39 / .37, .34 / .40.
 constexpr int kFewestContiguousClasses = 5;
 constexpr int kThreads = 256;
 constexpr int kMinBlocks = 4;  // resident
 
 inline bool fits(const RowProblem& problem) {
   const auto& args = problem.args;
-  // Half types would have gradients by other exponentials than those of backward passes. Smoothed
-  // rows have the same bits wherever they lie: strided_rows.cuh.
+  // Half types are left out: their gradients would have other bits than those of the backward
+  // kernels, which use other exponentials. Rows with smoothing and no class weights are left out:
+  // they have the same bits in every layout (strided_rows.cuh).
   return problem.plain && problem.element_bytes == 4 && !problem.indices &&
          !side_by_side::is_smoothed(args) && problem.classes <= kMostClasses &&
          problem.classes >= (problem.contiguous ? kFewestContiguousClasses : 2) &&

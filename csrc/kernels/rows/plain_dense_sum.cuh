@@ -7,12 +7,14 @@
 // A smooth row has a class index, label smoothing and no class weights. Its reference is the logit
 // at the class index, and it needs no maximum. The reference of any other row is its largest logit.
 //
-// The term of the reference, some 1, is not told from others, which saves a third of the
-// instructions. But beside it others are rounded to some 2^-24, which is too much of the small
-// terms of a confident row. So batches of terms that are large together have a sum of their own. In
-// a confident row one batch is large, that of the reference, and its terms are added up once more.
+// The sum includes the reference's own term, which is about 1: to leave it out would take a third
+// more instructions. Terms that are added to it are rounded to about 2^-24, which is too coarse
+// where all other terms are small, in a confident row. Therefore batches whose terms add up to
+// kLarge or more have a sum of their own. In a confident row only the reference's batch is that
+// large, and its other terms are added up a second time.
 //
-// Rows within the bounds of finish() are called plain. All others are summed in another way.
+// A row is plain if its sums are within the bounds at the end of finish(). The caller sums any
+// other row relative to its maximum.
 #pragma once
 
 #include "kernels/primitives/thread_reduce.cuh"
@@ -101,13 +103,13 @@ class PlainDenseSum {
   }
 
  private:
-  // Beside a rest of less than kConfident, the batch of the reference alone is large.
+  // If the rest is less than this, only the reference's batch can reach kLarge.
   static constexpr float kConfident = 0.25f;
 
   float reference_;
   PlainTerms terms_;
   float large_ = 0;    // the sum of the batches that are large
-  int large_at_ = -1;  // the last such batch
+  int large_at_ = -1;  // the last such batch; -1 also of one that is a single element
   float small_ = 0;    // the sum of the others
   float dot_ = 0;      // sum_c q_c (x_c - reference) log2(e), of smooth rows without the q_c
   float q_sum_ = 0;    // of rows that are not smooth

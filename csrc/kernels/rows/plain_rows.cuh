@@ -107,8 +107,9 @@ __device__ __forceinline__ float team_total(ExactSum sum, int team) {
   return sum.total();
 }
 
-// RowSoftmax::of() with another reference: the logarithm of the sum of all exponentials, so that
-// the factor is as large as `scaled`, the scale times Q. `rest` stays that of the old reference.
+// The softmax with the logarithm of the sum of all exponentials as its reference. Its factor is as
+// large as `scaled`, the scale times Q, and so within fp32's range. Its rest is still that of the
+// old reference.
 __device__ __forceinline__ RowSoftmax<float> softmax_beside_sum(float reference, float rest,
                                                                 float scaled) {
   const float log_sum = math::log1p(rest);
@@ -118,8 +119,8 @@ __device__ __forceinline__ RowSoftmax<float> softmax_beside_sum(float reference,
           log_sum - moved};
 }
 
-// Whether the factors of plain rows stay within fp32's range: the rest of one may be large. scaled:
-// the scale, times Q.
+// Whether `scaled`, the scale times Q, is within fp32's range also when it is divided by the sum of
+// a plain row.
 __device__ __forceinline__ bool gradient_is_plain(float scaled) {
   const float magnitude = ::fabsf(scaled);
   return (magnitude >= 0x1p-60f) & (magnitude <= 0x1p60f);
@@ -161,13 +162,14 @@ struct IndexRow {
   static __device__ __forceinline__ IndexRow plain(float others, float x_at_index) {
     return {x_at_index, -others};
   }
-  // As rows with several coefficients are kept: a plain one too has a rest that is not negative.
+  // The same row as rows with several coefficients are stored: a plain one, too, has a rest that is
+  // not negated.
   __device__ __forceinline__ IndexRow as_dense() const {
     return {reference, is_plain() ? -rest : rest};
   }
-  // Within these, no term is lost that counts beside the sum, and neither does the offset of
-  // RowTerms lose much. False of NaN. Gradients also need gradient_is_plain() or, of smooth rows,
-  // most_rest_of_smooth() or dense_softmax().
+  // Within these bounds no term is lost that counts beside the sum, and what rounding takes from
+  // the offset is small. False of NaN. For gradients the scale must pass gradient_is_plain(), too.
+  // Smooth rows have most_rest_of_smooth(), and dense_softmax() where the scale comes later.
   static __device__ __forceinline__ bool may_be_plain(float others, float x_at_index,
                                                       float most_rest = kMostRest) {
     // & instead of &&: for fewer branches.

@@ -217,8 +217,8 @@ class TileRow {
     }
   }
 
-  // Calls body(k, x, q) with this lane's logits and coefficients, several at a time, from the word
-  // k on; -1 of the element that is no whole word. Smooth rows have no q.
+  // Calls body(k, x, q) with this lane's logits and coefficients, several at a time. k: the first
+  // word of the batch; -1 for the element behind the whole words. Smooth rows have no q.
   template <typename Body>
   __device__ __forceinline__ void for_each_batch(const Body& body) const {
     for_each_word(kBatch, num_classes_ / kPerWord, [&](int k, auto count) {

@@ -67,7 +67,7 @@ struct WideningLoader {
 };
 
 // Twice over the row, in the order of the kernel for columns: where rows lie does not change a bit.
-// most_rest: of a plain row.
+// most_rest: the largest rest of a plain row.
 template <bool kExact, typename Logit>
 __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t num_classes,
                                                        int64_t index, float x_at_index,

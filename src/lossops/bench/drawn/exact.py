@@ -90,8 +90,9 @@ def error(
 def _rounding(draw: RowDraw, exact: Rows, weights: Tensor) -> Tensor | float:
     """What rounding may take from each gradient, because two terms of it cancel.
 
-    p (|log p| + H) of an entropy H; Q p + q of a loss with coefficients q and their sum Q. Times
-    `weights`: a row's grad_output, of tokens that of the last output.
+    For an entropy H, the terms are p (|log p| + H). For a loss with coefficients q, whose sum is
+    Q, they are Q p + q. The result is a fixed fraction of them, times |weights|: the grad_output
+    of each row, which for tokens is that of the last output.
     """
     logits = exact.logits.detach()
     if draw.loss in ("entropy", "logp-entropy"):
@@ -108,7 +109,10 @@ def _rounding(draw: RowDraw, exact: Rows, weights: Tensor) -> Tensor | float:
 
 
 def _coefficients(draw: RowDraw, exact: Rows) -> Tensor:
-    """Of each class: its probability or 1 at the class index, smoothed, times the class weight."""
+    """The coefficient of each class: its probability, or 1 at the class index and 0 elsewhere.
+
+    It is smoothed, multiplied by the class weight, and 0 in rows that do not count.
+    """
     if draw.probabilities:
         target = exact.target
     else:
