@@ -1478,6 +1478,54 @@ def test_first_launches() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+# Rows whose blocks have about 48 KB of dynamic shared memory, from little to much: a launch with more
+# gives its kernel the permission that later ones need.
+LAUNCHES_BY_SHARED_MEMORY = """
+import json, torch, lossops
+from itertools import product
+ROWS = 2000
+launches = []
+for dtype, kind, gradient in product(
+    (torch.float32, torch.bfloat16), ("indices", "smooth", "probabilities"), (False, True)
+):
+    widest = torch.empty(ROWS, 4200, dtype=dtype, device="cuda")
+    t = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+    for classes in (*range(2, 1100), *range(1100, 4200, 7)):
+        x = widest.view(-1)[: ROWS * classes].view(ROWS, classes)
+        plan = json.loads(torch.ops.lossops.cross_entropy_plan(
+            x, x if kind == "probabilities" else t, gradient=gradient,
+            label_smoothing=0.1 if kind == "smooth" else 0.0,
+        ))
+        size = plan["parameters"].get("shared_bytes_of_block", 0)
+        if 46 << 10 <= size <= 48 << 10:
+            launches.append((size, dtype, kind, gradient, classes))
+assert len(launches) > 50, len(launches)
+for size, dtype, kind, gradient, classes in sorted(launches, key=lambda launch: launch[0]):
+    for own in (dtype,) if dtype == torch.float32 else (torch.bfloat16, torch.float16):
+        x = torch.zeros(ROWS, classes, dtype=own, device="cuda", requires_grad=gradient)
+        t = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+        if kind == "probabilities":
+            t = torch.nn.functional.one_hot(t, classes).to(own)
+        loss = lossops.cross_entropy(x, t, label_smoothing=0.1 if kind == "smooth" else 0.0)
+        if gradient:
+            loss.backward()
+        wanted = torch.tensor(float(classes)).log()
+        assert abs(loss.item() / wanted - 1) < 1e-2, (own, kind, classes)
+"""
+
+
+def test_launches_by_shared_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHES_BY_SHARED_MEMORY],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.skipif(HOPPER_IS_OFF, reason="this is the run that the test starts")
 def test_without_hopper() -> None:
     """All of these, and what cross entropy promises, by the kernels of older devices."""

@@ -168,12 +168,15 @@ void test_edges() {
     test::subject() = "";
   };
   expect(edges(DType::kFloat32, "h200"),
-         {1, 2, 15, 16, 500, 501, 1023, 1025, 4096, 4097, 8192, 8196, 147456, 147457});
+         {1, 2, 15, 16, 128, 129, 700, 701, 1023, 1025, 4096, 4097, 8192, 8196, 147456, 147457});
   expect(edges(DType::kBFloat16, "h200"),
-         {1000, 1008, 1279, 1281, 4096, 4104, 6144, 32768, 32776, 294912, 294913});
-  expect(edges(DType::kFloat32, "a100"), {128, 129, 500, 501, 8192, 8193});
-  expect(edges(DType::kFloat32, "l40s"), {96, 97, 500, 501, 8192, 8193});
-  expect(edges(DType::kBFloat16, "t4"), {1000, 1008, 1279, 1281, 8192, 8193});
+         {160,  168,  320,  328,  640,  648,  1000,  1008,  2559,   2561,
+          4096, 4104, 5119, 5120, 5121, 5128, 32768, 32776, 294912, 294913});
+  expect(edges(DType::kFloat32, "a100"), {128, 129, 1024, 1025, 8192, 8193});
+  expect(edges(DType::kFloat32, "l40s"), {96, 97, 8192, 8193});
+  expect(edges(DType::kFloat32, "t4"), {500, 501, 8192, 8193});
+  expect(edges(DType::kBFloat16, "t4"),
+         {160, 168, 320, 328, 640, 648, 1280, 1288, 2560, 2568, 7999, 8000, 8001, 8008});
 }
 
 // How strided classes are dealt out, on devices of any shared memory.
@@ -348,6 +351,10 @@ void test_float_tile_lanes() {
     for (int classes = 1; classes <= kMaxClasses; ++classes) {
       test::subject() = device.name + (" " + std::to_string(classes));
       const CrossEntropyForwardArgs args = short_rows(DType::kFloat32, classes, classes);
+      if (!fits({args, device.limits, false})) {
+        CHECK(classes > kMaxShortClasses);
+        continue;
+      }
       const RowPlan plan = float_tiles::plan({args, device.limits, false});
       const int units = classes / words_of(units_of(classes));
       int sum = 0;
@@ -361,28 +368,34 @@ void test_float_tile_lanes() {
       CHECK(device.limits.resident_blocks(
                 kThreads, static_cast<int>(plan.shared_bytes) + kStaticSharedBytes) >= 2);
       CHECK(plan.shared_bytes <= kMaxSharedBytes);
-      CHECK(!device.limits.hopper || plan.team == (classes <= 128 ? 1 : classes <= 256 ? 2 : 4));
+      CHECK(classes <= kMaxShortClasses || plan.team <= kWarpSize / kVectorSize<float>);
+      if (device.limits.hopper) {
+        CHECK(plan.team == (classes <= 128 ? 1 : classes <= 256 ? 2 : classes <= 512 ? 4 : 8));
+      }
     }
   }
   test::subject() = "";
 }
 
 // Tiles of half types fit in the shared memory that their launch allows, with any gap between rows.
-// A gap does not change the team.
+// A gap does not change the team. All teams have rows.
 void test_tile_bytes() {
   for (const NamedDevice& device : {kNamedDevices[0], kNamedDevices[3]}) {
     const int64_t most = device.limits.hopper ? tiles::kMaxHopperRowBytes : tiles::kMaxRowBytes;
-    for (int64_t classes = 1; classes <= most / 2; ++classes) {
+    std::set<int> teams;
+    for (int64_t classes = 1; classes <= most / 2; classes += classes < 1400 ? 1 : 13) {
       const CrossEntropyForwardArgs dense = short_rows(DType::kBFloat16, classes, classes);
       const int team = tiles::plan({dense, device.limits, false}).team;
-      CHECK(classes <= team * tiles::kMaxLaneWords * 2 || classes > tiles::kMaxRowBytes / 2);
-      for (int64_t stride = classes; stride <= 2 * classes + 16; ++stride) {
+      CHECK(classes <= team * tiles::kMaxLaneWords * 2 || team == kWarpSize);
+      teams.insert(team);
+      for (int64_t stride = classes; stride <= 2 * classes + 16; stride += classes / 400 + 1) {
         test::subject() = std::to_string(classes) + " " + std::to_string(stride);
         const CrossEntropyForwardArgs args = short_rows(DType::kBFloat16, classes, stride);
         const RowPlan plan = tiles::plan({args, device.limits, false});
-        CHECK(plan.shared_bytes <= tiles::max_shared_bytes(device.limits) && plan.team == team);
+        CHECK(plan.shared_bytes <= tiles::kMaxSharedBytes && plan.team == team);
       }
     }
+    CHECK(teams == std::set<int>({1, 2, 4, 8, 16, 32}));
   }
   test::subject() = "";
 }

@@ -360,7 +360,7 @@ void launch_float_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan
       gradient && rows_follow_in_vectors(args, args.grad_input, args.grad_input_class_stride);
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));
   const auto launch = [&](auto kernel) {
-    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);
+    allow_shared_bytes(kernel, plan.shared_bytes, kMaxSharedBytes);
     launch_kernel("cross_entropy_forward_float_tile_kernel", kernel,
                   {blocks, kThreads, plan.shared_bytes, 1,
                    waits_for_previous_kernel(denominator, grad_output)},

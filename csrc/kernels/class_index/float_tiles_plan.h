@@ -14,13 +14,22 @@ constexpr int kThreads = kWarps * kWarpSize;
 // Measured on an H200: with 8 the step of 100
 // classes takes 4 % longer, with 6 forward of 32 classes 6 to 9 %.
 constexpr int min_blocks(bool gradient) { return gradient ? 6 : 8; }
-// Longer rows are for float_rows.cu.
-constexpr int kMaxClasses = 500;
 // Classes of a lane, at most; more lanes share longer rows.
 constexpr int kMaxLaneClasses = 128;
 constexpr int kMaxLogTeam = 4;
+// Rows of any number of classes make whole vectors of four: the tiles of longer rows have so many.
+// With two rows a tile, 1251 classes are at .46 / .47 of the floor, by float_rows at .73 / .76.
+// (H200)
+constexpr int kMaxShortClasses = 500;
+constexpr int kMaxLongLogTeam = 3;
+constexpr int kMaxClasses = kMaxLaneClasses << kMaxLongLogTeam;
+// On Hopper, where float_rows.cu takes longer rows. Measured on an H200, forward / step, there and
+// here: 550 classes .73 / .66, .81 / .83; 700 classes .80 / .77, .82 / .83; 900 classes .85 / .81,
+// .78 / .82. Without Hopper's kernels, by register rows and here: 505 classes .42 / .42, .69 / .72;
+// 900 classes .77 / .62, .72 / .76; 1020 classes .82 / .66, .73 / .76.
+constexpr int kMaxHopperClasses = 700;
 // What a block has of shared memory beside its tiles, at most.
-constexpr int kStaticSharedBytes = 1024;
+constexpr int kStaticSharedBytes = 1152;
 // Of a tile in shared memory. Measured on an H200: of tiles at boundaries of 16 bytes alone, a bulk
 // copy asks the L2 cache for twice as much.
 constexpr int kTileAlignment = 128;
@@ -98,6 +107,13 @@ inline int log_team_of(const RowProblem& problem) {
     ++log_team;
   }
   return log_team;
+}
+
+// Whether tiles take these rows: of fp32 and class indices.
+inline bool fits(const RowProblem& problem) {
+  return problem.classes <= kMaxShortClasses ||
+         (problem.classes <= (problem.device.hopper ? kMaxHopperClasses : kMaxClasses) &&
+          log_team_of(problem) <= kMaxLongLogTeam);
 }
 
 inline RowPlan plan(const RowProblem& problem) {

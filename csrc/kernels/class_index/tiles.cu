@@ -56,8 +56,8 @@ struct LeftRow {
   int64_t number = -1;  // -1: none
 };
 
-// kTeam: lanes that share a row.
-template <typename scalar_t, int kTeam, bool kGradient, Rows kRows>
+// kShared: a row has a team of several lanes.
+template <typename scalar_t, bool kShared, bool kGradient, Rows kRows>
 __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     cross_entropy_forward_tile_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                                       const TileShape shape, Denominator denominator,
@@ -74,16 +74,14 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   const bool in_bulk = kMayCopyInBulk && shape.in_bulk;
   constexpr int kUnroll = kElementsAtATime / kPerWord;
   constexpr int kGradientUnroll = kUnroll / 2;
-  // Whether gradients may be written row by row. Rows of smaller teams have at most 40 vectors, too
-  // few to be worth a turn of 32 lanes each. (A choice, not measured.)
-  constexpr bool kWritesRows = kTeam > 2;
+  const int team = kShared ? shape.team : 1;
   LOSSOPS_DYNAMIC_SHARED(uint4, dynamic);
   __shared__ CopyBarrier barriers[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  constexpr int kRowsAtATime = kWarpSize / kTeam;
-  const int member = lane % kTeam;
-  const int tile_rows = shape.steps * kRowsAtATime;
+  const int rows_at_a_time = kShared ? shape.rows_of_step : kWarpSize;
+  const int member = lane & (team - 1);
+  const int tile_rows = shape.steps * rows_at_a_time;
   const int num_classes = static_cast<int>(args.num_classes);
   const int pitch = shape.pitch;
   const auto offset_of = [&](const Operand& operand, int64_t row) {
@@ -122,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
                     : args.ignore_index;
   };
   // This lane's next row.
-  const int first_of_tile = lane / kTeam;
+  const int first_of_tile = lane / team;
   int64_t next_target = args.ignore_index;
   float scale = 0;  // the common factor of gradients
   const auto start = [&] {
@@ -241,9 +239,10 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
     __syncwarp();
 #pragma unroll 1
-    for (int r = first_of_tile; r - first_of_tile < rows; r += kRowsAtATime) {
+    for (int r = first_of_tile; r - first_of_tile < rows; r += rows_at_a_time) {
+      const int team = kShared ? unfolded(shape.team) : 1;
       const int index = checked_index(args, next_target);
-      next_target = load_target(r + kRowsAtATime);
+      next_target = load_target(r + rows_at_a_time);
       scalar_t* const own = elements + phase + r * pitch;
       // The last class takes the place of the class index, and the row ends before it.
       const int num_others = index >= 0 ? num_classes - 1 : 0;
@@ -251,37 +250,41 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       if (index >= 0) {
         x_at_index = to_acc<float>(own[index]);
       }
-      if constexpr (kTeam > 1 || kOdd) {
+      if constexpr (kShared || kOdd) {
         __syncwarp();  // it is read by the whole team; a word has elements of two rows
       }
       if (index >= 0 && member == 0) {
         own[index] = own[num_others];
       }
-      if constexpr (kTeam > 1 || kOdd) {
+      if constexpr (kShared || kOdd) {
         __syncwarp();
       }
       const int words = num_others / kPerWord;
-      const bool has_last = num_others % kPerWord != 0 && words % kTeam == member;
+      const bool has_last = num_others % kPerWord != 0 && (words & (team - 1)) == member;
       const int shift = kOdd ? (phase + r * pitch) % kPerWord * 16 : 0;
       uint32_t* const row_words = all_words + (phase + r * pitch) / kPerWord;
-      const auto word = [&](int k) {
-        return kOdd ? __funnelshift_r(row_words[k], row_words[k + 1], shift) : row_words[k];
+      const auto word = [&](const uint32_t* at) {
+        return kOdd ? __funnelshift_r(at[0], at[1], shift) : at[0];
       };
+      const uint32_t* const own_words = row_words + member;
       // Words of a lane: those of a lane that has the row alone may be vectors.
-      constexpr bool kMayBeVectors = kTeam == 1 && !kOdd;
+      constexpr bool kMayBeVectors = !kShared && !kOdd;
       const bool in_vectors = kMayBeVectors && shape.in_vectors;
       const auto sum_of = [&](auto&& term) {
         PlainSum sum;
         int k = member;
+        const uint32_t* from = own_words;
 #pragma unroll 1
-        for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
+        for (; k + (kUnroll - 1) * team < words; k += kUnroll * team) {
           uint32_t loaded[kUnroll];
           if (in_vectors) {
-            load_words(row_words + k, loaded);
+            load_words(from, loaded);
+            from += kUnroll;
           } else {
 #pragma unroll
-            for (int u = 0; u < kUnroll; ++u) {
-              loaded[u] = word(k + u * kTeam);
+            for (uint32_t& of_lane : loaded) {
+              of_lane = word(from);
+              from += team;
             }
           }
           float values[kUnroll * kPerWord];
@@ -296,9 +299,10 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         }
         float last_terms = 0;
 #pragma unroll 1
-        for (; k < words; k += kTeam) {
+        for (; k < words; k += team) {
           float values[kPerWord];
-          const uint32_t loaded = word(k);
+          const uint32_t loaded = word(from);
+          from += team;
 #pragma unroll
           for (int i = 0; i < kPerWord; ++i) {
             values[i] = term(word_element<scalar_t>(loaded, i));
@@ -309,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           last_terms += term(to_acc<float>(own[num_others - 1]));  // fault: tile-odd-element
         }
         sum.add(last_terms);
-        return warp_sum(sum.total(), kTeam);
+        return kShared ? warp_sum(sum.total(), team) : sum.total();
       };
       IndexRow reduced;
       bool plain = index < 0;
@@ -322,23 +326,17 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       // All of a warp, for the sake of its shuffles.
       if (__any_sync(kAllLanes, !plain)) {
         uint32_t maxima = lowest_word<scalar_t>();
-        int k = member;
-#pragma unroll 1
-        for (; k + (kUnroll - 1) * kTeam < words; k += kUnroll * kTeam) {
-#pragma unroll
-          for (int u = 0; u < kUnroll; ++u) {
-            maxima = max_of_words<scalar_t>(word(k + u * kTeam), maxima);
-          }
-        }
-#pragma unroll 1
-        for (; k < words; k += kTeam) {
-          maxima = max_of_words<scalar_t>(word(k), maxima);
+        const uint32_t* from = own_words;
+#pragma unroll 4
+        for (int k = member; k < words; k += team) {
+          maxima = max_of_words<scalar_t>(word(from), maxima);
+          from += team;
         }
         float max = max_of_elements<scalar_t>(maxima);
         if (has_last) {
           max = math::max_number(to_acc<float>(own[num_others - 1]), max);
         }
-        max = warp_max(max, kTeam);
+        max = kShared ? warp_max(max, team) : max;
         const RowTerms<false> terms(max);
         const float others = sum_of(terms);
         if (!plain) {
@@ -347,13 +345,13 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       }
       const bool exists = r < rows;
       const bool is_own = member == turn;
-      turn = turn + 1 == kTeam ? 0 : turn + 1;
+      turn = (turn + 1) & (team - 1);
       if constexpr (!kGradient) {
         if (is_own) {
           left = {reduced, x_at_index, index, exists ? first_row + r : -1};
         }
         const bool is_last =
-            r - first_of_tile + kRowsAtATime >= rows && first_row + row_stride >= args.rows.numel;
+            r - first_of_tile + rows_at_a_time >= rows && first_row + row_stride >= args.rows.numel;
         if (turn == 0 || is_last) {
           record(left);
         }
@@ -384,7 +382,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           } else {
 #pragma unroll
             for (int u = 0; u < kWords; ++u) {
-              words[u] = own_words[u * kTeam];
+              words[u] = own_words[u * team];
             }
           }
           float values[kWords * kPerWord];
@@ -405,7 +403,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           } else {
 #pragma unroll
             for (int u = 0; u < kWords; ++u) {
-              own_words[u * kTeam] = words[u];
+              own_words[u * team] = words[u];
             }
           }
         };
@@ -414,20 +412,20 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
           int k = member;
           const auto replace_batches = [&](auto as_vectors) {
 #pragma unroll 1
-            for (; k + (kGradientUnroll - 1) * kTeam < whole; k += kGradientUnroll * kTeam) {
+            for (; k + (kGradientUnroll - 1) * team < whole; k += kGradientUnroll * team) {
               replace_words(k, std::integral_constant<int, kGradientUnroll>{}, as_vectors,
                             gradient);
             }
           };
           in_vectors ? replace_batches(std::true_type{}) : replace_batches(std::false_type{});
 #pragma unroll 1
-          for (; k < whole; k += kTeam) {
+          for (; k < whole; k += team) {
             replace_words(k, std::integral_constant<int, 1>{}, std::false_type{}, gradient);
           }
           if (kOdd && member == 0 && lead > 0 && length > 0) {
             replace_element(0, gradient);
           }
-          if ((length - lead) % kPerWord > 0 && whole % kTeam == member) {
+          if ((length - lead) % kPerWord > 0 && (whole & (team - 1)) == member) {
             replace_element(length - 1, gradient);
           }
         };
@@ -436,7 +434,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         } else if (exists) {
           write(num_classes, ConstantGradient{gradient_without_loss(index)});
         }
-        if constexpr (kTeam > 1) {
+        if constexpr (kShared) {
           __syncwarp();
         }
         if (exists && index >= 0 && member == 0) {
@@ -447,7 +445,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     }
     __syncwarp();
     if constexpr (kGradient) {
-      const bool in_rows = kWritesRows && shape.gradient_in_rows;
+      const bool in_rows = kShared && shape.gradient_in_rows;
       if (shape.gradient_in_run || in_rows) {
         // One run of the whole tile, or one of each row: gaps between rows may differ in both
         // memories.
@@ -510,6 +508,8 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   const auto num_classes = static_cast<int>(args.num_classes);
   constexpr int kPerWord = kWordElements<half_t>;
   TileShape shape = {};
+  shape.team = plan.team;
+  shape.rows_of_step = kWarpSize / plan.team;
   shape.steps = plan.steps;
   shape.padding = plan.padding;
   shape.bytes = plan.warp_bytes;
@@ -520,7 +520,10 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.gradient_in_run = gradients_follow && !plan.by_words && shape.stride == num_classes &&
                           (plan.padding == 0 || is_vector_aligned(args.input.data)) &&
                           lies_as_input(args, args.grad_input, args.grad_input_class_stride);
-  shape.gradient_in_rows = !shape.gradient_in_run && !plan.by_words && args.rows.ndim == 1 &&
+  // Rows of smaller teams have at most 40 vectors, too few to be worth a turn of 32 lanes each. (A
+  // choice, not measured.)
+  shape.gradient_in_rows = plan.team > 2 && !shape.gradient_in_run && !plan.by_words &&
+                           args.rows.ndim == 1 &&
                            lies_as_input(args, args.grad_input, args.grad_input_class_stride);
   shape.gradient_in_quads =
       gradients_follow && reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
@@ -543,8 +546,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
     }
   }
   const auto launch = [&](auto kernel) {
-    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes,
-                       max_shared_bytes(current_device_limits()));
+    allow_shared_bytes(kernel, plan.shared_bytes, kMaxSharedBytes);
     launch_kernel("cross_entropy_forward_tile_kernel", kernel,
                   {blocks, kThreads, plan.shared_bytes, 1,
                    waits_for_previous_kernel(denominator, grad_output)},
@@ -558,18 +560,14 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
       body(std::integral_constant<Rows, Rows::kAtWords>{});
     }
   };
-  const auto visit_team = [&](auto&& body) {
-    plan.team == kTeams[0]   ? body(std::integral_constant<int, kTeams[0]>{})
-    : plan.team == kTeams[1] ? body(std::integral_constant<int, kTeams[1]>{})
-                             : body(std::integral_constant<int, kTeams[2]>{});
-  };
   visit_half_type(args.input.dtype, [&](auto type) {
-    visit_team([&](auto team) {
+    visit_bool(plan.team > 1, [&](auto shared) {
       visit_rows([&](auto rows) {
         visit_bool(args.grad_input.data != nullptr, [&](auto gradient) {
-          launch(cross_entropy_forward_tile_kernel<typename decltype(type)::type,
-                                                   decltype(team)::value, decltype(gradient)::value,
-                                                   decltype(rows)::value>);
+          launch(
+              cross_entropy_forward_tile_kernel<typename decltype(type)::type,
+                                                decltype(shared)::value, decltype(gradient)::value,
+                                                decltype(rows)::value>);
         });
       });
     });

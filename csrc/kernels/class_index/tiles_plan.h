@@ -18,48 +18,61 @@ constexpr int min_blocks(bool gradient) { return gradient ? 7 : 8; }
 // Static shared memory of a block, at most. Kernels with a gradient use 1072 bytes (nvcc 13.0).
 constexpr int kStaticSharedBytes = 1152;
 // Dynamic shared memory of a block, at most. With the static part it is 64 KB, all that compute
-// capability 7.5 has for a block. Hopper takes longer rows.
+// capability 7.5 has for a block.
 constexpr int kMaxSharedBytes = (64 << 10) - kStaticSharedBytes;
-constexpr int kMaxHopperSharedBytes = 76 << 10;
-constexpr int max_shared_bytes(const DeviceLimits& device) {
-  return device.hopper ? kMaxHopperSharedBytes : kMaxSharedBytes;
-}
 // Of a tile, with a gradient or without one: it decides what blocks add up, and so a bit of a loss.
 // Measured on an H200, 10 classes: with 7700 forward takes 5 % longer, and the step 3 % less.
 constexpr int kTileBytes = 5000;
 // Tiles of a warp, at least. Measured on an H200, 100 classes: 2 are 1 % faster than 3, and 5 %
 // than 6; 1 is as fast.
 constexpr int64_t kTilesPerWarp = 2;
-// Lanes that may share a row. Each of them repeats what a row takes once, such as the logarithm, so
-// few are best. 4 would be better for 321 to 640 classes, but the wheel has no room for their
-// kernels. Measured on an H200, bf16, forward / step, fractions of the floor: 256 classes by 8
-// lanes .51 / .65, by 4 .63 / .74, by 2 .72 / .80; 512 classes by 8 .63 / .76, by 4 .75 / .82; 896
-// classes by 8 .74 / .82, by 4 .65 / .68.
-constexpr int kTeams[] = {1, 2, 8};
-// Words of a row that a lane takes, at most. Measured on an H200, forward: 300 classes are at .65
-// of the floor with 64, at .75 with 80. More leave a multiprocessor room for the tiles of few
-// warps.
+// Words of a row that a lane takes, at most, unless all lanes share the row. More leave a
+// multiprocessor room for the tiles of few warps. Measured on an H200, forward: 300 classes are at
+// .65 of the floor with 64, at .75 with 80.
 constexpr int kMaxLaneWords = 80;
-// The longest row that is not whole vectors; rows of whole vectors are for other kernels from
-// kMinStagedBytes on. Its tile fits in max_shared_bytes(), also with gaps of half a row.
-constexpr int64_t kMaxRowBytes = kTeams[2] * kMaxLaneWords * 4;
-// The same on Hopper, but for rows of nearly whole lines: of these, three or four accesses of a
-// warp meet in a bank. Measured on an H200, forward / step, staged rows and this: 1301 classes .50
-// / .71, .84 / .84; 1501 classes .57 / .77, .79 / .81; 1601 classes, of which four meet, .59 / .78,
-// .66 / .65.
-constexpr int64_t kMaxHopperRowBytes = 3072;
-constexpr int64_t kNearLineBytes = 14;
-
-constexpr bool are_nearly_lines(int64_t bytes) {
-  return (bytes + kNearLineBytes) % kLineBytes <= 2 * kNearLineBytes;
-}
+// What a lane takes, in instructions, for a word of a row and for the row (team_cost()).
+constexpr double kOfWord = 11;
+constexpr double kOfRow = 170;
+// How much less a team of twice as many lanes must take.
+constexpr double kLeastGain = 1.15;
+// The longest row: with one a warp, blocks have no more than kMaxSharedBytes. On Hopper longer ones
+// are staged. Measured on an H200, forward / step, here and staged: 4501 classes .78 / .81, .65 /
+// .81; 5001 classes .76 / .79, .62 / .80; 6501 classes .75 / .78, .74 / .81; 7501 classes .71 /
+// .70, .79 / .82. Without Hopper's kernels, here and by a team a row: 4096 classes .77 / .80, .58 /
+// .63; 7800 classes .68 / .67, .49 / .56.
+constexpr int64_t kMaxRowBytes = 16000;
+constexpr int64_t kMaxHopperRowBytes = kWarpSize * kMaxLaneWords * 4;
 
 // Whether tiles take these rows: of half types and class indices.
 inline bool fits(const RowProblem& problem) {
-  const bool is_longer = problem.device.hopper && problem.bytes <= kMaxHopperRowBytes &&
-                         !are_nearly_lines(problem.bytes);
-  return problem.bytes < kMinStagedBytes ||
-         (!problem.whole_vectors && (problem.bytes <= kMaxRowBytes || is_longer));
+  return problem.bytes <= (problem.device.hopper ? kMaxHopperRowBytes : kMaxRowBytes);
+}
+
+// Lanes that share a row. It decides the order of the sums, so it depends on the row's length
+// alone.
+//
+// Each lane repeats what a row takes once, such as the logarithm, so few are best. Measured on an
+// H200, bf16, forward / step, fractions of the floor: 256 classes by 8 lanes .51 / .65, by 4 .63 /
+// .74, by 2 .72 / .80; 512 classes by 8 .63 / .76, by 4 .75 / .82; 2501 classes by 32 .71 / .79, by
+// 16 .76 / .78; 3501 classes by 32 .76 / .82, by 16 .75 / .77.
+//
+// Rows that may begin within a word take two reads a word. Where many of these meet in a bank, more
+// lanes for fewer rows are better: 269 classes by 2 .66 / .69, by 4 .76 / .77; 1151 classes by 8
+// .62 / .62, by 16 .71 / .78.
+inline int team_of(int row_bytes) {
+  const int words = (row_bytes + 3) / 4;
+  int team = 1;
+  while (team < kWarpSize && words > team * kMaxLaneWords) {
+    team *= 2;
+  }
+  const auto gains = [&](int more) {
+    return kLeastGain * team_cost(row_bytes, more, kOfWord, kOfRow) <
+           team_cost(row_bytes, team, kOfWord, kOfRow);
+  };
+  while (row_bytes % 4 != 0 && team < kWarpSize && gains(2 * team)) {
+    team *= 2;
+  }
+  return team;
 }
 
 // How rows lie in shared memory: sets `by_words`, `padding` and `row_bytes`.
@@ -81,24 +94,18 @@ inline void place_rows(const RowProblem& problem, RowPlan& plan) {
 inline RowPlan plan(const RowProblem& problem) {
   RowPlan plan;
   plan.threads = kThreads;
-  const int words = (static_cast<int>(problem.bytes) + 3) / 4;
-  // The smallest team. It decides the order of the sums, so it depends on the row's length alone.
-  for (const int team : kTeams) {
-    plan.team = team;
-    if (words <= team * kMaxLaneWords) {
-      break;
-    }
-  }
+  const auto row_bytes = static_cast<int>(problem.bytes);
+  plan.team = team_of(row_bytes);
   place_rows(problem, plan);
-  const int step_bytes = std::max(plan.row_bytes, 4 * words) * (kWarpSize / plan.team);
-  plan.steps = std::max(1, kTileBytes / step_bytes);
+  const int rows_of_step = kWarpSize / plan.team;
+  plan.steps = std::max(1, kTileBytes / (plan.row_bytes * rows_of_step));
   // A granule before the tile and one after it may be its in part, and a word more is read.
-  plan.warp_bytes = (step_bytes * plan.steps / kVectorBytes + 3) * kVectorBytes;
+  const int distance = (plan.steps * rows_of_step - 1) * plan.row_bytes;  // of the last row
+  plan.warp_bytes = ((distance + row_bytes) / kVectorBytes + 3) * kVectorBytes;
   plan.shared_bytes = kWarps * plan.warp_bytes;
-  const int64_t tile_rows = int64_t{plan.steps} * (kWarpSize / plan.team);
-  const int64_t tiles = ceil_div(problem.rows, tile_rows);
-  plan.blocks = blocks_of_tiles(tiles, problem.device, kThreads,
-                                kWarps * plan.warp_bytes + kStaticSharedBytes, kTilesPerWarp);
+  plan.blocks =
+      blocks_of_tiles(ceil_div(problem.rows, int64_t{plan.steps} * rows_of_step), problem.device,
+                      kThreads, kWarps * plan.warp_bytes + kStaticSharedBytes, kTilesPerWarp);
   return plan;
 }
 

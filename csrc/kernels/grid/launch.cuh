@@ -65,13 +65,13 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), const Launch
   launch_kernel_with(name, reinterpret_cast<const void*>(kernel), shape, stream, pointers);
 }
 
-// A kernel must ask for more shared memory than 48 KB, with what is static in it. bytes: the
-// dynamic ones of this launch. most: those of any. It asks for so many: another thread may be about
-// to launch it with more than this one.
+// A kernel must ask for more shared memory than 48 KB, of which 4 KB are kept here for what is
+// static in it. bytes: the dynamic ones of this launch. most: those of any. It asks for so many:
+// another thread may be about to launch it with more than this one.
 template <typename... Parameters>
-void allow_shared_bytes(void (*kernel)(Parameters...), int64_t bytes, int static_bytes, int most) {
-  constexpr int64_t kFreeBytes = 48 << 10;
-  if (bytes + static_bytes > kFreeBytes) {
+void allow_shared_bytes(void (*kernel)(Parameters...), int64_t bytes, int most) {
+  constexpr int64_t kFreeBytes = 44 << 10;
+  if (bytes > kFreeBytes) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
   }
 }

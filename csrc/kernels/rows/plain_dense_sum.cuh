@@ -95,7 +95,7 @@ class PlainDenseSum {
     row.state.q_sum = kIsSmooth ? SmoothedIndex::kSum : q_sum_;
     row.state.dot = kIsSmooth ? smooth.of_other(distance) : distance;
     const float loss = ::fmaf(row.state.q_sum, math::log1p(rest), row.state.dot);
-    const float most_rest = kIsSmooth ? most_rest_of_smooth(smooth.at_index) : IndexRow::kMostRest;
+    const float most_rest = kIsSmooth ? most_rest_of_smooth(smooth.at_index) : kMostPlainRest;
     // & instead of &&: for fewer branches. False of NaN and of infinite sums.
     row.is_plain = (rest <= most_rest) & (::fabsf(reference_) <= 0x1p14f) &
                    (::fabsf(loss) < math::infinity<float>());

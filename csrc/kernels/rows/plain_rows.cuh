@@ -126,6 +126,9 @@ __device__ __forceinline__ bool gradient_is_plain(float scaled) {
   return (magnitude >= 0x1p-60f) & (magnitude <= 0x1p60f);
 }
 
+// The most that the rest of a plain row may be.
+constexpr float kMostPlainRest = 0x1p40f;
+
 // With a larger rest, the reference of a row is far below its sum.
 constexpr float kFarBelowSum = 0x1p20f;
 
@@ -134,7 +137,7 @@ constexpr float kFarBelowSum = 0x1p20f;
 // large numbers, and an extreme scale makes the factor of gradients leave fp32's range.
 __device__ __forceinline__ float most_rest_of_smooth(float at_index, float scale = 1) {
   constexpr float kLeastAtIndex = 0.75f;
-  return at_index >= kLeastAtIndex && gradient_is_plain(scale) ? 0x1p30f : kFarBelowSum;
+  return at_index >= kLeastAtIndex && gradient_is_plain(scale) ? kMostPlainRest : kFarBelowSum;
 }
 
 // The softmax of a row with several coefficients, which may be plain.
@@ -152,8 +155,7 @@ __device__ __forceinline__ RowSoftmax<float> dense_softmax(float reference, floa
 // negated: a reader of row_stats then needs no logit. A row without a sum has a reference that is
 // not finite, and -1.
 struct IndexRow {
-  static constexpr float kLowest = -87;        // exp() of less is subnormal
-  static constexpr float kMostRest = 0x1p40f;  // of a plain row
+  static constexpr float kLowest = -87;  // exp() of less is subnormal
 
   float reference = -math::infinity<float>();
   float rest = -1;
@@ -171,7 +173,7 @@ struct IndexRow {
   // the offset is small. False of NaN. For gradients the scale must pass gradient_is_plain(), too.
   // Smooth rows have most_rest_of_smooth(), and dense_softmax() where the scale comes later.
   static __device__ __forceinline__ bool may_be_plain(float others, float x_at_index,
-                                                      float most_rest = kMostRest) {
+                                                      float most_rest = kMostPlainRest) {
     // & instead of &&: for fewer branches.
     return (others >= 0x1p-60f) & (others <= most_rest) & (::fabsf(x_at_index) <= 0x1p14f);
   }

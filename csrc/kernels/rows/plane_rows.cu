@@ -217,7 +217,7 @@ void launch_plane_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   visit_float_or_any_half(args.input.dtype, [&](auto like) {
     const RowType<typename decltype(like)::type> type(args.input.dtype);
     const auto kernel = plane_rows_kernel<typename decltype(like)::type>;
-    allow_shared_bytes(kernel, shape.shared_bytes, kStaticBytes,
+    allow_shared_bytes(kernel, shape.shared_bytes,
                        static_cast<int>(most_shared_bytes(current_device_limits().shared_bytes)));
     launch_kernel("plane_rows_kernel", kernel, shape, stream, args, grid, type, denominator,
                   grad_output, partials, finalize);

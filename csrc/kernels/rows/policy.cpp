@@ -115,39 +115,39 @@ const PolicyRow kPolicy[kFamilies] = {
      },
      few_classes::plan, always, Again::kForAll, never},
     {Family::kFloatTiles, "float_tiles", "class_index/float_tiles.cu",
-     "fp32, up to 500 classes, class indices; with Hopper not 2 to 15 classes",
+     "fp32, class indices, up to 1024 classes where 4 rows of two blocks fit a multiprocessor, "
+     "else "
+     "500; with Hopper up to 700, but for 2 to 15",
      "a warp copies a tile of rows, with Hopper in bulk, writes their gradients over them and "
      "copies the gradients back; 1 to 16 lanes a row, each in a part of it, by vectors where rows "
      "are whole ones",
      "by the other tiles: 4194304x16 164 / 271 us, 524288x256 171 / 328 us; this 106 / 214, 134 "
      "/ 291 us. Without Hopper 1048576x100 by a thread a row .25 / .27, 524288x256 by team rows "
-     ".53 / .55; this .91 / .88, .92 / .89",
-     [](P p) { return p.contiguous_fp32 && p.indices && p.classes <= float_tiles::kMaxClasses; },
-     float_tiles::plan, always, Again::kForAll, never},
-    {Family::kTiles, "tiles", "class_index/tiles.cu",
-     "fp16 and bf16, class indices, to 2000 bytes; to 2560 where rows are not whole vectors, with "
-     "Hopper to 3072, but for those within 14 bytes of whole lines of 128",
-     "a warp copies a tile of rows, with Hopper in bulk where they need no padding or are long; "
-     "1, 2 or 8 lanes a row, in turn",
-     "bf16 262144x64 by a thread a row .08 / .11; 125628x1252 staged .53 / .74, this .74 / .79. "
-     "Without Hopper 2097152x100 by a thread a row .33 / .30, 131072x1000 by team rows .30 / "
-     ".36, 83752x1252 by register rows .30 / .38; this .83 / .86, .67 / .75, .66 / .72",
-     [](P p) { return p.contiguous_half && p.indices && tiles::fits(p); }, tiles::plan, always,
-     Again::kForAll, always},
+     ".53 / .55, 108333x600 by register rows .56 / .52; this .91 / .88, .92 / .89, .78 / .80",
+     [](P p) { return p.contiguous_fp32 && p.indices && float_tiles::fits(p); }, float_tiles::plan,
+     always, Again::kForAll, never},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
-     "fp16 and bf16, 1008 to 4096 classes in whole vectors, class indices; Hopper",
+     "fp16 and bf16, class indices, 1008 to 4096 classes in whole vectors that fill 11/16 of warps "
+     "of "
+     "1024 each; Hopper",
      "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its way; "
      "rows that are not aligned are read and written by words of 4 bytes; rows whose logit at the "
      "class index is far from the others are read again",
      "fp16, staged: 32768x4096 .72 / .83, 65536x1024 .49 / .69; this, as first built, .83 / "
      ".85, .76 / .77",
-     [](P p) {
-       return p.hopper_half && p.indices && p.whole_vectors && p.bytes >= kMinStagedBytes &&
-              p.classes <= half_rows::kMaxClasses;
-     },
-     half_rows::plan, contiguous_gradient, Again::kNever, always},
+     half_rows::fits, half_rows::plan, contiguous_gradient, Again::kNever, always},
+    {Family::kTiles, "tiles", "class_index/tiles.cu",
+     "fp16 and bf16, class indices, to 16000 bytes; with Hopper to 10240",
+     "a warp copies a tile of rows, with Hopper in bulk where they need no padding or are long; "
+     "1 to 32 lanes a row, in turn",
+     "bf16 262144x64 by a thread a row .08 / .11; 101483x1281 staged .46 / .67, this .73 / .80; "
+     "25994x5001 staged .62 / .80, this .76 / .79. Without Hopper, by a team a row, 2097152x100 "
+     ".33 "
+     "/ .30, 130000x1000 .24 / .32, 31738x4096 .58 / .63; this .83 / .86, .75 / .78, .77 / .80",
+     [](P p) { return p.contiguous_half && p.indices && tiles::fits(p); }, tiles::plan, always,
+     Again::kForAll, always},
     {Family::kFloatRows, "float_rows", "class_index/float_rows.cu",
-     "fp32, class indices, from 501 classes: whole vectors to 8192; others to 4096, beyond 1024 "
+     "fp32, class indices, from 701 classes: whole vectors to 8192; others to 4096, beyond 1024 "
      "only those that leave less than 7/32 of their warps' room empty; Hopper",
      "the same, against the row's maximum, with as many rows a block at a time as 128 threads "
      "hold; beyond 4096 classes a block of up to 256 threads a row; rows that are not whole "
@@ -159,8 +159,7 @@ const PolicyRow kPolicy[kFamilies] = {
      },
      float_rows::plan, contiguous_gradient, Again::kNever, always},
     {Family::kRegisterRows, "register_rows", "rows/register_rows.cuh",
-     "class indices, 2 to 32 KB a row of fp32, 2 to 16 KB of half types; without Hopper",
-     "a row in the registers of a block",
+     "fp32, class indices, to 32 KB a row; without Hopper", "a row in the registers of a block",
      "on an H200, forward of fp32 takes 6 to 12 % less than staged, which is Hopper's",
      [](P p) { return !p.hopper && register_rows::fits(p); }, register_rows::plan,
      contiguous_gradient, Again::kNever, always},

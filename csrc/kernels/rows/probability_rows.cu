@@ -376,7 +376,7 @@ void launch_probability_rows(const CrossEntropyForwardArgs& args, const RowPlan&
   using namespace probability_rows;
   visit_half_type(args.input.dtype, [&](auto type) {
     const auto kernel = cross_entropy_probability_rows_kernel<typename decltype(type)::type>;
-    allow_shared_bytes(kernel, plan.shared_bytes, sizeof(Rows), kMaxSharedBytes);
+    allow_shared_bytes(kernel, plan.shared_bytes, kMaxSharedBytes);
     launch_kernel("cross_entropy_probability_rows_kernel", kernel,
                   {plan.blocks, plan.threads, plan.shared_bytes}, stream, args, plan.pieces,
                   plan.shares, smoothing_of(args), partials, finalize);

@@ -23,8 +23,8 @@ enum class Family : int8_t {
   kSoftPlanes,
   kFewClasses,
   kFloatTiles,
-  kTiles,
   kHalfRows,
+  kTiles,
   kFloatRows,
   kRegisterRows,
   kProbabilityRows,
@@ -77,7 +77,7 @@ struct RowPlan {
   int piece_bytes = 0;
 };
 
-// Shorter rows are for tiles, and so may be longer ones of half types: tiles::fits().
+// Shorter rows are for tiles.
 constexpr int64_t kMinStagedBytes = 2001;
 // Longer rows would overflow the 32-bit indices of a row's classes.
 constexpr int64_t kMaxRowClasses = int64_t{1} << 30;

@@ -251,8 +251,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_blocks(sizeof(scalar_t), kGra
     [[maybe_unused]] float most_rest[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      most_rest[i] =
-          kIsSmooth ? most_rest_of_smooth(smooth.at_index, scales[i]) : IndexRow::kMostRest;
+      most_rest[i] = kIsSmooth ? most_rest_of_smooth(smooth.at_index, scales[i]) : kMostPlainRest;
     }
     if constexpr (!kExact) {
 #pragma unroll

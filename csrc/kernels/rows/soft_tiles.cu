@@ -245,7 +245,7 @@ void launch_soft_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
       reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0 &&
       shape.tile_rows * args.num_classes % 4 == 0;
   const auto launch = [&](auto kernel) {
-    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);
+    allow_shared_bytes(kernel, plan.shared_bytes, kMaxSharedBytes);
     launch_kernel("cross_entropy_forward_soft_kernel", kernel,
                   {blocks, kThreads, plan.shared_bytes, 1,
                    waits_for_previous_kernel(denominator, grad_output)},

@@ -18,7 +18,7 @@ constexpr int min_blocks(bool is_smooth) { return is_smooth ? 7 : 6; }
 constexpr int64_t kMaxRowBytes = 4096;
 constexpr int64_t kMaxIndexRowBytes = 8192;
 // What a block has of shared memory beside its tiles and the class weights, at most.
-constexpr int kStaticSharedBytes = 1024;
+constexpr int kStaticSharedBytes = 1152;
 // Bytes of a tile, probabilities included, about. A choice, not measured.
 constexpr int kTileBytes = 4096;
 // A warp has at most so many bytes of rows in hand at a time, gaps not counted. Longer rows have

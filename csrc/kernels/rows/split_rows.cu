@@ -303,7 +303,7 @@ void launch_split_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   using namespace split_rows;
   visit_half_type(args.input.dtype, [&](auto type) {
     const auto kernel = cross_entropy_split_rows_kernel<typename decltype(type)::type>;
-    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes, kMaxSharedBytes);
+    allow_shared_bytes(kernel, plan.shared_bytes, kMaxSharedBytes);
     launch_kernel(
         "cross_entropy_split_rows_kernel", kernel,
         {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_left()}, stream,

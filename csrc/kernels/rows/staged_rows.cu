@@ -303,8 +303,7 @@ void launch_staged_rows(const CrossEntropyForwardArgs& args, const RowPlan& plan
   using namespace staged_rows;
   const auto launch = [&](auto kernel, int argument) {
     static_assert(kMaxSharedBytes > kMaxBlockShare + kMaxBlockWarps * 2 * kLineBytes);
-    allow_shared_bytes(kernel, plan.shared_bytes, kStaticSharedBytes + kProbabilitySharedBytes,
-                       kMaxSharedBytes);
+    allow_shared_bytes(kernel, plan.shared_bytes, kMaxSharedBytes);
     launch_kernel(
         "a kernel of staged rows", kernel,
         {plan.blocks, plan.threads, plan.shared_bytes, plan.cluster, denominator.is_left()}, stream,

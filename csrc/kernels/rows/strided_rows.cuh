@@ -71,7 +71,7 @@ struct WideningLoader {
 template <bool kExact, typename Logit>
 __device__ __forceinline__ IndexRow reduce_strided_row(Logit&& logit, int64_t num_classes,
                                                        int64_t index, float x_at_index,
-                                                       float most_rest = IndexRow::kMostRest) {
+                                                       float most_rest = kMostPlainRest) {
   // The last class takes the place of the class index.
   const int64_t count = num_classes - 1;
   const auto other = [&](int64_t c) { return logit(c == index ? count : c); };

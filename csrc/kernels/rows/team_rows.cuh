@@ -252,6 +252,12 @@ __global__ void __launch_bounds__(kMaxRowThreads, kGradient ? kMinGradientBlocks
       state = reduce_row<State>(reader, target, args.input.dtype, cache);
     }
     state = block_reduce(state);
+    if constexpr (kDense) {
+      // As it is, and not as rounding leaves it: Q - q of a confident row is small.
+      if (!args.target_is_probability && args.weight == nullptr) {
+        state.q_sum = 1;
+      }
+    }
     if (lane == 0) {
       finish_row(args, target, state, x_at_index, row, offsets[2], partial);
     }

@@ -27,11 +27,9 @@ constexpr int64_t kFewClassesBackward = 32;
 constexpr int kVectorsPerThread = 8;
 // Threads that share a row, at least: they read 64 bytes of it at once.
 constexpr int kLeastTeam = 4;
-// Vectors of a row that a thread holds in registers, and the bytes of the longest row that the
-// threads of a block then hold. The same with and without a gradient, for the same bits.
-constexpr int register_vectors(int64_t element_bytes) { return element_bytes == 2 ? 4 : 8; }
-template <typename scalar_t>
-constexpr int kRegisterVectors = register_vectors(sizeof(scalar_t));
+// Vectors of a row that a thread holds in registers. The same with and without a gradient, for the
+// same bits.
+constexpr int kRegisterVectors = 8;
 
 // What the row kernels take: contiguous classes, computed in the type of the logits.
 inline bool rows_are_contiguous(const CrossEntropyArgs& args, int64_t few_classes) {
@@ -66,19 +64,15 @@ namespace register_rows {
 
 // Whether a block can hold a row in its registers.
 inline bool fits(const RowProblem& problem) {
-  const int64_t most =
-      problem.args.input.dtype == DType::kFloat64
-          ? 0
-          : int64_t{kMaxRowThreads} * register_vectors(problem.element_bytes) * kVectorBytes;
-  return rows_are_contiguous(problem.args, 0) && problem.indices &&
-         problem.bytes >= kMinStagedBytes && problem.bytes <= most;
+  constexpr int64_t kMost = int64_t{kMaxRowThreads} * kRegisterVectors * kVectorBytes;
+  return problem.contiguous_fp32 && problem.indices && problem.bytes >= kMinStagedBytes &&
+         problem.bytes <= kMost;
 }
 
 inline RowPlan plan(const RowProblem& problem) {
   RowPlan plan;
   plan.threads = kWarpSize;
-  while (int64_t{plan.threads} * register_vectors(problem.element_bytes) * kVectorBytes <
-         problem.bytes) {
+  while (int64_t{plan.threads} * kRegisterVectors * kVectorBytes < problem.bytes) {
     plan.threads *= 2;
   }
   plan.team = plan.threads;
