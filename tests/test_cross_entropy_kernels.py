@@ -1478,8 +1478,8 @@ def test_first_launches() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-# Rows whose blocks have about 48 KB of dynamic shared memory, from little to much: a launch with more
-# gives its kernel the permission that later ones need.
+# Rows whose blocks have about 48 KB of dynamic shared memory, from little to much: a launch with
+# more gives its kernel the permission that later ones need.
 LAUNCHES_BY_SHARED_MEMORY = """
 import json, torch, lossops
 from itertools import product
