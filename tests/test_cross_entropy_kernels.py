@@ -1444,6 +1444,24 @@ def test_bits_of_unusual_probabilities(dtype: torch.dtype, classes: int) -> None
                 assert same(other.gradients["input"], expected.gradients["input"]), reduction
 
 
+@pytest.mark.parametrize("classes", [401, 500, 701, 1000, 1281, 1601, 2561, 2598, 3001, 4999])
+@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+def test_dense_rows_at_odd_addresses(dtype: torch.dtype, classes: int) -> None:
+    """Dense rows that begin anywhere: losses and gradients have the bits of aligned ones.
+
+    The gradient of such logits is a tensor of its own, which begins elsewhere in a line.
+    """
+    x, target = problem(37, classes, dtype)
+    for reduction in ("mean", "sum", "none"):
+        expected = run(x, target, reduction=reduction)
+        for offset in (1, 2, 5):
+            memory = torch.zeros(x.numel() + offset, dtype=dtype, device="cuda")
+            moved = memory[offset:].view_as(x).copy_(x)
+            again = run(moved, target, reduction=reduction)
+            assert same_bits(again.value, expected.value), (reduction, offset)
+            assert same_bits(again.gradients["input"], expected.gradients["input"]), offset
+
+
 # The first launches of each kernel, with as much dynamic shared memory as needs no permission if
 # one forgets what is static: classes without a gradient and with one, a block a row and a cluster.
 FIRST_LAUNCHES = """

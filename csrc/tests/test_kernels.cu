@@ -389,22 +389,25 @@ void prepare_step(CrossEntropyCase& c, Reduction reduction) {
 }
 
 // Runs it: gradients are those of the forward pass or, without a reduction, those of a backward
-// pass that has its statistics.
-void launch_step(const CrossEntropyCase& c, Device& device) {
+// pass that has its statistics. They may lie on a device with another shift.
+void launch_step(const CrossEntropyCase& c, Device& device, Device& of_gradients) {
   const bool none = c.reduction == Reduction::kNone;
   CrossEntropyForwardArgs args = c.forward_args(device.place());
   if (!none) {
-    args.grad_input = test::operand_of(c.grad_input, device.place());
+    args.grad_input = test::operand_of(c.grad_input, of_gradients.place());
     args.grad_input_class_stride = c.grad_input.strides.back();
   }
   const CrossEntropyPlan plan = cuda::plan_cross_entropy_forward(args);
   cuda::launch_cross_entropy_forward(args, plan, device.scratch(plan.scratch), nullptr);
   if (none) {
-    const CrossEntropyBackwardArgs backward = c.backward_args(device.place());
+    CrossEntropyBackwardArgs backward = c.backward_args(device.place());
+    backward.grad_input = test::operand_of(c.grad_input, of_gradients.place());
     cuda::launch_cross_entropy_backward(
         backward, device.scratch(cuda::cross_entropy_backward_scratch(backward)), nullptr);
   }
 }
+
+void launch_step(const CrossEntropyCase& c, Device& device) { launch_step(c, device, device); }
 
 // Class indices, and float logits that fill_input draws.
 template <typename FillInput>
@@ -487,8 +490,10 @@ void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes, doubl
 
 // Rows of half types whose logits are near the one at the class index, or so far below or above it
 // that the sum relative to it is out of range; near 0 and far from it. Losses, gradients of the
-// forward pass, and those of a backward pass that has its statistics.
-void test_far_rows(Random& random, DType dtype, int64_t num_classes, ClassLayout layout) {
+// forward pass, and those of a backward pass that has its statistics. shift: of the logits, but not
+// of their gradients.
+void test_far_rows(Random& random, DType dtype, int64_t num_classes, ClassLayout layout,
+                   int64_t shift = 0) {
   CrossEntropyCase c;
   c.num_classes = num_classes;
   std::vector<double> distances;
@@ -519,11 +524,12 @@ void test_far_rows(Random& random, DType dtype, int64_t num_classes, ClassLayout
   for (const Reduction reduction : {Reduction::kSum, Reduction::kNone}) {
     const bool none = reduction == Reduction::kNone;
     prepare_step(c, reduction);
-    test::subject() = c.describe() + ", far rows";
-    Device device(0);
-    launch_step(c, device);
+    test::subject() = c.describe() + ", far rows, shift " + std::to_string(shift);
+    Device device(shift);
+    Device of_gradients(0);
+    launch_step(c, device, of_gradients);
     const TestTensor losses = device.download(c.output);
-    const TestTensor gradients = device.download(c.grad_input);
+    const TestTensor gradients = of_gradients.download(c.grad_input);
     for (int64_t row = 0; row < rows; ++row) {
       const auto target = static_cast<int64_t>(c.target.at(row));
       const double x_at_index = c.input.at(row + target * rows);
@@ -984,6 +990,13 @@ int main() {
       for (const ClassLayout layout :
            {ClassLayout::kInner, ClassLayout::kOuter, ClassLayout::kSparse}) {
         test_far_rows(random, dtype, num_classes, layout);
+      }
+    }
+    // Teams of 4 to 32 lanes, as many rows of a tile as elements of 8 bytes or not.
+    Random shifted(29);
+    for (const int64_t num_classes : {401, 701, 1281, 1601, 2598, 3001, 4999}) {
+      for (const int64_t shift : {0, 1, 5}) {
+        test_far_rows(shifted, dtype, num_classes, ClassLayout::kInner, shift);
       }
     }
     Random soft(19);

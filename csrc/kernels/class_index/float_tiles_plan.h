@@ -17,9 +17,9 @@ constexpr int min_blocks(bool gradient) { return gradient ? 6 : 8; }
 // Classes of a lane, at most; more lanes share longer rows.
 constexpr int kMaxLaneClasses = 128;
 constexpr int kMaxLogTeam = 4;
-// Rows of any number of classes make whole vectors of four: the tiles of longer rows have so many.
-// With two rows a tile, 1251 classes are at .46 / .47 of the floor, by float_rows at .73 / .76.
-// (H200)
+// Four rows together are whole vectors, whatever their number of classes, so tiles of longer rows
+// have at least four. Two rows may have to be copied word by word: 1251 classes are then at .46 /
+// .47 of the floor, by float_rows at .73 / .76 (H200).
 constexpr int kMaxShortClasses = 500;
 constexpr int kMaxLongLogTeam = 3;
 constexpr int kMaxClasses = kMaxLaneClasses << kMaxLongLogTeam;

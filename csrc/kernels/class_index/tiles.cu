@@ -1,5 +1,5 @@
-// Cross entropy of short rows of half types: a warp takes several at a time, a tile of consecutive
-// rows.
+// Cross entropy of rows of half types: a warp takes a tile at a time, one to hundreds of
+// consecutive rows.
 
 #include <algorithm>
 #include <cstdint>
@@ -74,13 +74,12 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
   const bool in_bulk = kMayCopyInBulk && shape.in_bulk;
   constexpr int kUnroll = kElementsAtATime / kPerWord;
   constexpr int kGradientUnroll = kUnroll / 2;
-  const int team = kShared ? shape.team : 1;
   LOSSOPS_DYNAMIC_SHARED(uint4, dynamic);
   __shared__ CopyBarrier barriers[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int rows_at_a_time = kShared ? shape.rows_of_step : kWarpSize;
-  const int member = lane & (team - 1);
+  const int member = kShared ? lane & (shape.team - 1) : 0;
   const int tile_rows = shape.steps * rows_at_a_time;
   const int num_classes = static_cast<int>(args.num_classes);
   const int pitch = shape.pitch;
@@ -120,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
                     : args.ignore_index;
   };
   // This lane's next row.
-  const int first_of_tile = lane / team;
+  const int first_of_tile = kShared ? lane / shape.team : lane;
   int64_t next_target = args.ignore_index;
   float scale = 0;  // the common factor of gradients
   const auto start = [&] {
@@ -240,6 +239,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
     __syncwarp();
 #pragma unroll 1
     for (int r = first_of_tile; r - first_of_tile < rows; r += rows_at_a_time) {
+      // unfolded(): the compiler would keep multiples of it for all rows, and spill.
       const int team = kShared ? unfolded(shape.team) : 1;
       const int index = checked_index(args, next_target);
       next_target = load_target(r + rows_at_a_time);
@@ -266,14 +266,14 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       const auto word = [&](const uint32_t* at) {
         return kOdd ? __funnelshift_r(at[0], at[1], shift) : at[0];
       };
-      const uint32_t* const own_words = row_words + member;
+      const uint32_t* const first_of_lane = row_words + member;
       // Words of a lane: those of a lane that has the row alone may be vectors.
       constexpr bool kMayBeVectors = !kShared && !kOdd;
       const bool in_vectors = kMayBeVectors && shape.in_vectors;
       const auto sum_of = [&](auto&& term) {
         PlainSum sum;
         int k = member;
-        const uint32_t* from = own_words;
+        const uint32_t* from = first_of_lane;
 #pragma unroll 1
         for (; k + (kUnroll - 1) * team < words; k += kUnroll * team) {
           uint32_t loaded[kUnroll];
@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
             from += kUnroll;
           } else {
 #pragma unroll
-            for (uint32_t& of_lane : loaded) {
-              of_lane = word(from);
+            for (uint32_t& next : loaded) {
+              next = word(from);
               from += team;
             }
           }
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       // All of a warp, for the sake of its shuffles.
       if (__any_sync(kAllLanes, !plain)) {
         uint32_t maxima = lowest_word<scalar_t>();
-        const uint32_t* from = own_words;
+        const uint32_t* from = first_of_lane;
 #pragma unroll 4
         for (int k = member; k < words; k += team) {
           maxima = max_of_words<scalar_t>(word(from), maxima);
@@ -525,8 +525,10 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.gradient_in_rows = plan.team > 2 && !shape.gradient_in_run && !plan.by_words &&
                            args.rows.ndim == 1 &&
                            lies_as_input(args, args.grad_input, args.grad_input_class_stride);
-  shape.gradient_in_quads =
-      gradients_follow && reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
+  constexpr int kQuad = sizeof(uint2) / sizeof(half_t);
+  const int tile_elements = shape.steps * shape.rows_of_step * num_classes;
+  shape.gradient_in_quads = gradients_follow && tile_elements % kQuad == 0 &&  // fault: tile-quads
+                            reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));
   shape.pairs = Divisor(static_cast<uint32_t>(ceil_div(num_classes, kPerWord)));
   shape.in_bulk = current_device_limits().hopper;

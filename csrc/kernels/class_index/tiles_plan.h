@@ -1,4 +1,4 @@
-// Short rows of half types: how tiles, a warp each, are spread over the device.
+// Rows of half types: how tiles of them, a warp each, are spread over the device.
 #pragma once
 
 #include <algorithm>

@@ -15,20 +15,20 @@ namespace lossops::cuda::tiles {
 
 // How a warp cuts the rows. A step of a tile is a row for each of its teams.
 struct TileShape {
-  int team;               // lanes that share a row
-  int rows_of_step;       // teams of a warp
-  int steps;              // of a tile
-  int padding;            // granules between rows in shared memory, against bank conflicts
-  int bytes;              // of a warp's buffer
-  int pitch;              // elements from a row to the next in shared memory
-  int stride;             // the same in global memory, if rows are copied as a run
-  bool in_bulk;           // copies are bulk copies
-  bool by_words;          // rows are copied word by word, each to the start of a word
-  bool in_vectors;        // rows start at granules in shared memory
-  bool gradient_in_run;   // gradients are contiguous rows, placed in vectors as the logits are
-  bool gradient_in_rows;  // otherwise, for teams of 4 and 8: each row lies in vectors as its logits
-                          // do
-  bool gradient_in_quads;  // otherwise: gradients are contiguous and 8-byte aligned
+  int team;                // lanes that share a row
+  int rows_of_step;        // teams of a warp
+  int steps;               // of a tile
+  int padding;             // granules between rows in shared memory, against bank conflicts
+  int bytes;               // of a warp's buffer
+  int pitch;               // elements from a row to the next in shared memory
+  int stride;              // the same in global memory, if rows are copied as a run
+  bool in_bulk;            // copies are bulk copies
+  bool by_words;           // rows are copied word by word, each to the start of a word
+  bool in_vectors;         // rows start at granules in shared memory
+  bool gradient_in_run;    // gradients are contiguous rows, placed in vectors as the logits are
+  bool gradient_in_rows;   // otherwise, for teams of 4 and more: each row lies in vectors as its
+                           // logits do
+  bool gradient_in_quads;  // otherwise: gradients are contiguous, and tiles 8-byte aligned
   // Of gradients in the run: 2^20 over a row's granules, rounded up; divides a granule's number.
   uint32_t rows_of_2_20;
   Divisor classes;

@@ -1,4 +1,4 @@
-// Cross entropy with several coefficients, of fp32 rows of at most 8 classes:
+// Cross entropy with several coefficients, of rows of at most 8 classes:
 // few_soft_classes_plan.h says which. The coefficients are probabilities, or a smoothed class index
 // with class weights. A thread reads a whole row to registers, and computes its loss and its
 // gradient there.
@@ -11,11 +11,14 @@
 #include "kernels/grid/device.cuh"
 #include "kernels/grid/grid_reduce.cuh"
 #include "kernels/grid/launch.cuh"
+#include "kernels/primitives/dispatch.cuh"
 #include "kernels/primitives/integers.h"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/few_soft_classes_plan.h"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/plane_place.cuh"
+#include "kernels/rows/row_gradient.cuh"
+#include "kernels/rows/row_terms.cuh"
 #include "launchers.h"
 
 namespace lossops::cuda {
@@ -48,11 +51,13 @@ __device__ __forceinline__ void load_row(const Operand& operand, int64_t offset,
   });
 }
 
+template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     few_soft_classes_kernel(const __grid_constant__ CrossEntropyForwardArgs args,
                             const __grid_constant__ PlaneGroups grid, const Smoothing smoothing,
                             Denominator denominator, const __grid_constant__ GradOutput grad_output,
                             Partial* partials, Finalize finalize) {
+  constexpr bool kExact = kExactExponentials<scalar_t>;
   __shared__ float weights[kMostClasses];
   float given = 1;
   if (grad_output.is_one(given)) {
@@ -74,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const bool exists = place.rows > 0;  // else the thread has the last row, and writes nothing
     float x[kMostClasses];
     float q[kMostClasses];
-    load_row<float>(args.input, place.offset(args.input), args.input_class_stride, count, x);
+    load_row<scalar_t>(args.input, place.offset(args.input), args.input_class_stride, count, x);
     int index = 0;
     if (args.target_is_probability) {
       visit_up_to<float>(args.target.dtype, [&](auto type) {
@@ -88,15 +93,26 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     DenseOnlineSoftmax<float> state;
     for_each_class(count, [&](int u) { state.max = math::max_number(x[u], state.max); });
     const float shift = softmax_shift(state.max);
-    // The exact exponentials that gradients need, so that a class takes only one.
+    const RowTerms<kExact> terms(state.max);
+    // Of fp32 the exact exponentials that gradients need, so that a class takes only one.
     float powers[kMostClasses];
     for_each_class(count, [&](int u) {
-      powers[u] = RowSoftmax<float>{shift, 0, 0, 0}.times_exp(1.0f, x[u]);
-      (x[u] == state.max ? state.ones : state.below) += powers[u];
+      if constexpr (kExact) {
+        powers[u] = RowSoftmax<float>{shift, 0, 0, 0}.times_exp(1.0f, x[u]);
+        (x[u] == state.max ? state.ones : state.below) += powers[u];
+      } else {
+        powers[u] = terms(x[u]);
+        const bool is_one = powers[u] == terms.unit;
+        state.ones += is_one ? 1.0f : 0.0f;
+        state.below += is_one ? 0.0f : powers[u];
+      }
       q[u] = smoothing(q[u]) * weights[u];  // fault: few-soft-weights
       state.q_sum += q[u];
       state.dot += q[u] == 0.0f ? 0.0f : q[u] * (shift - x[u]);
     });
+    if constexpr (!kExact) {
+      state.below = __fmul_rn(state.below, terms.correction());  // as a backward pass reads it
+    }
     if (waits) {
       unit.wait(args, denominator);
       waits = false;
@@ -113,11 +129,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
           grad_output.is_per_row
               ? load_grad_output<float>(grad_output.operand, place.offset(grad_output.operand))
               : unit.get();
-      const auto softmax = RowSoftmax<float>::of(state.max, state.rest(), scale, state.q_sum);
-      float* to = static_cast<float*>(args.grad_input.data) + place.offset(args.grad_input);
+      const auto softmax = dense_softmax<kExact>(state.max, state.rest(), scale, state.q_sum);
+      const LogitGradient<float, kExact> of_logit(softmax, scale * state.q_sum);
+      auto* to = static_cast<scalar_t*>(args.grad_input.data) + place.offset(args.grad_input);
       for_each_class(count, [&](int u) {
-        const float gradient = softmax.dense_gradient_of(powers[u], scale, state.q_sum, q[u]);
-        *to = index >= 0 ? gradient : gradient_without_loss(index);
+        const float gradient = kExact
+                                   ? softmax.dense_gradient_of(powers[u], scale, state.q_sum, q[u])
+                                   : of_logit.dense(x[u], scale, state.q_sum, q[u]);
+        *to = from_acc<scalar_t>(index >= 0 ? gradient : gradient_without_loss(index));
         to += args.grad_input_class_stride;
       });
     }
@@ -138,11 +157,13 @@ inline void launch_few_soft_classes(const CrossEntropyForwardArgs& args, const R
   const int64_t positions = side_by_side::positions_of(args);
   const PlaneGroups grid = {static_cast<uint32_t>(args.rows.numel),
                             Divisor(static_cast<uint32_t>(positions)), positions};
-  launch_kernel("few_soft_classes_kernel", few_soft_classes_kernel,
-                {grad_output.limit_blocks(plan.blocks, plan.threads), plan.threads, 0, 1,
-                 waits_for_previous_kernel(denominator, grad_output)},
-                stream, args, grid, smoothing_of(args), denominator, grad_output, partials,
-                finalize);
+  visit_float_or_half(args.input.dtype, [&](auto type) {
+    launch_kernel("few_soft_classes_kernel", few_soft_classes_kernel<typename decltype(type)::type>,
+                  {grad_output.limit_blocks(plan.blocks, plan.threads), plan.threads, 0, 1,
+                   waits_for_previous_kernel(denominator, grad_output)},
+                  stream, args, grid, smoothing_of(args), denominator, grad_output, partials,
+                  finalize);
+  });
 }
 
 }  // namespace lossops::cuda

@@ -1,5 +1,5 @@
-// Few classes of fp32 with probabilities, or with smoothing and class weights: how rows are spread
-// over the device.
+// Few classes with probabilities, or with smoothing and class weights: how rows are spread over the
+// device.
 #pragma once
 
 #include <algorithm>
@@ -11,21 +11,22 @@
 namespace lossops::cuda::few_soft_classes {
 
 constexpr int kMostClasses = 8;
-// With probabilities and contiguous classes. Fractions of the floor, forward / step, H200, 2026-12:
-// 5 classes by soft_tiles.cu .43 / .42, by this kernel .48 / .57; 3 classes .39 / .37, .34 / .40.
+// With probabilities and contiguous classes, of fp32. Fractions of the floor, forward / step, H200,
+// 2026-12: 5 classes by soft_tiles.cu .43 / .42, by this kernel .48 / .57; 3 classes .39 / .37, .34
+// / .40.
 constexpr int kFewestContiguousClasses = 5;
 constexpr int kThreads = 256;
 constexpr int kMinBlocks = 4;  // resident
 
 inline bool fits(const RowProblem& problem) {
   const auto& args = problem.args;
-  // Half types are left out: their gradients would have other bits than those of the backward
-  // kernels, which use other exponentials. Rows with smoothing and no class weights are left out:
-  // they have the same bits in every layout (strided_rows.cuh).
-  return problem.plain && problem.element_bytes == 4 && !problem.indices &&
-         !side_by_side::is_smoothed(args) && problem.classes <= kMostClasses &&
-         problem.classes >= (problem.contiguous ? kFewestContiguousClasses : 2) &&
-         (!problem.contiguous || args.target_is_probability) &&
+  // Rows with smoothing and no class weights are left out: they have the same bits in every layout
+  // (strided_rows.cuh).
+  return problem.plain && !problem.indices && !side_by_side::is_smoothed(args) &&
+         problem.classes <= kMostClasses &&
+         (problem.contiguous ? problem.contiguous_fp32 && args.target_is_probability &&
+                                   problem.classes >= kFewestContiguousClasses
+                             : problem.classes >= 2) &&
          problem.rows <= kMaxDividend - kThreads &&
          !(args.target_is_probability && args.target.dtype == DType::kFloat64);
 }

@@ -89,7 +89,7 @@ struct ExactSum {
   __device__ __forceinline__ float total() const { return sum + lost; }
 };
 
-// As ExactSum, for half types: sums of eight at a time, some 20 of them or fewer, lose less than
+// As ExactSum, for half types: sums of eight at a time, some 30 of them or fewer, lose less than
 // what their logits were rounded by.
 struct PlainSum {
   float sum = 0;

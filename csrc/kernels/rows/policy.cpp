@@ -86,16 +86,17 @@ const PolicyRow kPolicy[kFamilies] = {
      "this .62 / .51",
      plane_words::takes, plane_words::plan, never, Again::kNever, never},
     {Family::kFewSoftClasses, "few_soft_classes", "rows/few_soft_classes.cuh",
-     "fp32, 2 to 8 strided classes (images), probabilities of any dtype but fp64, or smoothing and "
-     "class weights; 5 to 8 contiguous ones with probabilities",
+     "2 to 8 strided classes (images), probabilities of any dtype but fp64, or smoothing and class "
+     "weights; fp32, 5 to 8 contiguous ones with probabilities",
      "a thread has a row in registers",
      "1x7x6172118, probabilities and weights, by `strided_rows` .28 / .21, this .54 / .64; "
      "11x5x3516287, smoothing and weights, .17 / .14, .31 / .38; 15000000x8, probabilities, by "
-     "`soft_tiles` .51 / .49, this .62 / .72",
+     "`soft_tiles` .51 / .49, this .62 / .72; bf16 22x3x1163x1628, probabilities, by `soft_planes` "
+     ".11 / .09, this .17 / .19",
      few_soft_classes::fits, few_soft_classes::plan, always, Again::kForEachOfAnyRows, always},
     {Family::kSoftPlanes, "soft_planes", "rows/soft_planes.cu",
-     "strided classes (images, transposed logits): more than 88 with smoothing; of fp16 and bf16 "
-     "any number with smoothing and class weights, or with probabilities",
+     "strided classes (images, transposed logits): more than 88 with smoothing; of fp16 and bf16, "
+     "from 9 on, with smoothing and class weights, or with probabilities",
      "a thread reads one row of fp32 or two of half types, 8 classes at a time; 1 to 16 threads a "
      "row; the gradient reads them once more, mostly from a cache",
      "on an H100, by a thread a row bf16 8x150x512x512 with smoothing .39 / .21, fp32 "

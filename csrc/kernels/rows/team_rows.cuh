@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kGradient ? kMinGradientBlocks
     if constexpr (kDense) {
       // As it is, and not as rounding leaves it: Q - q of a confident row is small.
       if (!args.target_is_probability && args.weight == nullptr) {
-        state.q_sum = 1;
+        state.q_sum = SmoothedIndex::kSum;
       }
     }
     if (lane == 0) {

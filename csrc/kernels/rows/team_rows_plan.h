@@ -65,8 +65,7 @@ namespace register_rows {
 // Whether a block can hold a row in its registers.
 inline bool fits(const RowProblem& problem) {
   constexpr int64_t kMost = int64_t{kMaxRowThreads} * kRegisterVectors * kVectorBytes;
-  return problem.contiguous_fp32 && problem.indices && problem.bytes >= kMinStagedBytes &&
-         problem.bytes <= kMost;
+  return problem.contiguous_fp32 && problem.indices && problem.bytes <= kMost;
 }
 
 inline RowPlan plan(const RowProblem& problem) {
@@ -84,8 +83,8 @@ inline RowPlan plan(const RowProblem& problem) {
 
 namespace team_rows {
 
-// fp32 and half-type rows of fewer bytes have other kernels: tiles, soft_tiles, register_rows, or
-// one of Hopper's.
+// fp32 and half-type rows of fewer bytes have other kernels: tiles of three kinds, register_rows,
+// or one of Hopper's.
 inline bool fits(const RowProblem& problem) {
   return rows_are_contiguous(problem.args, 0) && problem.bytes > kWarpRowBytes;
 }

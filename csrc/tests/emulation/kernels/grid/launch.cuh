@@ -41,8 +41,7 @@ void launch_kernel(const char* /*name*/, void (*kernel)(Parameters...), const La
 }
 
 template <typename Kernel>
-void allow_shared_bytes(Kernel* /*kernel*/, int64_t /*bytes*/, int /*static_bytes*/, int /*most*/) {
-}
+void allow_shared_bytes(Kernel* /*kernel*/, int64_t /*bytes*/, int /*most*/) {}
 
 constexpr int kAnyPercent = -1;
 template <typename Kernel>
