@@ -994,7 +994,8 @@ int main() {
         test_far_rows(random, dtype, num_classes, layout);
       }
     }
-    // Teams of 4 to 32 lanes, as many rows of a tile as elements of 8 bytes or not.
+    // Teams of 4 to 32 lanes. Of some numbers of classes all tiles begin at 8 bytes of the
+    // gradient.
     Random shifted(29);
     for (const int64_t num_classes : {401, 701, 1281, 1601, 2598, 3001, 4999}) {
       for (const int64_t shift : {0, 1, 5}) {

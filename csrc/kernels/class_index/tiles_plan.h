@@ -35,11 +35,11 @@ constexpr double kOfWord = 11;
 constexpr double kOfRow = 170;
 // How much less a team of twice as many lanes must take.
 constexpr double kLeastGain = 1.15;
-// The longest row: with one a warp, blocks have no more than kMaxSharedBytes. On Hopper longer ones
-// are staged. Measured on an H200, forward / step, here and staged: 4501 classes .78 / .81, .65 /
-// .81; 5001 classes .76 / .79, .62 / .80; 6501 classes .75 / .78, .74 / .81; 7501 classes .71 /
-// .70, .79 / .82. Without Hopper's kernels, here and by a team a row: 4096 classes .77 / .80, .58 /
-// .63; 7800 classes .68 / .67, .49 / .56.
+// The longest row: blocks whose warps have one such row each fit kMaxSharedBytes. On Hopper longer
+// ones are staged. Measured on an H200, forward / step, here and staged: 4501 classes .78 / .81,
+// .65 / .81; 5001 classes .76 / .79, .62 / .80; 6501 classes .75 / .78, .74 / .81; 7501 classes .71
+// / .70, .79 / .82. Without Hopper's kernels, here and by a team a row: 4096 classes .77 / .80, .58
+// / .63; 7800 classes .68 / .67, .49 / .56.
 constexpr int64_t kMaxRowBytes = 16000;
 constexpr int64_t kMaxHopperRowBytes = kWarpSize * kMaxLaneWords * 4;
 

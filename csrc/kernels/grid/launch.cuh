@@ -65,8 +65,8 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), const Launch
   launch_kernel_with(name, reinterpret_cast<const void*>(kernel), shape, stream, pointers);
 }
 
-// A kernel must ask for more shared memory than 48 KB, of which 4 KB are kept here for what is
-// static in it. bytes: the dynamic ones of this launch. most: those of any. It asks for so many:
+// A kernel has 48 KB of shared memory unless it asks for more. What is static in it, at most 4 KB,
+// counts too. bytes: the dynamic ones of this launch. most: those of any. It asks for so many:
 // another thread may be about to launch it with more than this one.
 template <typename... Parameters>
 void allow_shared_bytes(void (*kernel)(Parameters...), int64_t bytes, int most) {

@@ -77,7 +77,7 @@ struct RowPlan {
   int piece_bytes = 0;
 };
 
-// Shorter rows are for tiles, and so are longer ones that their fits() says.
+// Shorter rows are for tiles. Longer ones are, too, where the fits() of a kind of tiles says so.
 constexpr int64_t kMinStagedBytes = 2001;
 // Longer rows would overflow the 32-bit indices of a row's classes.
 constexpr int64_t kMaxRowClasses = int64_t{1} << 30;

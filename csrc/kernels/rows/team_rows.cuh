@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kGradient ? kMinGradientBlocks
     }
     state = block_reduce(state);
     if constexpr (kDense) {
-      // As it is, and not as rounding leaves it: Q - q of a confident row is small.
+      // Q as it is, not as rounding leaves it: of a confident row Q - q is small.
       if (!args.target_is_probability && args.weight == nullptr) {
         state.q_sum = SmoothedIndex::kSum;
       }
