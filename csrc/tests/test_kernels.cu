@@ -389,7 +389,7 @@ void prepare_step(CrossEntropyCase& c, Reduction reduction) {
 }
 
 // Runs it: gradients are those of the forward pass or, without a reduction, those of a backward
-// pass that has its statistics. They may lie on a device with another shift.
+// pass that has its statistics. The gradients may be in a Device of another shift.
 void launch_step(const CrossEntropyCase& c, Device& device, Device& of_gradients) {
   const bool none = c.reduction == Reduction::kNone;
   CrossEntropyForwardArgs args = c.forward_args(device.place());
@@ -994,8 +994,7 @@ int main() {
         test_far_rows(random, dtype, num_classes, layout);
       }
     }
-    // Teams of 4 to 32 lanes. Of some numbers of classes all tiles begin at 8 bytes of the
-    // gradient.
+    // Teams of 4 to 32 lanes. Of some of these, all tiles begin at multiples of 8 bytes.
     Random shifted(29);
     for (const int64_t num_classes : {401, 701, 1281, 1601, 2598, 3001, 4999}) {
       for (const int64_t shift : {0, 1, 5}) {

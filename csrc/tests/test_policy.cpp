@@ -376,7 +376,7 @@ void test_float_tile_lanes() {
 }
 
 // Tiles of half types fit in the shared memory that their launch allows, with any gap between rows.
-// A gap does not change the team. All teams have rows.
+// A gap does not change the team. Every size of a team occurs.
 void test_tile_bytes() {
   for (const NamedDevice& device : {kNamedDevices[0], kNamedDevices[3]}) {
     const int64_t most = device.limits.hopper ? tiles::kMaxHopperRowBytes : tiles::kMaxRowBytes;

@@ -1,4 +1,4 @@
-// Short rows of fp32: how tiles, a warp each, are spread over the device.
+// Rows of fp32: how tiles of them, a warp each, are spread over the device.
 #pragma once
 
 #include <algorithm>
@@ -17,16 +17,17 @@ constexpr int min_blocks(bool gradient) { return gradient ? 6 : 8; }
 // Classes of a lane, at most; more lanes share longer rows.
 constexpr int kMaxLaneClasses = 128;
 constexpr int kMaxLogTeam = 4;
-// Four rows together are whole vectors, whatever their number of classes, so tiles of longer rows
-// have at least four. Two rows may have to be copied word by word: 1251 classes are then at .46 /
-// .47 of the floor, by float_rows at .73 / .76 (H200).
+// Rows of more classes than kMaxShortClasses have at most 8 lanes, so that a tile has at least four
+// rows: these are whole vectors for any number of classes. Tiles of two rows may have to be copied
+// word by word: 1251 classes are then at .46 / .47 of the floor, by float_rows at .73 / .76 (H200).
 constexpr int kMaxShortClasses = 500;
 constexpr int kMaxLongLogTeam = 3;
 constexpr int kMaxClasses = kMaxLaneClasses << kMaxLongLogTeam;
-// On Hopper, where float_rows.cu takes longer rows. Measured on an H200, forward / step, there and
-// here: 550 classes .73 / .66, .81 / .83; 700 classes .80 / .77, .82 / .83; 900 classes .85 / .81,
-// .78 / .82. Without Hopper's kernels, by register rows and here: 505 classes .42 / .42, .69 / .72;
-// 900 classes .77 / .62, .72 / .76; 1020 classes .82 / .66, .73 / .76.
+// The most classes on Hopper, where float_rows.cu takes longer rows. Measured on an H200, forward /
+// step, by float_rows and by tiles: 550 classes .73 / .66, .81 / .83; 700 classes .81 / .77, .82 /
+// .83; 900 classes .85 / .81, .78 / .82. Without Hopper's kernels, by register rows and by tiles:
+// 505 classes .42 / .42, .69 / .72; 900 classes .77 / .62, .72 / .76; 1020 classes .82 / .66, .73 /
+// .76.
 constexpr int kMaxHopperClasses = 700;
 // What a block has of shared memory beside its tiles, at most.
 constexpr int kStaticSharedBytes = 1152;

@@ -40,10 +40,11 @@ inline int threads_of(const RowProblem& problem) {
 }
 
 // Rows that leave more than 5/16 of their threads' room empty are faster by tiles. Measured on an
-// H200, bf16, forward / step, fractions of the floor, here and there: 1152 classes .64 / .75, .78 /
-// .78; 1408 classes .75 / .80, .77 / .80; 1792 classes .76 / .83, .79 / .80; 2056 classes .73 /
-// .77, .79 / .80; 2304 classes .76 / .82, .79 / .79. Rows that are not aligned are faster there,
-// too, but a row's kernel follows from its length: 2048 classes .67 / .71, .76 / .77.
+// H200, bf16, forward / step, fractions of the floor, by this kernel and by tiles: 1152 classes .64
+// / .75, .78 / .78; 1408 classes .75 / .80, .77 / .80; 1792 classes .76 / .83, .79 / .80; 2056
+// classes .73 / .77, .79 / .80; 2304 classes .76 / .82, .79 / .79. Rows that are not aligned are
+// faster by tiles also with 2048 classes (.67 / .71, .76 / .77), but the kernel may depend on a
+// row's length alone.
 inline bool fits(const RowProblem& problem) {
   return problem.hopper_half && problem.indices && problem.whole_vectors &&
          problem.bytes >= kMinStagedBytes && problem.classes <= kMaxClasses &&

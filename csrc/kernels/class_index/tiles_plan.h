@@ -33,7 +33,7 @@ constexpr int kMaxLaneWords = 80;
 // What a lane takes, in instructions, for a word of a row and for the row (team_cost()).
 constexpr double kOfWord = 11;
 constexpr double kOfRow = 170;
-// How much less a team of twice as many lanes must take.
+// A team of twice as many lanes is taken if it costs less by more than this factor.
 constexpr double kLeastGain = 1.15;
 // The longest row: blocks whose warps have one such row each fit kMaxSharedBytes. On Hopper longer
 // ones are staged. Measured on an H200, forward / step, here and staged: 4501 classes .78 / .81,
@@ -48,17 +48,17 @@ inline bool fits(const RowProblem& problem) {
   return problem.bytes <= (problem.device.hopper ? kMaxHopperRowBytes : kMaxRowBytes);
 }
 
-// Lanes that share a row. It decides the order of the sums, so it depends on the row's length
-// alone.
+// Lanes that share a row. Their number decides the order of the sums, so it depends on the row's
+// length alone.
 //
 // Each lane repeats what a row takes once, such as the logarithm, so few are best. Measured on an
 // H200, bf16, forward / step, fractions of the floor: 256 classes by 8 lanes .51 / .65, by 4 .63 /
 // .74, by 2 .72 / .80; 512 classes by 8 .63 / .76, by 4 .75 / .82; 2501 classes by 32 .71 / .79, by
 // 16 .76 / .78; 3501 classes by 32 .76 / .82, by 16 .75 / .77.
 //
-// Rows that may begin within a word take two reads a word. Where many of these meet in a bank, more
-// lanes for fewer rows are better: 269 classes by 2 .66 / .69, by 4 .76 / .77; 1151 classes by 8
-// .62 / .62, by 16 .71 / .78.
+// A row that may begin within a word takes two reads a word. Where many reads meet in a bank, more
+// lanes a row are better: 269 classes by 2 .66 / .69, by 4 .76 / .77; 1151 classes by 8 .62 / .62,
+// by 16 .71 / .78.
 inline int team_of(int row_bytes) {
   const int words = (row_bytes + 3) / 4;
   int team = 1;

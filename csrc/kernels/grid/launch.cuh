@@ -65,9 +65,9 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), const Launch
   launch_kernel_with(name, reinterpret_cast<const void*>(kernel), shape, stream, pointers);
 }
 
-// A kernel has 48 KB of shared memory unless it asks for more. What is static in it, at most 4 KB,
-// counts too. bytes: the dynamic ones of this launch. most: those of any. It asks for so many:
-// another thread may be about to launch it with more than this one.
+// A kernel has 48 KB of shared memory unless it asks for more. Static memory counts, too: at most 4
+// KB, so 44 are left. bytes: the dynamic memory of this launch. most: that of any launch. The
+// kernel asks for `most`: another thread may be about to launch it with more than `bytes`.
 template <typename... Parameters>
 void allow_shared_bytes(void (*kernel)(Parameters...), int64_t bytes, int most) {
   constexpr int64_t kFreeBytes = 44 << 10;

@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     for_each_class(count, [&](int u) { state.max = math::max_number(x[u], state.max); });
     const float shift = softmax_shift(state.max);
     const RowTerms<kExact> terms(state.max);
-    // Of fp32 the exact exponentials that gradients need, so that a class takes only one.
+    // fp32 takes the exact exponentials that its gradients need, so that a class takes only one.
+    // Half types take those of the kernels of backward passes, for the same bits.
     float powers[kMostClasses];
     for_each_class(count, [&](int u) {
       if constexpr (kExact) {

@@ -96,7 +96,8 @@ const PolicyRow kPolicy[kFamilies] = {
      few_soft_classes::fits, few_soft_classes::plan, always, Again::kForEachOfAnyRows, always},
     {Family::kSoftPlanes, "soft_planes", "rows/soft_planes.cu",
      "strided classes (images, transposed logits): more than 88 with smoothing; of fp16 and bf16, "
-     "from 9 on, with smoothing and class weights, or with probabilities",
+     "from 9 classes on, with smoothing and class weights, or with probabilities; fewer with "
+     "probabilities of fp64",
      "a thread reads one row of fp32 or two of half types, 8 classes at a time; 1 to 16 threads a "
      "row; the gradient reads them once more, mostly from a cache",
      "on an H100, by a thread a row bf16 8x150x512x512 with smoothing .39 / .21, fp32 "
@@ -116,9 +117,8 @@ const PolicyRow kPolicy[kFamilies] = {
      },
      few_classes::plan, always, Again::kForAll, never},
     {Family::kFloatTiles, "float_tiles", "class_index/float_tiles.cu",
-     "fp32, class indices, up to 1024 classes where 4 rows of two blocks fit a multiprocessor, "
-     "else "
-     "500; with Hopper up to 700, but for 2 to 15",
+     "fp32, class indices, up to 1024 classes where two blocks with tiles of 4 rows a warp fit a "
+     "multiprocessor, up to 500 elsewhere; with Hopper up to 700, without 2 to 15",
      "a warp copies a tile of rows, with Hopper in bulk, writes their gradients over them and "
      "copies the gradients back; 1 to 16 lanes a row, each in a part of it, by vectors where rows "
      "are whole ones",
@@ -128,9 +128,8 @@ const PolicyRow kPolicy[kFamilies] = {
      [](P p) { return p.contiguous_fp32 && p.indices && float_tiles::fits(p); }, float_tiles::plan,
      always, Again::kForAll, never},
     {Family::kHalfRows, "half_rows", "class_index/half_rows.cu",
-     "fp16 and bf16, class indices, 1008 to 4096 classes in whole vectors that fill 11/16 of warps "
-     "of "
-     "1024 each; Hopper",
+     "fp16 and bf16, class indices, 1008 to 4096 classes in whole vectors, if a row fills at least "
+     "11/16 of its warps (1024 classes a warp); Hopper",
      "a row in the registers of a block, a chunk of 1024 classes a warp, the next row on its way; "
      "rows that are not aligned are read and written by words of 4 bytes; rows whose logit at the "
      "class index is far from the others are read again",
@@ -142,9 +141,9 @@ const PolicyRow kPolicy[kFamilies] = {
      "a warp copies a tile of rows, with Hopper in bulk where they need no padding or are long; "
      "1 to 32 lanes a row, in turn",
      "bf16 262144x64 by a thread a row .08 / .11; 101483x1281 staged .46 / .67, this .73 / .80; "
-     "25994x5001 staged .62 / .80, this .76 / .79. Without Hopper, by a team a row, 2097152x100 "
-     ".33 "
-     "/ .30, 130000x1000 .24 / .32, 31738x4096 .58 / .63; this .83 / .86, .75 / .78, .77 / .80",
+     "25994x5001 staged .62 / .80, this .76 / .79. Without Hopper 2097152x100 by a thread a row "
+     ".33 / .30, by a team a row 130000x1000 .24 / .32 and 31738x4096 .58 / .63; this .83 / .86, "
+     ".75 / .78, .77 / .80",
      [](P p) { return p.contiguous_half && p.indices && tiles::fits(p); }, tiles::plan, always,
      Again::kForAll, always},
     {Family::kFloatRows, "float_rows", "class_index/float_rows.cu",

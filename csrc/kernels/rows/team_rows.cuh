@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kGradient ? kMinGradientBlocks
     }
     state = block_reduce(state);
     if constexpr (kDense) {
-      // Q as it is, not as rounding leaves it: of a confident row Q - q is small.
+      // A rounded sum would not do: gradients of confident rows have the small difference Q - q.
       if (!args.target_is_probability && args.weight == nullptr) {
         state.q_sum = SmoothedIndex::kSum;
       }
