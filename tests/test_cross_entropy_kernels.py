@@ -1462,6 +1462,19 @@ def test_dense_rows_at_odd_addresses(dtype: torch.dtype, classes: int) -> None:
             assert same_bits(again.gradients["input"], expected.gradients["input"]), offset
 
 
+def check_program(program: str) -> None:
+    """A process of its own, where no kernel has been launched yet."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 # The first launches of each kernel, with as much dynamic shared memory as needs no permission if
 # one forgets what is static: classes without a gradient and with one, a block a row and a cluster.
 FIRST_LAUNCHES = """
@@ -1485,15 +1498,7 @@ for dtype, probabilities, *counts in (
 
 
 def test_first_launches() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_LAUNCHES],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    check_program(FIRST_LAUNCHES)
 
 
 # Rows whose blocks have about 48 KB of dynamic shared memory, from little to much: a launch with
@@ -1533,15 +1538,7 @@ for size, dtype, kind, gradient, classes in sorted(launches, key=lambda launch: 
 
 
 def test_launches_by_shared_memory() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES_BY_SHARED_MEMORY],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    check_program(LAUNCHES_BY_SHARED_MEMORY)
 
 
 @pytest.mark.skipif(HOPPER_IS_OFF, reason="this is the run that the test starts")

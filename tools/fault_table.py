@@ -830,8 +830,8 @@ FAULTS = [
     Fault(
         "cuda: gradients of four elements, from any tile on",
         "tile-quads",
-        "tile_elements % kQuad == 0",
-        "tile_elements % kQuad >= 0",
+        "tile_rows * args.num_classes % kQuad == 0",
+        "tile_rows * args.num_classes % kQuad >= 0",
         "test_cross_entropy_kernels.py::test_dense_rows_at_odd_addresses",
     ),
     Fault(

@@ -516,8 +516,8 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.pitch = plan.row_bytes / static_cast<int>(sizeof(half_t));
   shape.stride = static_cast<int>(row_stride(args, args.input));
   shape.by_words = plan.by_words;
-  const bool gradients_follow = rows_follow(args, args.grad_input, args.grad_input_class_stride);
-  shape.gradient_in_run = gradients_follow && !plan.by_words && shape.stride == num_classes &&
+  shape.gradient_in_run = rows_follow(args, args.grad_input, args.grad_input_class_stride) &&
+                          !plan.by_words && shape.stride == num_classes &&
                           (plan.padding == 0 || is_vector_aligned(args.input.data)) &&
                           lies_as_input(args, args.grad_input, args.grad_input_class_stride);
   // Rows of smaller teams have at most 40 vectors, too few to be worth a turn of 32 lanes each. (A
@@ -525,10 +525,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.gradient_in_rows = plan.team > 2 && !shape.gradient_in_run && !plan.by_words &&
                            args.rows.ndim == 1 &&
                            lies_as_input(args, args.grad_input, args.grad_input_class_stride);
-  constexpr int kQuad = sizeof(uint2) / sizeof(half_t);
-  const int tile_elements = shape.steps * shape.rows_of_step * num_classes;
-  shape.gradient_in_quads = gradients_follow && tile_elements % kQuad == 0 &&  // fault: tile-quads
-                            reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
+  shape.gradient_in_quads = may_store_quads(args, shape.steps * shape.rows_of_step);
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));
   shape.pairs = Divisor(static_cast<uint32_t>(ceil_div(num_classes, kPerWord)));
   shape.in_bulk = current_device_limits().hopper;

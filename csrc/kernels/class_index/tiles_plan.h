@@ -103,9 +103,9 @@ inline RowPlan plan(const RowProblem& problem) {
   const int distance = (plan.steps * rows_of_step - 1) * plan.row_bytes;  // of the last row
   plan.warp_bytes = ((distance + row_bytes) / kVectorBytes + 3) * kVectorBytes;
   plan.shared_bytes = kWarps * plan.warp_bytes;
-  plan.blocks =
-      blocks_of_tiles(ceil_div(problem.rows, int64_t{plan.steps} * rows_of_step), problem.device,
-                      kThreads, kWarps * plan.warp_bytes + kStaticSharedBytes, kTilesPerWarp);
+  plan.blocks = blocks_of_tiles(
+      ceil_div(problem.rows, int64_t{plan.steps} * rows_of_step), problem.device, kThreads,
+      static_cast<int>(plan.shared_bytes) + kStaticSharedBytes, kTilesPerWarp);
   return plan;
 }
 

@@ -8,6 +8,7 @@
 #include "kernels/primitives/sizes.h"
 #include "kernels/primitives/warp_reduce.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
+#include "kernels/rows/row_layout.h"
 
 namespace lossops::cuda {
 
@@ -50,14 +51,24 @@ __device__ __forceinline__ void for_classes(const IterationSpace& space, const O
   }
 }
 
+// Elements of half types that are written at a time.
+constexpr int kQuad = 4;
+
+// Whether store_rows() may write the gradients of tiles of so many rows in quads: contiguous rows
+// of half types, whose tiles all begin at 8 bytes.
+inline bool may_store_quads(const CrossEntropyForwardArgs& args, int tile_rows) {
+  return element_size(args.input.dtype) == 2 &&
+         rows_follow(args, args.grad_input, args.grad_input_class_stride) &&
+         tile_rows * args.num_classes % kQuad == 0 &&  // fault: tile-quads
+         reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
+}
+
 // Writes the gradients of half types of the rows first_row + r, r < rows, which lie at elements + r
-// * pitch in shared memory. in_quads: four elements at a time, for contiguous rows whose tiles
-// begin at multiples of four elements and 8 bytes.
+// * pitch in shared memory. in_quads: may_store_quads().
 template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
                                            const Divisor& classes, const scalar_t* elements,
                                            int pitch, bool in_quads, int64_t first_row, int rows) {
-  constexpr int kQuad = 4;
   const int num_classes = static_cast<int>(args.num_classes);
   auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
   const int count = rows * num_classes;

@@ -235,15 +235,12 @@ void launch_soft_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
     shape.probabilities_lie_apart =
         (shape.splits_words || shape.probabilities_split_words) && !lie_alike;
   }
-  const bool gradients_follow = rows_follow(args, args.grad_input, 1);
   const bool in_vectors = layout.in_run && lies_as_input(args, args.grad_input, 1);
-  shape.gradient_in_run = in_vectors && gradients_follow && layout.stride == args.num_classes;
+  shape.gradient_in_run =
+      in_vectors && rows_follow(args, args.grad_input, 1) && layout.stride == args.num_classes;
   shape.gradient_in_rows =
       in_vectors && args.rows.ndim == 1 && args.num_classes * element_bytes >= kMinVectorRowBytes;
-  shape.gradient_in_quads =
-      element_bytes == 2 && gradients_follow &&
-      reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0 &&
-      shape.tile_rows * args.num_classes % 4 == 0;
+  shape.gradient_in_quads = may_store_quads(args, shape.tile_rows);
   const auto launch = [&](auto kernel) {
     allow_shared_bytes(kernel, plan.shared_bytes, kMaxSharedBytes);
     launch_kernel("cross_entropy_forward_soft_kernel", kernel,

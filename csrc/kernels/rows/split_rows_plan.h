@@ -27,8 +27,6 @@ constexpr int kClusterRows = 4;
 // A thread of a warp prepares and finishes each, where there are very many.
 constexpr int kMaxRows = 16;
 constexpr int kMaxSharedBytes = 110 << 10;
-// What a block has of static shared memory, at most.
-constexpr int kStaticSharedBytes = 2048;
 
 // Whether rows with a gradient, fp16 and bf16 with class indices, are whole vectors of pieces that
 // fit a warp.
