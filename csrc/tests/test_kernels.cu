@@ -488,12 +488,19 @@ void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes, doubl
   CHECK(statistics(kRows - 1, 1) == expected);
 }
 
+// Rows of neighbouring classes, with so many elements between them.
+TestTensor rows_with_gaps(DType dtype, int64_t rows, int64_t num_classes, int64_t gap) {
+  TestTensor tensor = test::class_tensor(dtype, {rows}, num_classes + gap, ClassLayout::kInner);
+  tensor.sizes.back() = num_classes;
+  return tensor;
+}
+
 // Rows of half types whose logits are near the one at the class index, or so far below or above it
 // that the sum relative to it is out of range; near 0 and far from it. Losses, gradients of the
 // forward pass, and those of a backward pass that has its statistics. shift: of the logits, but not
-// of their gradients.
+// of their gradients. gap: elements between the rows of logits.
 void test_far_rows(Random& random, DType dtype, int64_t num_classes, ClassLayout layout,
-                   int64_t shift = 0) {
+                   int64_t shift = 0, int64_t gap = 0) {
   CrossEntropyCase c;
   c.num_classes = num_classes;
   std::vector<double> distances;
@@ -507,7 +514,8 @@ void test_far_rows(Random& random, DType dtype, int64_t num_classes, ClassLayout
   }
   const auto rows = static_cast<int64_t>(places.size());
   c.rows = {rows};
-  c.input = test::class_tensor(dtype, c.rows, num_classes, layout);
+  c.input = gap > 0 ? rows_with_gaps(dtype, rows, num_classes, gap)
+                    : test::class_tensor(dtype, c.rows, num_classes, layout);
   c.target = TestTensor(DType::kInt64, c.rows, Layout::kDense);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t target = random.below(num_classes);
@@ -791,13 +799,6 @@ void test_infinities(Random& random, int64_t num_classes, ClassLayout layout) {
   }
 }
 
-// Rows of neighbouring classes, with so many elements between them.
-TestTensor rows_with_gaps(DType dtype, int64_t rows, int64_t num_classes, int64_t gap) {
-  TestTensor tensor = test::class_tensor(dtype, {rows}, num_classes + gap, ClassLayout::kInner);
-  tensor.sizes.back() = num_classes;
-  return tensor;
-}
-
 // Short rows without a reduction, whose gradients have gaps of their own.
 void test_short_rows(Random& random, DType dtype, int64_t num_classes) {
   constexpr int64_t kRows = 150;
@@ -999,6 +1000,14 @@ int main() {
     for (const int64_t num_classes : {401, 701, 1281, 1601, 2598, 3001, 4999}) {
       for (const int64_t shift : {0, 1, 5}) {
         test_far_rows(shifted, dtype, num_classes, ClassLayout::kInner, shift);
+      }
+    }
+    // Gaps too large to be copied, too: from a row to the next whole vectors, or not.
+    Random apart(31);
+    for (const int64_t num_classes : {3, 33, 150, 401, 1281}) {
+      for (const int64_t stride : {2 * num_classes / 8 * 8 + 48, 2 * num_classes + 49}) {
+        test_far_rows(apart, dtype, num_classes, ClassLayout::kInner,
+                      apart.pick<int64_t>({0, 1, 5, 8}), stride - num_classes);
       }
     }
     Random soft(19);

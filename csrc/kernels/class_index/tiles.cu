@@ -525,7 +525,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.gradient_in_rows = plan.team > 2 && !shape.gradient_in_run && !plan.by_words &&
                            args.rows.ndim == 1 &&
                            lies_as_input(args, args.grad_input, args.grad_input_class_stride);
-  shape.gradient_in_quads = may_store_quads(args, shape.steps * shape.rows_of_step);
+  shape.gradient_in_quads = may_store_quads(args);
   shape.classes = Divisor(static_cast<uint32_t>(num_classes));
   shape.pairs = Divisor(static_cast<uint32_t>(ceil_div(num_classes, kPerWord)));
   shape.in_bulk = current_device_limits().hopper;

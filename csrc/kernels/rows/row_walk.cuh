@@ -54,17 +54,15 @@ __device__ __forceinline__ void for_classes(const IterationSpace& space, const O
 // Elements of half types that are written at a time.
 constexpr int kQuad = 4;
 
-// Whether store_rows() may write the gradients of tiles of so many rows in quads: contiguous rows
-// of half types, whose tiles all begin at 8 bytes.
-inline bool may_store_quads(const CrossEntropyForwardArgs& args, int tile_rows) {
+// Whether store_rows() may write gradients in quads: contiguous rows of half types.
+inline bool may_store_quads(const CrossEntropyForwardArgs& args) {
   return element_size(args.input.dtype) == 2 &&
-         rows_follow(args, args.grad_input, args.grad_input_class_stride) &&
-         tile_rows * args.num_classes % kQuad == 0 &&  // fault: tile-quads
-         reinterpret_cast<uintptr_t>(args.grad_input.data) % sizeof(uint2) == 0;
+         rows_follow(args, args.grad_input, args.grad_input_class_stride);
 }
 
 // Writes the gradients of half types of the rows first_row + r, r < rows, which lie at elements + r
-// * pitch in shared memory. in_quads: may_store_quads().
+// * pitch in shared memory. in_quads: may_store_quads(). The first and the last quad of memory may
+// be these rows' in part.
 template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
                                            const Divisor& classes, const scalar_t* elements,
@@ -72,12 +70,18 @@ __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
   const int num_classes = static_cast<int>(args.num_classes);
   auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
   const int count = rows * num_classes;
+  // Elements of the first quad that are before the rows.
+  const auto* const begin_of_rows = gradients + first_row * num_classes;
+  const int before = in_quads ? static_cast<int>(reinterpret_cast<uintptr_t>(begin_of_rows) /
+                                                 sizeof(scalar_t) % kQuad)  // fault: tile-quads
+                              : 0;
 #pragma unroll 1
-  for (int e = static_cast<int>(threadIdx.x) % kWarpSize * kQuad; e < count;
-       e += kWarpSize * kQuad) {
+  for (int quad = static_cast<int>(threadIdx.x) % kWarpSize * kQuad - before; quad < count;
+       quad += kWarpSize * kQuad) {
+    const int e = max(quad, 0);
     int r = static_cast<int>(classes.quotient(static_cast<uint32_t>(e)));
     int c = e - r * num_classes;
-    if (in_quads && e + kQuad <= count) {
+    if (in_quads && quad >= 0 && quad + kQuad <= count) {
       const scalar_t* from = elements + r * pitch + c;
       uint32_t bits[kQuad];
 #pragma unroll
@@ -94,7 +98,7 @@ __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
       continue;
     }
 #pragma unroll 1
-    for (int i = e; i < min(e + kQuad, count); ++i) {
+    for (int i = e; i < min(quad + kQuad, count); ++i) {
       gradients[row_offset(args.rows, args.grad_input, first_row + r) +
                 c * args.grad_input_class_stride] = elements[r * pitch + c];
       if (++c == num_classes) {

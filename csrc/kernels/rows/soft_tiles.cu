@@ -240,7 +240,7 @@ void launch_soft_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
       in_vectors && rows_follow(args, args.grad_input, 1) && layout.stride == args.num_classes;
   shape.gradient_in_rows =
       in_vectors && args.rows.ndim == 1 && args.num_classes * element_bytes >= kMinVectorRowBytes;
-  shape.gradient_in_quads = may_store_quads(args, shape.tile_rows);
+  shape.gradient_in_quads = may_store_quads(args);
   const auto launch = [&](auto kernel) {
     allow_shared_bytes(kernel, plan.shared_bytes, kMaxSharedBytes);
     launch_kernel("cross_entropy_forward_soft_kernel", kernel,
