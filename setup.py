@@ -64,12 +64,14 @@ CUDA_SOURCES = [
     "csrc/kernels/rows/plane_rows.cu",
     "csrc/kernels/rows/plane_words.cu",
     "csrc/kernels/rows/probability_rows.cu",
+    "csrc/kernels/rows/row_states.cu",
     "csrc/kernels/rows/side_by_side_rows.cu",
     "csrc/kernels/rows/soft_planes.cu",
     "csrc/kernels/rows/soft_tiles.cu",
     "csrc/kernels/rows/split_rows.cu",
     "csrc/kernels/rows/staged_rows.cu",
     "csrc/kernels/rows/token_rows.cu",
+    "csrc/kernels/rows/two_pass_rows.cu",
     "csrc/kernels/scale.cu",
 ]
 # All of them in one, whose machine code packs better. It is compiled for several architectures; for

@@ -38,8 +38,10 @@ INDICES = [
     ((64, 4100), "fp32", "float_rows", "float_rows", "register_rows"),
     ((64, 8192), "fp32", "float_rows", "float_rows", "register_rows"),
     ((64, 8196), "fp32", "staged_rows", "staged_rows", "team_rows"),
-    ((64, 8193), "fp32", "staged_rows", "staged_rows", "team_rows"),
-    ((64, 147457), "fp32", "team_rows", "team_rows", "team_rows"),
+    ((64, 8193), "fp32", "staged_rows", "staged_rows", "two_pass_rows"),
+    ((64, 151936), "fp32", "staged_rows", "staged_rows", "two_pass_rows"),
+    ((64, 393216), "fp32", "staged_rows", "staged_rows", "two_pass_rows"),
+    ((64, 393217), "fp32", "two_pass_rows", "two_pass_rows", "two_pass_rows"),
     ((64, 1), "bf16", "tiles", "tiles", "tiles"),
     ((64, 1000), "fp16", "tiles", "tiles", "tiles"),
     ((64, 1001), "fp16", "tiles", "tiles", "tiles"),
@@ -54,11 +56,12 @@ INDICES = [
     ((64, 4096), "fp16", "half_rows", "half_rows", "tiles"),
     ((64, 4100), "fp16", "tiles", "tiles", "tiles"),
     ((64, 8000), "bf16", "long_rows", "staged_rows", "tiles"),
-    ((64, 8001), "bf16", "long_rows", "staged_rows", "team_rows"),
+    ((64, 8001), "bf16", "long_rows", "staged_rows", "two_pass_rows"),
     ((5, 6144), "bf16", "long_rows", "staged_rows", "tiles"),
-    ((5, 32768), "bf16", "long_rows", "split_rows", "team_rows"),
-    ((5, 50257), "fp16", "long_rows", "staged_rows", "team_rows"),
-    ((5, 262144), "fp16", "long_rows", "split_rows", "team_rows"),
+    ((5, 26624), "bf16", "long_rows", "staged_rows", "team_rows"),
+    ((5, 32768), "bf16", "long_rows", "split_rows", "two_pass_rows"),
+    ((5, 50257), "fp16", "long_rows", "staged_rows", "two_pass_rows"),
+    ((5, 262144), "fp16", "long_rows", "split_rows", "two_pass_rows"),
     ((2, 21, 8, 8), "fp32", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
     ((2, 21, 8, 8), "fp16", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
     ((2, 21, 7, 7), "fp16", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
@@ -236,12 +239,12 @@ def test_the_page_has_the_table() -> None:
 
 def test_edges() -> None:
     edges = _plan.table_data("h200")["edges"]
-    assert {15, 16, 500, 501, 4096, 4097, 147456, 147457} <= set(edges["float32"])
-    assert {1000, 1008, 4096, 4104, 32768, 32776, 294912, 294913} <= set(edges["bfloat16"])
+    assert {15, 16, 500, 501, 4096, 4097, 393216, 393217} <= set(edges["float32"])
+    assert {1000, 1008, 4096, 4104, 32768, 32776, 294912, 294920} <= set(edges["bfloat16"])
     for dtype, counts in edges.items():
         name = "fp32" if dtype == "float32" else "bf16"
         assert counts == sorted(set(counts))
-        assert name_of((131, counts[-1]), name, device="h200") == "team_rows"
+        assert name_of((131, counts[-1]), name, device="h200") == "two_pass_rows"
 
 
 def info(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -262,7 +265,7 @@ def test_info() -> None:
     done = info(
         *("--plan", "8192x50257", "bf16", "--strides", "50304,1", "--device", "a100", "--json")
     )
-    assert json.loads(done.stdout)["name"] == "team_rows", done.stderr
+    assert json.loads(done.stdout)["name"] == "two_pass_rows", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@
 #include "kernels/rows/policy.h"
 #include "kernels/rows/soft_planes_plan.h"
 #include "kernels/rows/soft_tiles_plan.h"
+#include "kernels/rows/staged_rows_plan.h"
 #include "tests/check.h"
 
 namespace lossops::cuda {
@@ -89,9 +90,12 @@ void check_can_be_launched(const RowPlan& plan, const CrossEntropyForwardArgs& a
                            const DeviceLimits& device) {
   CHECK(plan.blocks >= 1 && plan.blocks < int64_t{1} << 31);
   CHECK(plan.threads >= kWarpSize && plan.threads <= 1024 && plan.threads % kWarpSize == 0);
-  CHECK(plan.cluster >= 1 && plan.cluster <= 8 && plan.blocks % plan.cluster == 0);
+  CHECK(plan.cluster >= 1 && plan.cluster <= staged_rows::kMaxCluster &&
+        plan.blocks % plan.cluster == 0);
   // The driver keeps 1 KB of each block.
   CHECK(plan.shared_bytes <= device.shared_bytes - 1024);
+  CHECK(plan.family != Family::kStagedRows || plan.shared_bytes <= staged_rows::kMaxSharedBytes);
+  CHECK(plan.state_bytes == 0 || plan.family == Family::kTwoPassRows);
   CHECK(plan.denominator_blocks <= kMaxDenominatorBlocks);
   CHECK(plan.index_bytes % kIndexPadding == 0 &&
         (plan.index_bytes == 0 || plan.index_bytes >= args.rows.numel));
@@ -168,10 +172,10 @@ void test_edges() {
     test::subject() = "";
   };
   expect(edges(DType::kFloat32, "h200"),
-         {1, 2, 15, 16, 128, 129, 700, 701, 1023, 1025, 4096, 4097, 8192, 8196, 147456, 147457});
+         {1, 2, 15, 16, 128, 129, 700, 701, 1023, 1025, 4096, 4097, 8192, 8196, 153600, 153604});
   expect(edges(DType::kBFloat16, "h200"),
          {160,  168,  320,  328,  640,  648,  1000,  1008,  2559,   2561,
-          4096, 4104, 5119, 5120, 5121, 5128, 32768, 32776, 294912, 294913});
+          4096, 4104, 5119, 5120, 5121, 5128, 32768, 32776, 294912, 294920});
   expect(edges(DType::kFloat32, "a100"), {128, 129, 1024, 1025, 8192, 8193});
   expect(edges(DType::kFloat32, "l40s"), {96, 97, 8192, 8193});
   expect(edges(DType::kFloat32, "t4"), {500, 501, 8192, 8193});

@@ -42,6 +42,9 @@ inline void launch_kernel_with(const char* name, const void* kernel, const Launc
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    if (shape.cluster > kPortableCluster) {
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    }
   }
   if (shape.overlap && current_device_limits().overlaps) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];

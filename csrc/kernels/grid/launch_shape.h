@@ -5,6 +5,9 @@
 
 namespace lossops::cuda {
 
+// Blocks of a cluster that any device with clusters has; more are asked for.
+constexpr int kPortableCluster = 8;
+
 struct LaunchShape {
   int64_t blocks = 1;
   int threads = 1;

@@ -58,12 +58,13 @@ struct WeightGradientSink {
 
 // The launch of each family, in the order of Family.
 constexpr LaunchRows* kLaunches[] = {
-    launch_side_by_side_rows, launch_plane_rows,        launch_plane_words,
-    launch_few_soft_classes,  launch_soft_planes,       launch_few_classes,
-    launch_float_tiles,       launch_half_rows,         launch_tiles,
-    launch_float_rows,        launch_register_rows,     launch_probability_rows,
-    launch_long_rows,         launch_split_rows,        launch_staged_rows,
-    launch_soft_tiles,        launch_team_rows_forward, launch_strided_forward,
+    launch_side_by_side_rows, launch_plane_rows,    launch_plane_words,
+    launch_few_soft_classes,  launch_soft_planes,   launch_few_classes,
+    launch_float_tiles,       launch_half_rows,     launch_tiles,
+    launch_float_rows,        launch_register_rows, launch_probability_rows,
+    launch_long_rows,         launch_split_rows,    launch_staged_rows,
+    launch_two_pass_rows,     launch_soft_tiles,    launch_team_rows_forward,
+    launch_strided_forward,
 };
 static_assert(std::size(kLaunches) == kFamilies);
 
@@ -99,6 +100,7 @@ CrossEntropyPlan plan_cross_entropy_forward(const CrossEntropyForwardArgs& args)
     plan.scratch = rows.blocks * kPartialDoubles + denominator_doubles(rows.denominator_blocks) +
                    rows.index_bytes / int64_t{sizeof(double)};
   }
+  plan.scratch += rows.state_bytes / int64_t{sizeof(double)};
   plan.needs_row_stats = !rows.computes_again;
   plan.keep(rows);
   return plan;

@@ -9,6 +9,7 @@
 #include "kernels/grid/launch.cuh"
 #include "kernels/rows/cross_entropy_row.cuh"
 #include "kernels/rows/index_gradient.cuh"
+#include "kernels/rows/indexed_source.cuh"
 #include "kernels/rows/launches.cuh"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/row_gradient.cuh"
@@ -86,7 +87,7 @@ void launch_index_gradients(const CrossEntropyBackwardArgs& args, cudaStream_t s
     for_each_slice(args.rows, kMaxDividend / plan.parts, [&](const RowSlice& slice) {
       const RowGrid grid(slice, plan.parts);
       const Gradients rows{slice_of(slice, args)};
-      const RowSource source(slice, args.input, 1, Operand{});
+      const RowSource source = indexed_source(slice, args);
       launch_kernel("row_gradients_kernel", row_gradients_kernel<Gradients, scalar_t, NoMap>,
                     {grid.blocks(kWarpSize), kRowThreads, 0, 1, true}, stream, rows, source,
                     rows.args.grad_input, 1, grid, plan, type, NoMap{});

@@ -28,6 +28,7 @@ LaunchRows launch_probability_rows;
 LaunchRows launch_long_rows;
 LaunchRows launch_split_rows;
 LaunchRows launch_staged_rows;
+LaunchRows launch_two_pass_rows;
 LaunchRows launch_soft_tiles;
 
 // Writes the gradients of a backward pass of which takes() of plane_gradients_plan.h is true.

@@ -147,7 +147,8 @@ void add_edges(int64_t most, const Nth& nth, const Shapes& shape, std::set<int64
 }  // namespace
 
 std::vector<int64_t> policy_edges(DType dtype, const DeviceLimits& device) {
-  constexpr int64_t kMostBytes = 640 << 10;  // more than any kernel but team rows takes
+  // More than any kernel takes but for two_pass_rows and team_rows.
+  constexpr int64_t kMostBytes = 1600 << 10;
   const int64_t most = kMostBytes / element_size(dtype);
   const int64_t vector = kVectorBytes / element_size(dtype);
   alignas(kVectorBytes) char aligned[kVectorBytes];  // never read

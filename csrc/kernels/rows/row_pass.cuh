@@ -27,6 +27,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <type_traits>
 
 #include "kernels/grid/launch.cuh"
@@ -45,12 +46,19 @@ namespace lossops::cuda {
 struct RowSource {
   Operand input;
   int64_t class_stride = 1;
-  Operand mask;            // 0: the results of the row are 0, whatever its logits; null: all count
+  // An element a row, `skipped` where the results of the row are 0, whatever its logits; null: all
+  // rows count.
+  Operand mask;
+  uint64_t skipped = 0;
   int mask_bytes = 1;      // of an element
-  uint64_t mask_bits = 0;  // of an element, those that are 0 in a 0
+  uint64_t mask_bits = 0;  // of an element, those that are compared
 
-  RowSource(const RowSlice& slice, const Operand& logits, int64_t stride, const Operand& row_mask)
-      : input(slice(logits)), class_stride(stride), mask(slice(row_mask)) {
+  RowSource(const RowSlice& slice, const Operand& logits, int64_t stride, const Operand& row_mask,
+            int64_t skipped_ = 0)
+      : input(slice(logits)),
+        class_stride(stride),
+        mask(slice(row_mask)),
+        skipped(static_cast<uint64_t>(skipped_)) {
     mask_bytes = static_cast<int>(element_size(mask.dtype));
     const bool has_sign = mask.dtype <= DType::kBFloat16;  // of 0 too
     mask_bits = ~uint64_t{0} >> (64 - 8 * mask_bytes + (has_sign ? 1 : 0));
@@ -75,7 +83,7 @@ struct RowSource {
       default:
         bits = static_cast<const uint8_t*>(mask.data)[offset];
     }
-    return (bits & mask_bits) != 0;
+    return ((bits ^ skipped) & mask_bits) != 0;
   }
 };
 
@@ -195,6 +203,37 @@ AnyMap<acc_t> map_of_pass(AnyMap<acc_t> map) {
   map.linear = map_of_pass(map.linear);
   map.softcap = map_of_pass(map.softcap);
   return map;
+}
+
+// A call's map as kernels of a first pass take it: one that does not fall as logits rise. Where the
+// call's falls, theirs is that of logits with other signs, since maps are odd.
+struct RisingMap {
+  LogitMapParams params;
+  bool changes_signs;
+
+  explicit RisingMap(const LogitMapParams& map) : params(map), changes_signs(map.scale < 0) {
+    params.scale = changes_signs ? -map.scale : map.scale;
+  }
+};
+
+// Calls body(type, map) with the types of logits and of their map.
+template <typename Body>
+void visit_rows(DType dtype, int64_t num_classes, const LogitMapParams& params, Body&& body) {
+  if (num_classes * element_size(dtype) / kRowVectorBytes > kMostVectors) {
+    throw std::runtime_error("lossops: CUDA kernels do not take rows of so many classes");
+  }
+  const auto visit_map = [&](auto like) {
+    using scalar_t = decltype(like);
+    visit_logit_map<acc_type_t<scalar_t>>(
+        params, [&](const auto& map) { body(RowType<scalar_t>(dtype), map); });
+  };
+  if (dtype == DType::kFloat64) {
+    body(RowType<double>(dtype), AnyMap<double>(params));
+  } else if (dtype == DType::kFloat32) {
+    visit_map(float{});
+  } else {
+    visit_map(AnyHalf{});
+  }
 }
 
 // What logits become once the maximum of those seen so far is known.
@@ -366,9 +405,8 @@ class PieceSum {
   acc_t top_ = -math::infinity<acc_t>();
 };
 
-// Leaves the states of rows, (rows, pieces). changes_signs: the call's map falls as logits rise,
-// and `map` is that of logits with other signs, since maps are odd. Where a row has no element,
-// -inf stands for one.
+// Leaves the states of rows, (rows, pieces). changes_signs: RisingMap's. Where a row has no
+// element, -inf stands for one.
 template <typename Row, typename scalar_t, typename Map>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     row_states_kernel(const __grid_constant__ RowSource source,

@@ -31,6 +31,7 @@ enum class Family : int8_t {
   kLongRows,
   kSplitRows,
   kStagedRows,
+  kTwoPassRows,
   kSoftTiles,
   kTeamRows,
   kStridedRows,
@@ -53,6 +54,7 @@ struct RowPlan {
   bool computes_again = false;
   int denominator_blocks = 0;  // of the kernel before it, if it writes the gradient of a mean
   int64_t index_bytes = 0;     // class indices that the kernel before it checks, a byte each
+  int64_t state_bytes = 0;     // what a kernel leaves of rows for the next, behind all partials
 
   int64_t blocks = 0;
   int threads = 0;           // of a block

@@ -4,22 +4,35 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/grid/launch_shape.h"
 #include "kernels/rows/row_plan.h"
 
 namespace lossops::cuda::staged_rows {
 
 constexpr int kMaxThreads = 512;
 constexpr int kMaxBlockWarps = kMaxThreads / kWarpSize;
-constexpr int kMaxCluster = 8;
-constexpr int kMaxPieces = 64;
+constexpr int kMaxCluster = 16;
+// Multiprocessors that can share a cluster, at least: those of a GPC.
+constexpr int kGpcMultiprocessors = 16;
 // Of a warp's piece of a row. Measured on an H200, step: 4 KB lose 2 % for 50257 classes of bf16
 // and nothing for 32768; 10 KB lose 1 to 4 %.
 constexpr int kPieceBytes = 8 << 10;
+// The same of fp32 in a cluster. Measured on an H200, step of 128256 classes by 6 blocks: .81 of
+// the floor with 8 KB, .87 with 10.
+constexpr int kLinePieceBytes = 10 << 10;
 // Longer rows are for a cluster. Measured on an H200, step: one block for 98 KB reaches 0.90 of the
 // floor, two 0.84.
 constexpr int kMaxBlockShare = 104 << 10;
-// Of a row in a cluster, for each of its blocks: 64 KB of 256 reach 0.82, 43 KB 0.74.
-constexpr int kMaxClusterShare = 72 << 10;
+// Of a row in a cluster, for each of its blocks: two of them fit a multiprocessor.
+constexpr int kMaxClusterShare = 100 << 10;
+// Warps of such a block, unless only the fewest blocks have as many.
+constexpr int kFewestWarps = 7;
+// The same share of rows that split_rows takes: 64 KB of 256 reach 0.82, 43 KB 0.74.
+constexpr int kSplitShare = 72 << 10;
+constexpr int kMaxSplitBytes = kPortableCluster * kSplitShare;
+// The longest rows of fp32 and of half types, logits and probabilities.
+constexpr int64_t kMaxFloatBytes = int64_t{kMaxCluster} * (96 << 10);
+constexpr int64_t kMaxHalfBytes = int64_t{kPortableCluster} * kMaxClusterShare;
 // Warps of a block that leaves no gradient.
 constexpr int kMaxForwardWarps = 8;
 // What a block has of shared memory beside its pieces and their states, at most.
@@ -56,36 +69,96 @@ inline bool fits(const RowProblem& problem) {
       problem.contiguous_half && args.label_smoothing > 0 && !args.target_is_probability;
   const int64_t least = is_smooth_half ? kMinSmoothHalfBytes : kMinStagedBytes;
   return problem.hopper && supported && problem.bytes >= least &&
-         streams_of(problem) * problem.bytes <= int64_t{kMaxClusterShare} * kMaxCluster;
+         streams_of(problem) * problem.bytes <=
+             (problem.contiguous_half ? kMaxHalfBytes : kMaxFloatBytes);
 }
 
 inline int rounded_up(int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); }
 
-// Blocks that share a row with a gradient.
-inline int cluster_of(const RowProblem& problem) {
-  const int64_t bytes = streams_of(problem) * problem.bytes;
-  const int cluster = bytes <= kMaxBlockShare ? 1 : rounded_up(bytes, kMaxClusterShare);
-  // Fewer clusters of 5 are resident: 304 KB reach 0.74 with 5 and 0.78 with 6. Rows that may be
-  // split are for blocks of 10 warps then, three of a multiprocessor: 0.88, with 14 warps 0.85.
-  const bool may_split =
-      problem.hopper_half && !problem.args.target_is_probability && problem.whole_vectors;
-  return cluster == 5 ? (may_split ? 8 : 6) : cluster;
-}
-
-// How probability, long, split and staged rows are cut: all alike, for the same bits.
-inline Pieces pieces_of(const RowProblem& problem) {
-  const int cluster = cluster_of(problem);
+// How a row is cut for so many blocks.
+inline Pieces cut_for(const RowProblem& problem, int cluster) {
+  const bool in_lines = cluster > 1 && problem.hopper_fp32;
   // A half type's piece that is not aligned has elements of one more vector.
   const bool odd_halves = problem.hopper_half && !problem.whole_vectors;
-  const int64_t piece_bytes = kPieceBytes - (odd_halves ? kVectorBytes : 0);
+  const int64_t piece_bytes =
+      in_lines ? kLinePieceBytes : kPieceBytes - (odd_halves ? kVectorBytes : 0);
   const int warps = std::min(rounded_up(streams_of(problem) * problem.bytes, piece_bytes * cluster),
-                             cluster > 1 ? kMaxPieces / cluster : kMaxBlockWarps);
+                             kMaxBlockWarps);
   // An odd number of pieces leaves warps without work in the last turn of a forward pass.
   const bool odd = cluster == 1 && warps > kMaxForwardWarps && warps % 2 != 0;
   const int count = cluster * (warps + (odd ? 1 : 0));
-  const int granules = rounded_up(problem.bytes, int64_t{count} * kVectorBytes);
-  return {count, granules * kVectorBytes / static_cast<int>(problem.element_bytes)};
+  const auto in_units = [&](int bytes) {
+    const int units = rounded_up(problem.bytes, int64_t{count} * bytes);
+    return units * bytes / static_cast<int>(problem.element_bytes);
+  };
+  // In lines, the last piece of many may have no class.
+  const int lines = in_units(kLineBytes);
+  const bool fit = int64_t{count - 1} * lines < problem.classes;
+  return {count, in_lines && fit ? lines : in_units(kVectorBytes)};
 }
+
+// Shared memory of a piece.
+inline int piece_bytes_of(const RowProblem& problem, const Pieces& pieces, bool gradient) {
+  const int bytes = pieces.size * static_cast<int>(problem.element_bytes) + kVectorBytes;
+  const int lines = rounded_up(bytes + kLineBytes - kVectorBytes, kLineBytes);
+  return streams_of(problem) * (gradient ? lines * kLineBytes : bytes);
+}
+
+// Of the states of a row's pieces.
+inline int state_bytes_of(const Pieces& pieces) {
+  return pieces.count > 1 ? kMaxStateWords * pieces.count * static_cast<int>(sizeof(uint32_t)) : 0;
+}
+
+// The same of a block that leaves gradients.
+inline int gradient_bytes_of(const RowProblem& problem, const Pieces& pieces, int cluster) {
+  return pieces.count / cluster * piece_bytes_of(problem, pieces, true) +
+         2 * state_bytes_of(pieces);
+}
+
+// What a block has beside that.
+inline int static_bytes_of(const RowProblem& problem) {
+  return kStaticSharedBytes + (problem.args.target_is_probability ? kProbabilitySharedBytes : 0);
+}
+
+// Blocks that share a row with a gradient.
+inline int cluster_of(const RowProblem& problem) {
+  const int64_t bytes = streams_of(problem) * problem.bytes;
+  if (bytes <= kMaxBlockShare) {
+    return 1;
+  }
+  // Rows that may be split are for blocks of 10 warps then, three of a multiprocessor: with 8
+  // blocks rows of 304 KB reach 0.88 there, with 5, of 14 warps, 0.85.
+  const bool may_split =
+      problem.hopper_half && !problem.args.target_is_probability && problem.whole_vectors;
+  if (may_split && bytes <= kMaxSplitBytes) {
+    const int cluster = rounded_up(bytes, kSplitShare);
+    return cluster == 5 ? 8 : cluster;
+  }
+  // The cluster of which the multiprocessors of a GPC hold the most rows at a time; of several, the
+  // largest. Measured on an H200, steps of fp32 128256 classes: 7 blocks, of which 4 rows fit, .81
+  // of the floor; 6, of which 5 fit, .87; 5, 8 and 10, of which 6 fit, .89, .89 and .88. 100000
+  // classes with 4, 6 and 8, of which 8 rows fit: .86, .88, .86; with 5 and 7, of which 6 fit, .80
+  // and .84.
+  const int least = rounded_up(bytes, kMaxClusterShare);
+  const int most = least > kPortableCluster ? kMaxCluster : kPortableCluster;
+  int best = least;
+  int64_t best_rows = 0;
+  for (int cluster = least; cluster <= most; ++cluster) {
+    const Pieces pieces = cut_for(problem, cluster);
+    const int warps = pieces.count / cluster;
+    const int64_t blocks = problem.device.resident_blocks(
+        warps * kWarpSize, gradient_bytes_of(problem, pieces, cluster) + static_bytes_of(problem));
+    const int64_t rows = kGpcMultiprocessors * blocks / cluster;
+    if (rows >= best_rows && (warps >= kFewestWarps || cluster == least)) {
+      best_rows = rows;
+      best = cluster;
+    }
+  }
+  return best;
+}
+
+// How probability, long, split and staged rows are cut: all alike, for the same bits.
+inline Pieces pieces_of(const RowProblem& problem) { return cut_for(problem, cluster_of(problem)); }
 
 // Rows of a block, or of a cluster, where there are many. Measured on an H200, steps: 16384x50257
 // of bf16 takes 852, 835 and 839 us with 2, 4 and 6, 32768x5003 of fp16 194, 188 and 190 with 2, 4
@@ -107,31 +180,23 @@ inline RowPlan plan(const RowProblem& problem) {
   RowPlan plan;
   plan.pieces = pieces_of(problem);
   const int pieces = plan.pieces.count;
-  const int stream_bytes =
-      plan.pieces.size * static_cast<int>(problem.element_bytes) + kVectorBytes;
-  plan.piece_bytes =
-      streams_of(problem) *
-      (problem.gradient
-           ? rounded_up(stream_bytes + kLineBytes - kVectorBytes, kLineBytes) * kLineBytes
-           : stream_bytes);
-  const int states = pieces > 1 ? kMaxStateWords * pieces * 4 : 0;
+  plan.piece_bytes = piece_bytes_of(problem, plan.pieces, problem.gradient);
   if (problem.gradient) {
     plan.cluster = cluster_of(problem);
     plan.threads = pieces / plan.cluster * kWarpSize;
-    plan.shared_bytes = plan.threads / kWarpSize * plan.piece_bytes + 2 * states;
+    plan.shared_bytes = gradient_bytes_of(problem, plan.pieces, plan.cluster);
   } else {
     // As many for each warp, as far as it goes.
     const int turns = rounded_up(pieces, kMaxForwardWarps);
     plan.threads = rounded_up(pieces, turns) * kWarpSize;
-    plan.shared_bytes =
-        plan.threads / kWarpSize * plan.piece_bytes + kStateGroups * row_group(pieces) * states;
+    plan.shared_bytes = plan.threads / kWarpSize * plan.piece_bytes +
+                        kStateGroups * row_group(pieces) * state_bytes_of(plan.pieces);
   }
-  const int static_bytes =
-      kStaticSharedBytes + (problem.args.target_is_probability ? kProbabilitySharedBytes : 0);
-  const int64_t resident = problem.device.multiprocessors *
-                           problem.device.resident_blocks(
-                               plan.threads, static_cast<int>(plan.shared_bytes) + static_bytes) /
-                           plan.cluster;
+  const int64_t resident =
+      problem.device.multiprocessors *
+      problem.device.resident_blocks(
+          plan.threads, static_cast<int>(plan.shared_bytes) + static_bytes_of(problem)) /
+      plan.cluster;
   const int64_t even = ceil_div(problem.rows, resident);
   const int64_t large =
       std::min(even, std::max(most_rows(problem, plan), ceil_div(problem.rows, kMaxWorkers)));

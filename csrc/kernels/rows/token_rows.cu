@@ -8,13 +8,13 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <stdexcept>
 #include <type_traits>
 
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/dispatch.cuh"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/row_pass.cuh"
+#include "kernels/rows/row_states.cuh"
 #include "kernels/rows/short_gradients.cuh"
 #include "kernels/rows/short_token_rows.cuh"
 #include "kernels/rows/token_gradients.cuh"
@@ -40,26 +40,6 @@ TokenBackwardArgs slice_of(const RowSlice& slice, TokenBackwardArgs args) {
   args.grad_lse = slice(args.grad_lse);
   args.grad_input = slice(args.grad_input);
   return args;
-}
-
-// Calls body(type, map) with the types of logits and of the map.
-template <typename Body>
-void visit_logits(const TokenArgs& args, const LogitMapParams& params, Body&& body) {
-  if (args.num_classes * element_size(args.input.dtype) / kRowVectorBytes > kMostVectors) {
-    throw std::runtime_error("lossops: CUDA kernels do not take rows of so many classes");
-  }
-  const auto visit_map = [&](auto like) {
-    using scalar_t = decltype(like);
-    visit_logit_map<acc_type_t<scalar_t>>(
-        params, [&](const auto& map) { body(RowType<scalar_t>(args.input.dtype), map); });
-  };
-  if (args.input.dtype == DType::kFloat64) {
-    body(RowType<double>(args.input.dtype), AnyMap<double>(params));
-  } else if (args.input.dtype == DType::kFloat32) {
-    visit_map(float{});
-  } else {
-    visit_map(AnyHalf{});
-  }
 }
 
 RowCut cut_of(const TokenArgs& args) {
@@ -103,39 +83,31 @@ int64_t token_forward_scratch(const TokenForwardArgs& args) {
 
 void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context context) {
   auto* const stream = static_cast<cudaStream_t>(context);
-  LogitMapParams params = args.map;
-  const bool changes_signs = params.scale < 0;
-  params.scale = changes_signs ? -params.scale : params.scale;
-  visit_logits(args, params, [&](auto type, const auto& call_map) {
-    using scalar_t = typename decltype(type)::scalar_type;
-    using Row = TokenRow<acc_type_t<scalar_t>>;
-    using Map = std::decay_t<decltype(call_map)>;
-    const auto map = map_of_pass(call_map);
-    if constexpr (kHasShortKernels<scalar_t, Map>) {
-      if (takes_short_rows(args)) {
+  if (takes_short_rows(args)) {
+    const RisingMap rising(args.map);
+    visit_rows(args.input.dtype, args.num_classes, rising.params, [&](auto type, const auto& map) {
+      using scalar_t = typename decltype(type)::scalar_type;
+      using Map = std::decay_t<decltype(map)>;
+      if constexpr (kHasShortKernels<scalar_t, Map>) {
         for_each_slice(args.rows, kMaxDividend, [&](const RowSlice& slice) {
           const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
-          launch_short_token_values(slice, slice_of(slice, args), source, type, map, Map(args.map),
-                                    changes_signs, stream);
+          launch_short_token_values(slice, slice_of(slice, args), source, type, map_of_pass(map),
+                                    Map(args.map), rising.changes_signs, stream);
         });
-        return;
       }
-    }
-    const RowCut cut = cut_of(args);
-    const int lanes = lanes_for(cut.pieces);
-    auto* const states = reinterpret_cast<typename Row::State*>(scratch);
-    for_each_slice(args.rows, kMaxDividend / cut.pieces, [&](const RowSlice& slice) {
-      const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
-      const RowGrid grid(slice, cut.pieces);
-      launch_kernel("row_states_kernel", row_states_kernel<Row, scalar_t, Map>,
-                    {grid.blocks(cut.lanes), kRowThreads}, stream, source, grid, cut,
-                    Row{args.entropy.data != nullptr}, type, map, changes_signs, states);
-      const RowGrid rows(slice, 1);
-      LaunchShape shape = {rows.blocks(lanes), kRowThreads};
-      shape.overlap = true;
-      launch_kernel("token_values_kernel", token_values_kernel, shape, stream,
-                    slice_of(slice, args), source, rows, cut.pieces, lanes, states);
     });
+    return;
+  }
+  const RowCut cut = cut_of(args);
+  const int lanes = lanes_for(cut.pieces);
+  for_each_slice(args.rows, kMaxDividend / cut.pieces, [&](const RowSlice& slice) {
+    const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
+    launch_row_states(slice, source, cut, args.map, args.entropy.data != nullptr, scratch, stream);
+    const RowGrid rows(slice, 1);
+    LaunchShape shape = {rows.blocks(lanes), kRowThreads};
+    shape.overlap = true;
+    launch_kernel("token_values_kernel", token_values_kernel, shape, stream, slice_of(slice, args),
+                  source, rows, cut.pieces, lanes, scratch);
   });
 }
 
@@ -166,7 +138,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
   double* const of_softmax = scratch + gradient_doubles(args);
   double* const kept = of_softmax + args.rows.numel;
   const IndexPass at_end = args.is_in_place() ? IndexPass::kRestore : IndexPass::kRewrite;
-  visit_logits(args, args.map, [&](auto type, const auto& map) {
+  visit_rows(args.input.dtype, args.num_classes, args.map, [&](auto type, const auto& map) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Map = std::decay_t<decltype(map)>;
     using acc_t = acc_type_t<scalar_t>;
