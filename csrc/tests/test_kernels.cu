@@ -488,7 +488,7 @@ void test_bits_of_planes(Random& random, DType dtype, int64_t num_classes, doubl
   CHECK(statistics(kRows - 1, 1) == expected);
 }
 
-// Rows of neighbouring classes, with so many elements between them.
+// Rows of neighbouring classes, with `gap` elements between them.
 TestTensor rows_with_gaps(DType dtype, int64_t rows, int64_t num_classes, int64_t gap) {
   TestTensor tensor = test::class_tensor(dtype, {rows}, num_classes + gap, ClassLayout::kInner);
   tensor.sizes.back() = num_classes;
@@ -1002,7 +1002,7 @@ int main() {
         test_far_rows(shifted, dtype, num_classes, ClassLayout::kInner, shift);
       }
     }
-    // Gaps too large to be copied, too: from a row to the next whole vectors, or not.
+    // Rows so far apart that gaps are not copied: at a distance of whole vectors, and at another.
     Random apart(31);
     for (const int64_t num_classes : {3, 33, 150, 401, 1281}) {
       for (const int64_t stride : {2 * num_classes / 8 * 8 + 48, 2 * num_classes + 49}) {

@@ -26,8 +26,8 @@ namespace {
 constexpr int kElementsAtATime = 8;
 // Granules of a gradient that a lane has in flight.
 constexpr int kStoreUnroll = 4;
-// With padding between them, rows cannot be copied as one run. Rows of more granules than these are
-// copied in bulk, one copy a row. Shorter ones are copied by all lanes, because a warp starts its
+// Of rows that are copied one by one, those of more granules than these are copied in bulk, one
+// copy a row. Shorter ones are copied by all lanes, because a warp starts its
 // bulk copies one after the other. Measured on an H200, bf16, 8 lanes a row, forward: 256, 512 and
 // 896 classes in bulk .52, .65, .73 of the floor, by lanes .54, .62, .69.
 constexpr int kMostGranulesByLanes = 32;
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
         x_at_edge = base[e];
       }
     }
-    if (shape.padding == 0) {
+    if (!shape.by_rows) {
       const int bytes = max(whole_end() - whole_begin(), 0) * kVectorBytes;
       char* const to = buffer + whole_begin() * kVectorBytes;
       const scalar_t* const from = base + whole_begin() * kSize;
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks(kGradient))
       arrived.wait(parity);
       parity ^= 1;
     }
-    // An edge behind the first granule belongs to the last row, which padding has moved.
+    // An edge behind the first granule belongs to the last row, which lies elsewhere than in a run.
     if (edge >= 0) {
       elements[edge < kSize ? edge : edge + (rows - 1) * (pitch - shape.stride)] = x_at_edge;
     }
@@ -515,6 +515,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.bytes = plan.warp_bytes;
   shape.pitch = plan.row_bytes / static_cast<int>(sizeof(half_t));
   shape.stride = static_cast<int>(row_stride(args, args.input));
+  shape.by_rows = plan.by_rows;
   shape.by_words = plan.by_words;
   shape.gradient_in_run = rows_follow(args, args.grad_input, args.grad_input_class_stride) &&
                           !plan.by_words && shape.stride == num_classes &&
@@ -531,7 +532,7 @@ void launch_tiles(const CrossEntropyForwardArgs& args, const RowPlan& plan,
   shape.in_bulk = current_device_limits().hopper;
   shape.in_vectors =
       !plan.by_words && plan.row_bytes % kVectorBytes == 0 && is_vector_aligned(args.input.data);
-  if (plan.padding > 0) {  // each row begins at the same place of a granule
+  if (plan.by_rows) {  // all rows begin at the same place of a granule
     const auto phase = static_cast<int>(reinterpret_cast<uintptr_t>(args.input.data) %
                                         kVectorBytes / sizeof(half_t));
     const int granules = ceil_div(phase + num_classes, kVectorSize<half_t>);

@@ -42,8 +42,7 @@ constexpr double kLeastGain = 1.15;
 // / .63; 7800 classes .68 / .67, .49 / .56.
 constexpr int64_t kMaxRowBytes = 16000;
 constexpr int64_t kMaxHopperRowBytes = kWarpSize * kMaxLaneWords * 4;
-// From a row to the next, where rows are copied without the gaps between them: the elements of a
-// tile are counted by 32 bits.
+// The most from a row to the next where gaps are not copied: offsets in a tile have 32 bits.
 constexpr int64_t kMaxStrideBytes = 1 << 20;
 
 // Whether tiles take these rows: of half types and class indices.
@@ -78,8 +77,8 @@ inline int team_of(int row_bytes) {
   return team;
 }
 
-// How rows lie in shared memory: sets `by_words`, `row_bytes` and `padding`, which is not 0 where
-// each row is copied by itself.
+// How rows are copied to shared memory, and how they lie there: sets `by_rows`, `by_words`,
+// `padding` and `row_bytes`.
 inline void place_rows(const RowProblem& problem, RowPlan& plan) {
   const auto bytes = static_cast<int>(problem.bytes);
   const int64_t stride = row_stride(problem.args, problem.args.input) * problem.element_bytes;
@@ -88,13 +87,16 @@ inline void place_rows(const RowProblem& problem, RowPlan& plan) {
     // then they begin at the same place of a granule, and the most accesses meet in a bank.
     plan.row_bytes = static_cast<int>(stride);
     plan.padding = padding_of(plan.row_bytes, plan.team);
+    plan.by_rows = plan.padding > 0;
     plan.row_bytes += plan.padding * kVectorBytes;
   } else if (problem.args.rows.ndim == 1 && stride > 0 && stride <= kMaxStrideBytes &&
              stride % kVectorBytes == 0) {
-    // Each row in its whole granules, without the gap.
+    // Each row by the granules that hold it, without the gap behind it. As rows are whole granules
+    // apart, all begin at the same place of a granule; bytes + 15 have room for any place.
+    plan.by_rows = true;
     plan.row_bytes = static_cast<int>(round_up(bytes + kVectorBytes - 1, kVectorBytes));
-    plan.padding = 1 + padding_of(plan.row_bytes, plan.team);
-    plan.row_bytes += (plan.padding - 1) * kVectorBytes;
+    plan.padding = padding_of(plan.row_bytes, plan.team);
+    plan.row_bytes += plan.padding * kVectorBytes;
   } else {
     plan.by_words = true;
     plan.row_bytes = 4 * ((bytes + 3) / 4 | 1);  // an odd number of words: few lanes meet in a bank

@@ -21,14 +21,15 @@ struct TileShape {
   int padding;             // granules between rows in shared memory, against bank conflicts
   int bytes;               // of a warp's buffer
   int pitch;               // elements from a row to the next in shared memory
-  int stride;              // the same in global memory, if rows are copied as a run
+  int stride;              // the same in global memory, unless rows are copied word by word
   bool in_bulk;            // copies are bulk copies
+  bool by_rows;            // each row is copied by itself, in granules; else all as one run
   bool by_words;           // rows are copied word by word, each to the start of a word
   bool in_vectors;         // rows start at granules in shared memory
   bool gradient_in_run;    // gradients are contiguous rows, placed in vectors as the logits are
   bool gradient_in_rows;   // otherwise, for teams of 4 and more: each row lies in vectors as its
                            // logits do
-  bool gradient_in_quads;  // otherwise: gradients are contiguous, and tiles 8-byte aligned
+  bool gradient_in_quads;  // otherwise: gradients are contiguous rows, at any address
   // Of gradients in the run: 2^20 over a row's granules, rounded up; divides a granule's number.
   uint32_t rows_of_2_20;
   Divisor classes;

@@ -27,6 +27,10 @@ namespace lossops::cuda {
 // Its PTX version is that of the code this device runs, which may be older than the device.
 static __global__ void code_version_kernel() {}
 
+// For backward passes, which take their blocks' shares from the last to the first: forward read the
+// last ones last, so in a step their logits may still be in the L2 cache.
+__device__ __forceinline__ uint32_t block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }
+
 inline bool hopper_is_disabled() {
   static const bool disabled = [] {
     const char* const value = std::getenv("LOSSOPS_DISABLE_HOPPER");

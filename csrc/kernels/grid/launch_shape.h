@@ -5,7 +5,8 @@
 
 namespace lossops::cuda {
 
-// Blocks of a cluster that any device with clusters has; more are asked for.
+// Blocks of the largest cluster that every device with clusters launches. Kernels must ask for
+// more.
 constexpr int kPortableCluster = 8;
 
 struct LaunchShape {

@@ -10,8 +10,9 @@
 
 namespace lossops::cuda {
 
-// Whether a target may be `ignore_index`.
-inline bool can_be_ignored(const CrossEntropyArgs& args) {
+// Whether the dtype of targets holds `ignore_index`. RowSource compares as many bits as a target
+// has: -100 would be equal to a target of 156 in uint8.
+inline bool targets_hold_ignore_index(const CrossEntropyArgs& args) {
   const auto is_in = [&](auto like) {
     using Limits = std::numeric_limits<decltype(like)>;
     return args.ignore_index >= Limits::min() && args.ignore_index <= Limits::max();
@@ -26,10 +27,10 @@ inline bool can_be_ignored(const CrossEntropyArgs& args) {
   }
 }
 
-// Logits of ignored rows are not read.
+// The rows of a slice, of which ignored ones do not count.
 inline RowSource indexed_source(const RowSlice& slice, const CrossEntropyArgs& args) {
   return RowSource(slice, args.input, args.input_class_stride,
-                   can_be_ignored(args) ? args.target : Operand{}, args.ignore_index);
+                   targets_hold_ignore_index(args) ? args.target : Operand{}, args.ignore_index);
 }
 
 }  // namespace lossops::cuda

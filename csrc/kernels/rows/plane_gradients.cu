@@ -32,9 +32,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   if (kept_is_right(args)) {
     return;
   }
-  // From the last strip to the first: forward read the last ones last, so in a step their logits
-  // may still be in the L2 cache.
-  const uint32_t block = gridDim.x - 1 - blockIdx.x;
+  const uint32_t block = block_from_the_end();
   const uint32_t number = grid.tiles_of_strip.quotient(block);
   const int tile_of_strip = static_cast<int>(block - number * grid.tiles_of_strip.value);
   const Strip strip = grid.strip(number);

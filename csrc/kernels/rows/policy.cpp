@@ -190,22 +190,23 @@ const PolicyRow kPolicy[kFamilies] = {
      "bf16 step: 8192x131072 staged .83, this .90; 4096x262144 .79, .87; 8192x128256 .78, .87",
      split_rows::fits, split_rows::plan, always, Again::kNever, always},
     {Family::kStagedRows, "staged_rows", "rows/staged_rows.cu",
-     "from 2 KB, of half types with smoothing from 4, to 1536 KB of fp32 and 800 KB of half types; "
-     "class indices, with smoothing or weights, and probabilities of the logits' dtype to half of "
-     "that without weights; Hopper",
+     "class indices, with smoothing or weights but not both, from 2 KB, half types with smoothing "
+     "from 4 KB, to 1536 KB of fp32 and 800 KB of half types; probabilities of the logits' dtype, "
+     "without weights, to half as much; Hopper",
      "a piece of a row a warp, a block or a cluster of 2 to 16 blocks a row",
-     "each logit is read once, for the gradient too; by team rows fp32 65536x21843 .67 / .41, "
-     "3000x151936 .97 / .54; this 3000x151936 .91 / .90",
+     "each logit is read once, for the gradient too; by team rows fp32 65536x21843 .67 / .41; fp32 "
+     "3000x151936 by team rows .97 / .54, this .91 / .90",
      staged_rows::fits, staged_rows::plan, [](P p) { return p.gradient_lies_as_input(); },
      Again::kNever, [](P p) { return p.indices; }},
     {Family::kTwoPassRows, "two_pass_rows", "rows/two_pass_rows.cu",
-     "class indices, from 4097 bytes a row, unless a multiprocessor has shared memory for three "
-     "rows of whole vectors of 32 KB or more",
-     "some lanes of a warp reduce a piece of a row, and a second kernel puts the pieces together; "
-     "the gradient reads the row again",
-     "without Hopper's kernels, by team rows bf16 4096x50257 .52 / .33, 12000x9001 .35 / .35, fp32 "
-     "165x123866 .24 / .22; this .82 / .60, .72 / .55, .57 / .48. With them, fp32 700x500000 .80 / "
-     ".49, .97 / .64",
+     "fp32, fp16 and bf16, class indices without smoothing, from 4097 bytes a row; not rows of 32 "
+     "KB "
+     "or more in whole vectors of which three fit the shared memory of a multiprocessor",
+     "some lanes of a warp reduce a piece of a row, and a second kernel merges the pieces; a third "
+     "reads the row again for the gradient",
+     "without Hopper's kernels, bf16 4096x50257 by team rows .52 / .33, this .82 / .60; fp16 "
+     "12000x9001 .35 / .35, .72 / .55; fp32 165x123866 .24 / .22, .57 / .48. With them, fp32 "
+     "700x500000 .80 / .49, .97 / .64",
      two_pass_rows::fits, two_pass_rows::plan, never, Again::kNever, never},
     {Family::kSoftTiles, "soft_tiles", "rows/soft_tiles.cu",
      "smoothing, and probabilities of any dtype but fp64; from 2 classes to 4096 bytes a row, with "

@@ -101,6 +101,7 @@ Json json_of(const RowPlan& plan) {
   json.add_used("padding_of_row_in_tile", plan.padding, unused.padding);
   json.add_used("word_by_word", plan.words, unused.words);
   json.add_used("aligned", plan.aligned, unused.aligned);
+  json.add_used("copied_by_rows", plan.by_rows, unused.by_rows);
   json.add_used("copied_by_words", plan.by_words, unused.by_words);
   return json;
 }
@@ -147,7 +148,7 @@ void add_edges(int64_t most, const Nth& nth, const Shapes& shape, std::set<int64
 }  // namespace
 
 std::vector<int64_t> policy_edges(DType dtype, const DeviceLimits& device) {
-  // More than any kernel takes but for two_pass_rows and team_rows.
+  // Longer than the rows of every kernel but two_pass_rows and team_rows, which have no such limit.
   constexpr int64_t kMostBytes = 1600 << 10;
   const int64_t most = kMostBytes / element_size(dtype);
   const int64_t vector = kVectorBytes / element_size(dtype);

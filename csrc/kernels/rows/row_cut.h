@@ -55,6 +55,16 @@ constexpr int vector_shift_of(int64_t element_bytes) {
   return element_bytes == 2 ? 3 : element_bytes == 4 ? 2 : 1;
 }
 
+// The least power of two that is not below count, at most 32. It depends on count alone, because
+// the order of a sum, and with it the sum's bits, may follow from it.
+inline int lanes_for(int64_t count) {
+  int lanes = 1;
+  while (lanes < count && lanes < 32) {
+    lanes *= 2;
+  }
+  return lanes;
+}
+
 struct RowCut {
   int64_t num_classes = 0;
   int vectors = 0;  // of a row, the one in part too

@@ -39,16 +39,6 @@ __device__ __forceinline__ State exchange(const State& state, int bit) {
   return other;
 }
 
-// The least power of two that is not below count, at most 32. It depends on count alone, because
-// the order of a sum, and with it the sum's bits, may follow from it.
-inline int lanes_for(int64_t count) {
-  int lanes = 1;
-  while (lanes < count && lanes < 32) {
-    lanes *= 2;
-  }
-  return lanes;
-}
-
 // The state of a row, in each of the aligned lanes that call it; load(piece): that of a piece.
 template <typename State, typename Load>
 __device__ __forceinline__ State merge_states(int pieces, int lanes, const Load& load) {

@@ -27,13 +27,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
 #include <type_traits>
 
+#include "kernels/grid/device.cuh"
 #include "kernels/grid/launch.cuh"
 #include "kernels/primitives/thread_reduce.cuh"
 #include "kernels/primitives/vectorized.cuh"
 #include "kernels/primitives/warp_reduce.cuh"
+#include "kernels/rows/mapped_terms.cuh"
 #include "kernels/rows/row_cut.h"
 #include "kernels/rows/row_merge.cuh"
 #include "kernels/rows/row_reader.cuh"
@@ -46,12 +47,12 @@ namespace lossops::cuda {
 struct RowSource {
   Operand input;
   int64_t class_stride = 1;
-  // An element a row, `skipped` where the results of the row are 0, whatever its logits; null: all
-  // rows count.
+  // An element for each row. A row whose element is `skipped` does not count: its logits are not
+  // read, and its results are 0. Null: all rows count.
   Operand mask;
   uint64_t skipped = 0;
   int mask_bytes = 1;      // of an element
-  uint64_t mask_bits = 0;  // of an element, those that are compared
+  uint64_t mask_bits = 0;  // of an element, those that are compared: not the sign of a float
 
   RowSource(const RowSlice& slice, const Operand& logits, int64_t stride, const Operand& row_mask,
             int64_t skipped_ = 0)
@@ -96,9 +97,10 @@ struct GradientAtIndex {
 };
 
 // The number of this thread's group of lanes, of which there are a power of two.
-__device__ __forceinline__ uint32_t group_of_thread(int lanes, uint32_t thread = threadIdx.x) {
+__device__ __forceinline__ uint32_t group_of_thread(int lanes, uint32_t thread = threadIdx.x,
+                                                    uint32_t block = blockIdx.x) {
   const int shift = __ffs(lanes) - 1;
-  return blockIdx.x * static_cast<uint32_t>(kRowThreads >> shift) + (thread >> shift);
+  return block * static_cast<uint32_t>(kRowThreads >> shift) + (thread >> shift);
 }
 
 // Blocks of row_states_kernel on a multiprocessor: 64 registers a thread, or 128 for fp64.
@@ -131,172 +133,6 @@ constexpr int kGradientVectorsOf = std::min(kVectorsOf<scalar_t, Map>, 2);
 template <typename Gradients, typename scalar_t, typename Map>
 constexpr int kGradientBlocks =
     row_blocks(kIsLong<scalar_t, Map> ? kRowBlocks<scalar_t> : Gradients::kBlocks);
-
-// The difference z - max <= 0 of a logit, in units of kUnit, and its exponential. Below kLowest the
-// exponential is 0; a difference of -inf is raised to kLowest, so that products with it are 0 too.
-template <typename scalar_t>
-struct RowTerm {
-  using acc_t = acc_type_t<scalar_t>;
-  static constexpr bool kIsHalf = sizeof(scalar_t) == 2;
-  // Half types have powers of 2, which spares a multiplication for each logit.
-  static constexpr acc_t kUnit = kIsHalf ? acc_t(0x1.62e430p-1) : acc_t(1);  // ln 2
-  static constexpr acc_t kPerUnit = kIsHalf ? acc_t(0x1.715476p+0) : acc_t(1);
-  static constexpr acc_t kLowest = kIsHalf              ? acc_t(-512)
-                                   : sizeof(acc_t) == 4 ? acc_t(-256)
-                                                        : acc_t(-1024);
-
-  // NaN stays NaN.
-  static __device__ __forceinline__ acc_t bounded(acc_t difference) {
-    if constexpr (sizeof(acc_t) == 4) {
-      return math::at_least(difference, kLowest);
-    } else {
-      return difference < kLowest ? kLowest : difference;
-    }
-  }
-  static __device__ __forceinline__ acc_t exp(acc_t difference) {
-    if constexpr (kIsHalf) {
-      return math::exp2(difference);
-    } else if constexpr (sizeof(acc_t) == 4) {
-      return math::exp_of_finite_in_sum(difference);
-    } else {
-      return math::exp(difference);
-    }
-  }
-};
-
-// Any map, for kernels that fp64 has once: their arithmetic takes longer than a branch.
-template <typename acc_t>
-struct AnyMap {
-  LinearMap<acc_t> linear;
-  SoftcapMap<acc_t> softcap;
-  bool has_softcap;
-
-  explicit AnyMap(const LogitMapParams& params)
-      : linear(params), softcap(params), has_softcap(params.softcap > 0) {}
-
-  __device__ __forceinline__ acc_t map(acc_t x) const {
-    return has_softcap ? softcap.map(x) : linear.map(x);
-  }
-  __device__ __forceinline__ acc_t derivative(acc_t x) const {
-    return has_softcap ? softcap.derivative(x) : linear.derivative(x);
-  }
-};
-
-// The least number above 0: -inf stands for what a row does not have, and must stay -inf. The
-// largest logit times this is 5e-7 of fp32, 9e-16 of fp64.
-template <typename acc_t>
-constexpr acc_t kLeastFactor = acc_t(sizeof(acc_t) == 4 ? 0x1p-149 : 0x1p-1074);
-
-// A map whose factor is not 0.
-template <typename acc_t>
-LinearMap<acc_t> map_of_pass(LinearMap<acc_t> map) {
-  map.factor = map.factor == 0 ? kLeastFactor<acc_t> : map.factor;
-  return map;
-}
-template <typename acc_t>
-SoftcapMap<acc_t> map_of_pass(SoftcapMap<acc_t> map) {
-  map.rate = map.rate == 0 ? kLeastFactor<acc_t> : map.rate;
-  return map;
-}
-template <typename acc_t>
-AnyMap<acc_t> map_of_pass(AnyMap<acc_t> map) {
-  map.linear = map_of_pass(map.linear);
-  map.softcap = map_of_pass(map.softcap);
-  return map;
-}
-
-// A call's map as kernels of a first pass take it: one that does not fall as logits rise. Where the
-// call's falls, theirs is that of logits with other signs, since maps are odd.
-struct RisingMap {
-  LogitMapParams params;
-  bool changes_signs;
-
-  explicit RisingMap(const LogitMapParams& map) : params(map), changes_signs(map.scale < 0) {
-    params.scale = changes_signs ? -map.scale : map.scale;
-  }
-};
-
-// Calls body(type, map) with the types of logits and of their map.
-template <typename Body>
-void visit_rows(DType dtype, int64_t num_classes, const LogitMapParams& params, Body&& body) {
-  if (num_classes * element_size(dtype) / kRowVectorBytes > kMostVectors) {
-    throw std::runtime_error("lossops: CUDA kernels do not take rows of so many classes");
-  }
-  const auto visit_map = [&](auto like) {
-    using scalar_t = decltype(like);
-    visit_logit_map<acc_type_t<scalar_t>>(
-        params, [&](const auto& map) { body(RowType<scalar_t>(dtype), map); });
-  };
-  if (dtype == DType::kFloat64) {
-    body(RowType<double>(dtype), AnyMap<double>(params));
-  } else if (dtype == DType::kFloat32) {
-    visit_map(float{});
-  } else {
-    visit_map(AnyHalf{});
-  }
-}
-
-// What logits become once the maximum of those seen so far is known.
-template <typename scalar_t, typename Map>
-class SoftmaxTerms {
- public:
-  using acc_t = acc_type_t<scalar_t>;
-  using Term = RowTerm<scalar_t>;
-  // Else the map of -inf may be finite.
-  static constexpr bool kIsLinear = std::is_same_v<Map, LinearMap<acc_t>>;
-  // Logits of half types take one multiply-add. What rounding took from its constant makes all
-  // differences too large by excess(), which sums of them forgive: it is given back to those.
-  static constexpr bool kIsFused = kIsLinear && Term::kIsHalf;
-
-  __device__ __forceinline__ explicit SoftmaxTerms(const Map& map)
-      : map_(map), rate_(map_.map(acc_t(1)) * Term::kPerUnit) {}
-
-  // Takes the largest logit, and returns the maximum. What is -inf is subtracted from nothing.
-  __device__ __forceinline__ acc_t set_top(acc_t top) {
-    const acc_t max = map_.map(top);
-    shift_ = softmax_shift(kIsLinear ? top : max);
-    if constexpr (kIsFused) {
-      // Logits below the largest are then so far below it that their terms are 0, whatever the
-      // excess. A constant of -inf would make them infinite.
-      const acc_t constant = math::at_least(shift_ * rate_, -0x1.fffffep+127f);
-      const acc_t excess = ::fmaf(shift_, rate_, -constant);
-      excess_ = ::fminf(::fmaxf(excess, -1.0f), 1.0f);
-      shift_ = constant;
-    }
-    return max;
-  }
-
-  // A linear map is taken of the difference, which is exact for logits that are near each other.
-  // kBounded: false where a difference of -inf does no harm.
-  template <bool kBounded>
-  __device__ __forceinline__ acc_t difference(acc_t x) const {
-    if constexpr (kIsFused) {
-      const acc_t difference = ::fmaf(x, rate_, -shift_);
-      return kBounded ? Term::bounded(difference) : difference;
-    } else {
-      return Term::bounded(kIsLinear ? (x - shift_) * rate_
-                                     : (map_.map(x) - shift_) * Term::kPerUnit);
-    }
-  }
-
-  // In units of RowTerm.
-  __device__ __forceinline__ acc_t excess() const { return excess_; }
-
- private:
-  Map map_;
-  acc_t rate_;
-  acc_t shift_ = 0;
-  acc_t excess_ = 0;
-};
-
-// kCount logits as terms of the row's sums, but for those of the maximum, which are 0.
-template <typename scalar_t, int kCount>
-struct TermBatch {
-  using acc_t = acc_type_t<scalar_t>;
-  static constexpr int kSize = kCount;
-  acc_t powers[kCount];       // exp(z - max)
-  acc_t differences[kCount];  // (z - max) / kUnit
-};
 
 // A thread's share of the sums of a piece.
 template <typename Row, typename scalar_t, typename Map>
@@ -405,8 +241,8 @@ class PieceSum {
   acc_t top_ = -math::infinity<acc_t>();
 };
 
-// Leaves the states of rows, (rows, pieces). changes_signs: RisingMap's. Where a row has no
-// element, -inf stands for one.
+// Leaves the states of rows, (rows, pieces). changes_signs: of logits, first (RisingMap). Where a
+// row has no element, -inf stands for one.
 template <typename Row, typename scalar_t, typename Map>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
     row_states_kernel(const __grid_constant__ RowSource source,
@@ -524,7 +360,7 @@ __global__ void __launch_bounds__(kRowThreads, kGradientBlocks<Gradients, scalar
   constexpr int kVectors = kGradientVectorsOf<scalar_t, Map>;
   constexpr int kSize = kVectorSize<scalar_t>;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const uint32_t group = group_of_thread(kWarpSize);
+  const uint32_t group = group_of_thread(kWarpSize, threadIdx.x, block_from_the_end());
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (group >= grid.groups) {

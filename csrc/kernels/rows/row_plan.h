@@ -54,7 +54,7 @@ struct RowPlan {
   bool computes_again = false;
   int denominator_blocks = 0;  // of the kernel before it, if it writes the gradient of a mean
   int64_t index_bytes = 0;     // class indices that the kernel before it checks, a byte each
-  int64_t state_bytes = 0;     // what a kernel leaves of rows for the next, behind all partials
+  int64_t state_bytes = 0;     // of pieces' states, which one kernel leaves for the next
 
   int64_t blocks = 0;
   int threads = 0;           // of a block
@@ -64,7 +64,8 @@ struct RowPlan {
   int warp_bytes = 0;        // of a warp, where warps have a part of the shared memory each
   bool words = false;        // rows are not whole vectors
   bool aligned = false;      // vectors can access all rows
-  bool by_words = false;     // rows are copied to shared memory word by word
+  bool by_rows = false;      // rows are copied to shared memory one by one, in granules
+  bool by_words = false;     // the same, word by word
   int row_bytes = 0;         // from a row to the next in shared memory
   // Which rows a block, a warp or a cluster takes one after the other.
   RowShares shares;

@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "kernels/grid/launch.cuh"
-#include "kernels/rows/token_values.cuh"
+#include "kernels/rows/entropy_row.cuh"
 
 namespace lossops::cuda {
 
@@ -12,16 +12,16 @@ void launch_row_states(const RowSlice& slice, const RowSource& source, const Row
                        cudaStream_t stream) {
   const RisingMap rising(map);
   const RowGrid grid(slice, cut.pieces);
-  visit_rows(source.input.dtype, cut.num_classes, rising.params,
-             [&](auto type, const auto& of_call) {
-               using scalar_t = typename decltype(type)::scalar_type;
-               using Row = TokenRow<acc_type_t<scalar_t>>;
-               using Map = std::decay_t<decltype(of_call)>;
-               launch_kernel("row_states_kernel", row_states_kernel<Row, scalar_t, Map>,
-                             {grid.blocks(cut.lanes), kRowThreads}, stream, source, grid, cut,
-                             Row{wants_entropy}, type, map_of_pass(of_call), rising.changes_signs,
-                             static_cast<typename Row::State*>(states));
-             });
+  visit_row_types(source.input.dtype, cut.num_classes, rising.params,
+                  [&](auto type, const auto& rising_map) {
+                    using scalar_t = typename decltype(type)::scalar_type;
+                    using Row = EntropyRow<acc_type_t<scalar_t>>;
+                    using Map = std::decay_t<decltype(rising_map)>;
+                    launch_kernel("row_states_kernel", row_states_kernel<Row, scalar_t, Map>,
+                                  {grid.blocks(cut.lanes), kRowThreads}, stream, source, grid, cut,
+                                  Row{wants_entropy}, type, map_of_pass(rising_map),
+                                  rising.changes_signs, static_cast<typename Row::State*>(states));
+                  });
 }
 
 }  // namespace lossops::cuda

@@ -1,4 +1,4 @@
-// The first pass over long rows: of tokens, and of cross entropy by two passes.
+// The first pass over long rows, which tokens and two_pass_rows share.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,8 +9,9 @@
 
 namespace lossops::cuda {
 
-// Leaves an EntropySoftmax, of fp64 logits in fp64, of each piece of a slice's rows: (rows,
-// pieces), of all rows. wants_entropy: else distances are anything.
+// Leaves the state of each piece of a slice's rows in states[row][piece], where `row` counts all
+// rows of the call: an EntropySoftmax<float>, of fp64 logits an EntropySoftmax<double>. Rows that
+// do not count leave an empty one. wants_entropy: else the distance of a state is undefined.
 void launch_row_states(const RowSlice& slice, const RowSource& source, const RowCut& cut,
                        const LogitMapParams& map, bool wants_entropy, void* states,
                        cudaStream_t stream);

@@ -54,15 +54,16 @@ __device__ __forceinline__ void for_classes(const IterationSpace& space, const O
 // Elements of half types that are written at a time.
 constexpr int kQuad = 4;
 
-// Whether store_rows() may write gradients in quads: contiguous rows of half types.
+// Whether store_rows() may write gradients in quads: contiguous rows of half types, at any address.
 inline bool may_store_quads(const CrossEntropyForwardArgs& args) {
   return element_size(args.input.dtype) == 2 &&
          rows_follow(args, args.grad_input, args.grad_input_class_stride);
 }
 
 // Writes the gradients of half types of the rows first_row + r, r < rows, which lie at elements + r
-// * pitch in shared memory. in_quads: may_store_quads(). The first and the last quad of memory may
-// be these rows' in part.
+// * pitch in shared memory. in_quads: may_store_quads(). Quads are the aligned 8 bytes of memory.
+// The first and the last one may hold elements of other rows, too: then they are written one by
+// one.
 template <typename scalar_t>
 __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
                                            const Divisor& classes, const scalar_t* elements,
@@ -70,18 +71,18 @@ __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
   const int num_classes = static_cast<int>(args.num_classes);
   auto* const gradients = static_cast<scalar_t*>(args.grad_input.data);
   const int count = rows * num_classes;
-  // Elements of the first quad that are before the rows.
+  // How many elements of the first quad lie before these rows.
   const auto* const begin_of_rows = gradients + first_row * num_classes;
   const int before = in_quads ? static_cast<int>(reinterpret_cast<uintptr_t>(begin_of_rows) /
                                                  sizeof(scalar_t) % kQuad)  // fault: tile-quads
                               : 0;
 #pragma unroll 1
-  for (int quad = static_cast<int>(threadIdx.x) % kWarpSize * kQuad - before; quad < count;
-       quad += kWarpSize * kQuad) {
-    const int e = max(quad, 0);
+  for (int begin_of_quad = static_cast<int>(threadIdx.x) % kWarpSize * kQuad - before;
+       begin_of_quad < count; begin_of_quad += kWarpSize * kQuad) {
+    const int e = max(begin_of_quad, 0);
     int r = static_cast<int>(classes.quotient(static_cast<uint32_t>(e)));
     int c = e - r * num_classes;
-    if (in_quads && quad >= 0 && quad + kQuad <= count) {
+    if (in_quads && begin_of_quad >= 0 && begin_of_quad + kQuad <= count) {
       const scalar_t* from = elements + r * pitch + c;
       uint32_t bits[kQuad];
 #pragma unroll
@@ -98,7 +99,7 @@ __device__ __forceinline__ void store_rows(const CrossEntropyForwardArgs& args,
       continue;
     }
 #pragma unroll 1
-    for (int i = e; i < min(quad + kQuad, count); ++i) {
+    for (int i = e; i < min(begin_of_quad + kQuad, count); ++i) {
       gradients[row_offset(args.rows, args.grad_input, first_row + r) +
                 c * args.grad_input_class_stride] = elements[r * pitch + c];
       if (++c == num_classes) {

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kRowThreads, kShortRowBlocks)
   auto* const of_rows = reinterpret_cast<Gradient*>(memory);  // of a turn
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const BlockRows<scalar_t> block(source, grid, plan, shared);
+  const BlockRows<scalar_t> block(source, grid, plan, block_from_the_end(), shared);
   const auto thread = static_cast<int>(threadIdx.x);
   const int warp_lane = thread % kWarpSize;
   const int lane = thread & (plan.lanes - 1);

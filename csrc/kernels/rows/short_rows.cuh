@@ -79,10 +79,11 @@ class BlockRows {
   static constexpr int kSize = kVectorSize<scalar_t>;
 
   // Starts the copies of the logits to `shared`, which has ShortRows::kSharedBytes. Each thread
-  // must wait for its own copies.
+  // must wait for its own copies. block: whose rows these are.
   __device__ __forceinline__ BlockRows(const RowSource& source, const RowGrid& grid,
-                                       const ShortRows& plan, RowVector* shared)
-      : source_(source),
+                                       const ShortRows& plan, uint32_t block, RowVector* shared)
+      : block_(block),
+        source_(source),
         grid_(grid),
         plan_(plan),
         shared_(shared),
@@ -108,7 +109,7 @@ class BlockRows {
   __device__ __forceinline__ int rows() const { return rows_; }
   // The number of row r in the slice.
   __device__ __forceinline__ uint32_t number(int r) const {
-    return blockIdx.x * static_cast<uint32_t>(plan_.rows) + static_cast<uint32_t>(r);
+    return block_ * static_cast<uint32_t>(plan_.rows) + static_cast<uint32_t>(r);
   }
   __device__ __forceinline__ scalar_t* elements() const {
     return reinterpret_cast<scalar_t*>(shared_);
@@ -217,6 +218,7 @@ class BlockRows {
     }
   }
 
+  uint32_t block_;
   const RowSource& source_;
   const RowGrid& grid_;
   const ShortRows& plan_;

@@ -51,7 +51,7 @@ __device__ __forceinline__ EntropySoftmax<float> state_of_row(const RowType<scal
     state.max = terms.set_top(top);
     const uint32_t to_take = word_to_take<own_t>(top);
     uint32_t taken = 0;
-    TokenRow<float>::Sums sums;
+    EntropyRow<float>::Sums sums;
     row.template for_each_batch<false>(lowest, [&](const auto& words) {
       constexpr int kPerWord = kWordElements<own_t>;
       constexpr int kWords = sizeof(words) / sizeof(uint32_t);
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kRowThreads, kShortRowBlocks)
   const auto load_index = [&](const RowGrid::Place& place, int64_t k) {
     return load_class_index(args.index, place.offset(args.index) + k * args.index_stride);
   };
-  const BlockRows<scalar_t> block(source, grid, plan, shared);
+  const BlockRows<scalar_t> block(source, grid, plan, blockIdx.x, shared);
   const uint32_t flip = changes_signs ? sign_bits<scalar_t>(0) : 0;
 #pragma unroll 1
   for (int first = 0; first < block.rows(); first += plan.turn_rows) {

@@ -12,25 +12,27 @@ namespace lossops::cuda::staged_rows {
 constexpr int kMaxThreads = 512;
 constexpr int kMaxBlockWarps = kMaxThreads / kWarpSize;
 constexpr int kMaxCluster = 16;
-// Multiprocessors that can share a cluster, at least: those of a GPC.
+// The blocks of a cluster run on the multiprocessors of one group of the GPU (a GPC): so many, or a
+// few more.
 constexpr int kGpcMultiprocessors = 16;
 // Of a warp's piece of a row. Measured on an H200, step: 4 KB lose 2 % for 50257 classes of bf16
 // and nothing for 32768; 10 KB lose 1 to 4 %.
 constexpr int kPieceBytes = 8 << 10;
-// The same of fp32 in a cluster. Measured on an H200, step of 128256 classes by 6 blocks: .81 of
+// The same of fp32 in a cluster. Measured on an H200, step of 128256 classes by 6 blocks: .82 of
 // the floor with 8 KB, .87 with 10.
-constexpr int kLinePieceBytes = 10 << 10;
+constexpr int kFloatClusterPieceBytes = 10 << 10;
 // Longer rows are for a cluster. Measured on an H200, step: one block for 98 KB reaches 0.90 of the
 // floor, two 0.84.
 constexpr int kMaxBlockShare = 104 << 10;
-// Of a row in a cluster, for each of its blocks: two of them fit a multiprocessor.
+// The most that a block of a cluster has of a row, so that two such blocks fit a multiprocessor.
 constexpr int kMaxClusterShare = 100 << 10;
-// Warps of such a block, unless only the fewest blocks have as many.
-constexpr int kFewestWarps = 7;
-// The same share of rows that split_rows takes: 64 KB of 256 reach 0.82, 43 KB 0.74.
+// Such a block has at least so many warps, unless even those of the smallest cluster have fewer.
+constexpr int kLeastClusterWarps = 7;
+// The most that it has of a row that split_rows takes. Measured on an H200, step: rows of 256 KB
+// reach 0.82 of the floor with shares of 64 KB, 0.74 with 43.
 constexpr int kSplitShare = 72 << 10;
 constexpr int kMaxSplitBytes = kPortableCluster * kSplitShare;
-// The longest rows of fp32 and of half types, logits and probabilities.
+// The longest rows of fp32 and of half types, with probabilities both together.
 constexpr int64_t kMaxFloatBytes = int64_t{kMaxCluster} * (96 << 10);
 constexpr int64_t kMaxHalfBytes = int64_t{kPortableCluster} * kMaxClusterShare;
 // Warps of a block that leaves no gradient.
@@ -75,26 +77,27 @@ inline bool fits(const RowProblem& problem) {
 
 inline int rounded_up(int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); }
 
-// How a row is cut for so many blocks.
+// How a row is cut for a cluster of so many blocks.
 inline Pieces cut_for(const RowProblem& problem, int cluster) {
-  const bool in_lines = cluster > 1 && problem.hopper_fp32;
+  const bool is_float_cluster = cluster > 1 && problem.hopper_fp32;
   // A half type's piece that is not aligned has elements of one more vector.
   const bool odd_halves = problem.hopper_half && !problem.whole_vectors;
   const int64_t piece_bytes =
-      in_lines ? kLinePieceBytes : kPieceBytes - (odd_halves ? kVectorBytes : 0);
+      is_float_cluster ? kFloatClusterPieceBytes : kPieceBytes - (odd_halves ? kVectorBytes : 0);
   const int warps = std::min(rounded_up(streams_of(problem) * problem.bytes, piece_bytes * cluster),
                              kMaxBlockWarps);
   // An odd number of pieces leaves warps without work in the last turn of a forward pass.
   const bool odd = cluster == 1 && warps > kMaxForwardWarps && warps % 2 != 0;
   const int count = cluster * (warps + (odd ? 1 : 0));
-  const auto in_units = [&](int bytes) {
-    const int units = rounded_up(problem.bytes, int64_t{count} * bytes);
-    return units * bytes / static_cast<int>(problem.element_bytes);
+  const auto size_in = [&](int unit_bytes) {
+    const int units = rounded_up(problem.bytes, int64_t{count} * unit_bytes);
+    return units * unit_bytes / static_cast<int>(problem.element_bytes);
   };
-  // In lines, the last piece of many may have no class.
-  const int lines = in_units(kLineBytes);
-  const bool fit = int64_t{count - 1} * lines < problem.classes;
-  return {count, in_lines && fit ? lines : in_units(kVectorBytes)};
+  // Pieces of whole lines, so that no two warps write to one; unless the last piece of many then
+  // had no class.
+  const int size_in_lines = size_in(kLineBytes);
+  const bool is_none_empty = int64_t{count - 1} * size_in_lines < problem.classes;
+  return {count, is_float_cluster && is_none_empty ? size_in_lines : size_in(kVectorBytes)};
 }
 
 // Shared memory of a piece.
@@ -104,18 +107,18 @@ inline int piece_bytes_of(const RowProblem& problem, const Pieces& pieces, bool 
   return streams_of(problem) * (gradient ? lines * kLineBytes : bytes);
 }
 
-// Of the states of a row's pieces.
+// Shared memory of the states of a row's pieces.
 inline int state_bytes_of(const Pieces& pieces) {
   return pieces.count > 1 ? kMaxStateWords * pieces.count * static_cast<int>(sizeof(uint32_t)) : 0;
 }
 
-// The same of a block that leaves gradients.
+// Shared memory of a block that leaves gradients: its pieces, and the states of two rows.
 inline int gradient_bytes_of(const RowProblem& problem, const Pieces& pieces, int cluster) {
   return pieces.count / cluster * piece_bytes_of(problem, pieces, true) +
          2 * state_bytes_of(pieces);
 }
 
-// What a block has beside that.
+// Static shared memory of a block, at most.
 inline int static_bytes_of(const RowProblem& problem) {
   return kStaticSharedBytes + (problem.args.target_is_probability ? kProbabilitySharedBytes : 0);
 }
@@ -126,19 +129,21 @@ inline int cluster_of(const RowProblem& problem) {
   if (bytes <= kMaxBlockShare) {
     return 1;
   }
-  // Rows that may be split are for blocks of 10 warps then, three of a multiprocessor: with 8
-  // blocks rows of 304 KB reach 0.88 there, with 5, of 14 warps, 0.85.
-  const bool may_split =
+  // Rows of half types in whole vectors have the cut that split_rows wants: instead of 5 blocks of
+  // 14 warps, 8 of 10, of which three fit a multiprocessor. Measured on an H200, step of 304 KB by
+  // split_rows: .88 of the floor, with 5 .85.
+  const bool is_cut_for_split_rows =
       problem.hopper_half && !problem.args.target_is_probability && problem.whole_vectors;
-  if (may_split && bytes <= kMaxSplitBytes) {
+  if (is_cut_for_split_rows && bytes <= kMaxSplitBytes) {
     const int cluster = rounded_up(bytes, kSplitShare);
     return cluster == 5 ? 8 : cluster;
   }
-  // The cluster of which the multiprocessors of a GPC hold the most rows at a time; of several, the
-  // largest. Measured on an H200, steps of fp32 128256 classes: 7 blocks, of which 4 rows fit, .81
-  // of the floor; 6, of which 5 fit, .87; 5, 8 and 10, of which 6 fit, .89, .89 and .88. 100000
-  // classes with 4, 6 and 8, of which 8 rows fit: .86, .88, .86; with 5 and 7, of which 6 fit, .80
-  // and .84.
+  // The smallest possible cluster, or one whose blocks have kLeastClusterWarps: that of which a GPC
+  // holds the most rows at a time, and of several that hold as many, the largest. More than 8
+  // blocks only where 8 are too few. Measured on an H200, steps of fp32: 128256 classes by 7 blocks
+  // of 8 warps, of which a GPC holds 4 rows, .81 of the floor; by 6 of 9, which holds 5, .87; by 8
+  // of 7, which holds 6, .89. 100000 classes by 5 blocks of 10, which holds 6, .80; by 6 of 7,
+  // which holds 8, .88.
   const int least = rounded_up(bytes, kMaxClusterShare);
   const int most = least > kPortableCluster ? kMaxCluster : kPortableCluster;
   int best = least;
@@ -149,7 +154,7 @@ inline int cluster_of(const RowProblem& problem) {
     const int64_t blocks = problem.device.resident_blocks(
         warps * kWarpSize, gradient_bytes_of(problem, pieces, cluster) + static_bytes_of(problem));
     const int64_t rows = kGpcMultiprocessors * blocks / cluster;
-    if (rows >= best_rows && (warps >= kFewestWarps || cluster == least)) {
+    if (rows >= best_rows && (warps >= kLeastClusterWarps || cluster == least)) {
       best_rows = rows;
       best = cluster;
     }

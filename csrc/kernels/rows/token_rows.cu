@@ -85,17 +85,19 @@ void launch_token_forward(const TokenForwardArgs& args, double* scratch, Context
   auto* const stream = static_cast<cudaStream_t>(context);
   if (takes_short_rows(args)) {
     const RisingMap rising(args.map);
-    visit_rows(args.input.dtype, args.num_classes, rising.params, [&](auto type, const auto& map) {
-      using scalar_t = typename decltype(type)::scalar_type;
-      using Map = std::decay_t<decltype(map)>;
-      if constexpr (kHasShortKernels<scalar_t, Map>) {
-        for_each_slice(args.rows, kMaxDividend, [&](const RowSlice& slice) {
-          const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
-          launch_short_token_values(slice, slice_of(slice, args), source, type, map_of_pass(map),
-                                    Map(args.map), rising.changes_signs, stream);
+    visit_row_types(
+        args.input.dtype, args.num_classes, rising.params, [&](auto type, const auto& map) {
+          using scalar_t = typename decltype(type)::scalar_type;
+          using Map = std::decay_t<decltype(map)>;
+          if constexpr (kHasShortKernels<scalar_t, Map>) {
+            for_each_slice(args.rows, kMaxDividend, [&](const RowSlice& slice) {
+              const RowSource source(slice, args.input, args.input_class_stride, args.row_mask);
+              launch_short_token_values(slice, slice_of(slice, args), source, type,
+                                        map_of_pass(map), Map(args.map), rising.changes_signs,
+                                        stream);
+            });
+          }
         });
-      }
-    });
     return;
   }
   const RowCut cut = cut_of(args);
@@ -138,7 +140,7 @@ void launch_token_backward(const TokenBackwardArgs& args, double* scratch, Conte
   double* const of_softmax = scratch + gradient_doubles(args);
   double* const kept = of_softmax + args.rows.numel;
   const IndexPass at_end = args.is_in_place() ? IndexPass::kRestore : IndexPass::kRewrite;
-  visit_rows(args.input.dtype, args.num_classes, args.map, [&](auto type, const auto& map) {
+  visit_row_types(args.input.dtype, args.num_classes, args.map, [&](auto type, const auto& map) {
     using scalar_t = typename decltype(type)::scalar_type;
     using Map = std::decay_t<decltype(map)>;
     using acc_t = acc_type_t<scalar_t>;

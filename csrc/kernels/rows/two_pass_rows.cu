@@ -1,6 +1,7 @@
-// Cross entropy of long rows with class indices, by the two passes of row_pass.cuh: the loss, here,
-// which reads the rows once, and the gradient (index_gradients.cu), which reads them once more. Any
-// row that no kernel has room for; for devices without Hopper's kernels also shorter ones.
+// Cross entropy of long rows with class indices, without smoothing, by the two passes of
+// row_pass.cuh. The loss is computed here, and reads each row once. The gradient is computed by
+// index_gradients.cu, which reads it once more. With Hopper's kernels these are the rows that are
+// too long to be staged, without them most rows above 4 KB.
 
 #include <cstdint>
 
@@ -20,7 +21,7 @@ namespace {
 
 static_assert(sizeof(EntropySoftmax<float>) == kStateFloats * sizeof(float));
 
-// Merges the states of each row's pieces, by `lanes`, and finishes its loss.
+// Merges the states of each row's pieces, by `lanes` a row, and finishes its loss.
 __global__ void __launch_bounds__(kRowThreads)
     two_pass_losses_kernel(const __grid_constant__ CrossEntropyForwardArgs args, int pieces,
                            int lanes, const EntropySoftmax<float>* states, Partial* partials,
@@ -33,7 +34,8 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int64_t first = int64_t{blockIdx.x} * rows_of_block; first < args.rows.numel;
        first += int64_t{gridDim.x} * rows_of_block) {
     const int64_t row = first + static_cast<int>(threadIdx.x) / lanes;
-    const bool exists = row < args.rows.numel;  // all lanes of a warp merge
+    // Lanes without a row merge nothing: the shuffles need all lanes of a warp.
+    const bool exists = row < args.rows.numel;
     const auto state = merge_states<EntropySoftmax<float>>(
         exists ? pieces : 0, lanes, [&](int i) { return states[row * pieces + i]; });
     if (is_first && exists) {
@@ -44,8 +46,9 @@ __global__ void __launch_bounds__(kRowThreads)
               ? load_operand<float>(args.input, row_offset(args.rows, args.input, row) + index)
               : 0.0f;
       finish_indexed_row<RowKind::kIndex>(
-          args, SmoothedIndex(Smoothing{}), index, row_weight(args, index), state, 0, 0, x_at_index,
-          row, [&](int64_t r) { return row_offset(args.rows, args.output, r); }, partial);
+          args, SmoothedIndex(Smoothing{}), index, row_weight(args, index), state, /*distance=*/0,
+          /*q_sum=*/0, x_at_index, row,
+          [&](int64_t r) { return row_offset(args.rows, args.output, r); }, partial);
     }
   }
   if (args.reduction != Reduction::kNone) {
@@ -61,11 +64,12 @@ void launch_two_pass_rows(const CrossEntropyForwardArgs& args, const RowPlan& pl
                           const Finalize& finalize, cudaStream_t stream) {
   using namespace two_pass_rows;
   const RowCut cut = cut_of(args);
+  // Behind the partials, where there are any.
   auto* const states = reinterpret_cast<EntropySoftmax<float>*>(
       args.reduction == Reduction::kNone ? partials : partials + plan.blocks);
   for_each_slice(args.rows, kMaxDividend / cut.pieces, [&](const RowSlice& slice) {
-    launch_row_states(slice, indexed_source(slice, args), cut, LogitMapParams(), false, states,
-                      stream);
+    launch_row_states(slice, indexed_source(slice, args), cut, LogitMapParams(),
+                      /*wants_entropy=*/false, states, stream);
   });
   LaunchShape shape = {plan.blocks, kRowThreads};
   shape.overlap = true;

@@ -11,29 +11,25 @@
 
 namespace lossops::cuda::two_pass_rows {
 
-// Shorter rows have tiles.
-constexpr int64_t kLeastBytes = 4097;
-// Numbers of a piece's state: an EntropySoftmax.
+// Floats of a piece's state, an EntropySoftmax<float>.
 constexpr int64_t kStateFloats = 4;
 
 inline RowCut cut_of(const CrossEntropyArgs& args) {
   return RowCut::of(args.num_classes, element_size(args.input.dtype));
 }
 
+// Class indices without smoothing, of rows longer than tiles have; not where team_rows is faster.
 inline bool fits(const RowProblem& problem) {
-  return problem.contiguous && problem.indices && problem.bytes >= kLeastBytes &&
-         problem.bytes / kRowVectorBytes <= kMostVectors && !team_rows::keeps_three(problem);
+  return problem.contiguous && problem.indices && problem.bytes > kWarpRowBytes &&
+         problem.bytes / kRowVectorBytes <= kMostVectors && !team_rows::three_rows_fit(problem);
 }
 
-// Of the kernel that merges states: `team` lanes have the pieces of a row.
+// The plan of the kernel that merges states: `team` lanes share the pieces of a row.
 inline RowPlan plan(const RowProblem& problem) {
   const RowCut cut = cut_of(problem.args);
   RowPlan plan;
   plan.threads = kRowThreads;
-  plan.team = 1;
-  while (plan.team < cut.pieces && plan.team < kWarpSize) {
-    plan.team *= 2;
-  }
+  plan.team = lanes_for(cut.pieces);
   plan.blocks =
       std::clamp<int64_t>(ceil_div(problem.rows * plan.team, kRowThreads), 1, kMaxLoopBlocks);
   plan.state_bytes = problem.rows * cut.pieces * kStateFloats * int64_t{sizeof(float)};
