@@ -62,6 +62,8 @@ INDICES = [
     ((5, 32768), "bf16", "long_rows", "split_rows", "two_pass_rows"),
     ((5, 50257), "fp16", "long_rows", "staged_rows", "two_pass_rows"),
     ((5, 262144), "fp16", "long_rows", "split_rows", "two_pass_rows"),
+    ((5, 409600), "bf16", "long_rows", "split_rows", "two_pass_rows"),
+    ((5, 409608), "bf16", "two_pass_rows", "two_pass_rows", "two_pass_rows"),
     ((2, 21, 8, 8), "fp32", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
     ((2, 21, 8, 8), "fp16", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),
     ((2, 21, 7, 7), "fp16", "side_by_side_rows", "side_by_side_rows", "side_by_side_rows"),

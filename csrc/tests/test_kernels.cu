@@ -952,6 +952,16 @@ int main() {
       }
     }
   }
+  // Long rows of several dimensions.
+  Random dimensions(37);
+  const std::vector<int64_t> few_rows[] = {{4, 3}, {2, 3, 2}};
+  for (int trial = 0; trial < 3; ++trial) {
+    for (const auto& shape : few_rows) {
+      for (const int64_t num_classes : {8193, 16385}) {
+        test_cross_entropy(dimensions, shape, num_classes, ClassLayout::kInner, trial);
+      }
+    }
+  }
   Random short_rows(13);
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     for (const int64_t num_classes : {1, 2, 7, 16, 64, 97, 128, 401, 1024}) {

@@ -11,12 +11,14 @@
 
 #include "kernels/class_index/float_tiles_plan.h"
 #include "kernels/class_index/tiles_plan.h"
+#include "kernels/rows/long_rows_plan.h"
 #include "kernels/rows/plane_gradients_plan.h"
 #include "kernels/rows/plane_rows_plan.h"
 #include "kernels/rows/plane_words_plan.h"
 #include "kernels/rows/policy.h"
 #include "kernels/rows/soft_planes_plan.h"
 #include "kernels/rows/soft_tiles_plan.h"
+#include "kernels/rows/split_rows_plan.h"
 #include "kernels/rows/staged_rows_plan.h"
 #include "tests/check.h"
 
@@ -95,6 +97,8 @@ void check_can_be_launched(const RowPlan& plan, const CrossEntropyForwardArgs& a
   // The driver keeps 1 KB of each block.
   CHECK(plan.shared_bytes <= device.shared_bytes - 1024);
   CHECK(plan.family != Family::kStagedRows || plan.shared_bytes <= staged_rows::kMaxSharedBytes);
+  CHECK(plan.family != Family::kSplitRows || plan.shared_bytes <= split_rows::kMaxSharedBytes);
+  CHECK(plan.family != Family::kLongRows || plan.shared_bytes <= long_rows::kMaxSharedBytes);
   CHECK(plan.state_bytes == 0 || plan.family == Family::kTwoPassRows);
   CHECK(plan.denominator_blocks <= kMaxDenominatorBlocks);
   CHECK(plan.index_bytes % kIndexPadding == 0 &&
@@ -153,6 +157,47 @@ void test_table() {
   }
   const CrossEntropyForwardArgs nothing;
   CHECK(kPolicy[kFamilies - 1].takes({nothing, kNamedDevices[0].limits, false}));
+}
+
+// Rows of many classes: few of them, as many as fit a device, and more; also the longest of all.
+void test_long_rows() {
+  CrossEntropyForwardArgs args;
+  args.rows.ndim = 1;
+  args.input_class_stride = args.grad_input_class_stride = args.target_class_stride = 1;
+  args.input.data = args.target.data = memory;
+  const auto check = [&](int64_t classes) {
+    args.num_classes = classes;
+    args.input.strides[0] = args.grad_input.strides[0] = args.target.strides[0] = classes;
+    for (const NamedDevice& device : kNamedDevices) {
+      test::subject() = device.name + (", " + std::to_string(args.rows.numel)) + "x" +
+                        std::to_string(classes) + (args.target_is_probability ? ", soft" : "");
+      const RowPlan plan = plan_rows(args, device.limits);
+      check_can_be_launched(plan, args, device.limits);
+      check_bits(plan, args, device.limits);
+    }
+  };
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const bool probability : {false, true}) {
+      for (const bool gradient : {false, true}) {
+        for (const int64_t rows : {5, 40'000, 4'000'000}) {
+          args.input.dtype = args.grad_input.dtype = dtype;
+          args.target.dtype = probability ? dtype : DType::kInt64;
+          args.target_is_probability = probability;
+          args.grad_input.data = gradient ? memory + 64 : nullptr;
+          args.rows.sizes[0] = args.rows.numel = rows;
+          for (int64_t classes = 8192; classes < 450'000; classes += 1016) {
+            check(classes);
+            check(classes + 3);
+          }
+          for (int64_t classes = (int64_t{1} << 30) - 4096; classes <= kMaxRowClasses;
+               classes += 64) {
+            check(classes);
+          }
+        }
+      }
+    }
+  }
+  test::subject() = "";
 }
 
 // The table's words, held to its code: the first and the last number of classes of each range.
@@ -509,6 +554,7 @@ void test_gradients_of_rows() {
 int main() {
   lossops::cuda::test_table();
   lossops::cuda::test_random_problems();
+  lossops::cuda::test_long_rows();
   lossops::cuda::test_edges();
   lossops::cuda::test_plane_cuts();
   lossops::cuda::test_side_by_side();

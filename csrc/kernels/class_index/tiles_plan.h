@@ -92,9 +92,9 @@ inline void place_rows(const RowProblem& problem, RowPlan& plan) {
   } else if (problem.args.rows.ndim == 1 && stride > 0 && stride <= kMaxStrideBytes &&
              stride % kVectorBytes == 0) {
     // Each row by the granules that hold it, without the gap behind it. As rows are whole granules
-    // apart, all begin at the same place of a granule; bytes + 15 have room for any place.
+    // apart, all begin at the same place of a granule, at most 14 bytes behind its beginning.
     plan.by_rows = true;
-    plan.row_bytes = static_cast<int>(round_up(bytes + kVectorBytes - 1, kVectorBytes));
+    plan.row_bytes = static_cast<int>(round_up(bytes + kVectorBytes - 2, kVectorBytes));
     plan.padding = padding_of(plan.row_bytes, plan.team);
     plan.row_bytes += plan.padding * kVectorBytes;
   } else {

@@ -22,6 +22,8 @@ constexpr int64_t kPiecesOfWarp = 16;
 // Rows that a block takes one after the other, at most: a thread of a warp prepares and finishes
 // each.
 constexpr int kMaxRows = kWarpSize;
+// What needs no permission, beside static memory.
+constexpr int kMaxSharedBytes = 45 << 10;
 
 // Of the pieces that this kernel is for. What a lane has of the least needs no question whether it
 // is there.
@@ -59,10 +61,12 @@ inline RowPlan plan(const RowProblem& problem) {
   warps = std::min<int64_t>(warps, plan.pieces.count);
   const int64_t rows =
       std::min(ceil_div(kPiecesOfWarp * warps, plan.pieces.count), problem.rows * warps / resident);
-  const int64_t large = rows_of_worker(rows, problem.rows, kMaxRows);
+  const int64_t state_bytes = int64_t{sizeof(uint32_t)} * kMaxStateWords * plan.pieces.count;
+  const int64_t large = rows_of_worker(rows, problem.rows,
+                                       std::min<int64_t>(kMaxSharedBytes / state_bytes, kMaxRows));
   plan.threads = static_cast<int>(warps) * kWarpSize;
   plan.shares = RowShares::of(problem.rows, large, resident / warps);
-  plan.shared_bytes = int64_t{4} * plan.shares.large * kMaxStateWords * plan.pieces.count;
+  plan.shared_bytes = plan.shares.large * state_bytes;
   plan.blocks = plan.shares.workers();
   return plan;
 }

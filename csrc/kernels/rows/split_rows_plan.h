@@ -55,13 +55,14 @@ inline RowPlan plan(const RowProblem& problem) {
       int64_t{problem.device.multiprocessors} * (kResidentWarps / warps) / plan.cluster;
   const int64_t rows =
       std::min<int64_t>(plan.cluster > 1 ? kClusterRows : kBlockRows, problem.rows / resident);
-  const int64_t large = rows_of_worker(rows, problem.rows * plan.cluster, kMaxRows);
-  plan.shares = RowShares::of(problem.rows, large, resident);
   const int64_t far_bytes = std::max<int64_t>(
       0, plan.pieces.size * problem.element_bytes - kNear * kWarpSize * kVectorBytes);
-  plan.shared_bytes = warps * far_bytes + int64_t{plan.shares.large} *
-                                              kStateWords<RowKind::kIndex> * pieces *
-                                              int64_t{sizeof(uint32_t)};
+  const int64_t state_bytes = kStateWords<RowKind::kIndex> * pieces * int64_t{sizeof(uint32_t)};
+  const int64_t fit = (kMaxSharedBytes - warps * far_bytes) / state_bytes;
+  const int64_t large =
+      rows_of_worker(rows, problem.rows * plan.cluster, std::min<int64_t>(fit, kMaxRows));
+  plan.shares = RowShares::of(problem.rows, large, resident);
+  plan.shared_bytes = warps * far_bytes + int64_t{plan.shares.large} * state_bytes;
   plan.blocks = plan.shares.workers() * plan.cluster;
   return plan;
 }

@@ -94,6 +94,7 @@ constexpr int64_t kLeastKeptBytes = 32 << 10;
 // which two fit, .70 / .56, .86 / .62; 32767, no whole vectors, .50 / .39, .84 / .61.
 inline bool three_rows_fit(const RowProblem& problem) {
   return problem.whole_vectors && problem.bytes >= kLeastKeptBytes &&
+         problem.bytes < problem.device.shared_bytes &&
          problem.device.resident_blocks(kMaxRowThreads, static_cast<int>(problem.bytes)) >= 3;
 }
 

@@ -21,7 +21,7 @@ inline RowCut cut_of(const CrossEntropyArgs& args) {
 // Class indices without smoothing, of rows longer than tiles have; not where team_rows is faster.
 inline bool fits(const RowProblem& problem) {
   return problem.contiguous && problem.indices && problem.bytes > kWarpRowBytes &&
-         problem.bytes / kRowVectorBytes <= kMostVectors && !team_rows::three_rows_fit(problem);
+         !team_rows::three_rows_fit(problem);
 }
 
 // The plan of the kernel that merges states: `team` lanes share the pieces of a row.
