@@ -118,6 +118,11 @@ def test_smoothing_of_short_rows() -> None:
             (64, classes), dtype, label_smoothing=0.1, reduction="none", device="h200"
         )
         assert (plan["name"], plan["backward"]) == ("soft_tiles", "soft_tiles")
+    for dtype, most in (("fp32", 1024), ("bf16", 2048)):
+        for classes, name in ((most, "soft_tiles"), (most + 1, "staged_rows")):
+            assert name == name_of(
+                (64, classes), dtype, label_smoothing=0.1, gradient=True, device="h200"
+            )
     # Longer rows, where no kernel of Hopper's takes them.
     for options in ({"weights": True, "device": "h200"}, {"device": "a100"}):
         for classes, name in ((2048, "soft_tiles"), (2049, "team_rows")):

@@ -37,6 +37,8 @@ template <bool kIsSmooth>
 class PlainDenseSum {
  public:
   static constexpr float kLarge = 0.75f;
+  // If the rest is less than this, only the reference's batch can reach kLarge.
+  static constexpr float kConfident = 0.25f;
 
   __device__ __forceinline__ explicit PlainDenseSum(float reference)
       : reference_(reference), terms_(reference) {}
@@ -103,9 +105,6 @@ class PlainDenseSum {
   }
 
  private:
-  // If the rest is less than this, only the reference's batch can reach kLarge.
-  static constexpr float kConfident = 0.25f;
-
   float reference_;
   PlainTerms terms_;
   float large_ = 0;    // the sum of the batches that are large

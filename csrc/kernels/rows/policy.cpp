@@ -190,9 +190,10 @@ const PolicyRow kPolicy[kFamilies] = {
      "bf16 step: 8192x131072 staged .83, this .90; 4096x262144 .79, .87; 8192x128256 .78, .87",
      split_rows::fits, split_rows::plan, always, Again::kNever, always},
     {Family::kStagedRows, "staged_rows", "rows/staged_rows.cu",
-     "class indices, with smoothing or weights but not both, from 2 KB, half types with smoothing "
-     "from 4 KB, to 1536 KB of fp32 and 800 KB of half types; probabilities of the logits' dtype, "
-     "without weights, to half as much; Hopper",
+     "class indices, with weights from 2 KB, with smoothing but not weights from 4 KB, to 1536 KB "
+     "of fp32 and 800 KB of half types; probabilities of the logits' dtype, without weights, from "
+     "2 "
+     "KB to half as much; Hopper",
      "a piece of a row a warp, a block or a cluster of 2 to 16 blocks a row",
      "each logit is read once, for the gradient too; by team rows fp32 65536x21843 .67 / .41; fp32 "
      "3000x151936 by team rows .97 / .54, this .91 / .90",
@@ -212,7 +213,7 @@ const PolicyRow kPolicy[kFamilies] = {
      "smoothing, and probabilities of any dtype but fp64; from 2 classes to 4096 bytes a row, with "
      "class indices to 8192",
      "a warp copies a tile of rows, logits and probabilities; 1 to 32 lanes a row, in turn; one "
-     "pass over most rows of half types with smoothing, two with probabilities",
+     "pass over most rows of half types with smoothing, two over others",
      "on an H100, bf16 917504x64 with smoothing by a team a row .30 / .38, bf16 167772160x2 with "
      "probabilities by a thread a row .12 / .09; this .68 / .61, .28 / .27",
      soft_tiles::fits, soft_tiles::plan, contiguous_gradient, Again::kForEachRow, always},

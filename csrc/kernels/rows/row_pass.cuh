@@ -281,8 +281,9 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<scalar_t>)
       outer_vectors + (static_cast<int>(threadIdx.x) >> (__ffs(lanes) - 1)) * kOuterVectors;
   // Of this piece: (of_row - share) / pieces, rounded up. All lanes of a warp have as many.
   const int of_row = (cut.vectors + step - 1) >> (__ffs(step) - 1);
-  const auto rounds = static_cast<int>(
+  const auto own_rounds = static_cast<int>(
       grid.shares.quotient(static_cast<uint32_t>(of_row + cut.pieces - 1 - place.share)));
+  const int rounds = __any_sync(kAllLanes, counts) ? own_rounds : 0;
   if (is_contiguous && v - lane + (rounds - 1) * distance + step > inner) {
 #pragma unroll 1
     for (int i = lane; i < kOuterVectors * kSize; i += lanes) {

@@ -96,6 +96,29 @@ struct Granules {
   }
 };
 
+// Writes `value` to all elements of a piece, by a warp.
+template <typename scalar_t>
+__device__ __forceinline__ void fill_piece(scalar_t* first, int count, scalar_t value, int lane) {
+  constexpr int kSize = Granules<scalar_t>::kSize;
+  const auto phase =
+      static_cast<int>(reinterpret_cast<uintptr_t>(first) % kVectorBytes / sizeof(scalar_t));
+  const Granules<scalar_t> granules = {phase, count};
+  scalar_t* const base = first - phase;
+  Vector<scalar_t> vector;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    vector.set(i, value);
+  }
+#pragma unroll 1
+  for (int g = granules.whole_begin() + lane; g < granules.whole_end(); g += kWarpSize) {
+    store_vector(base, g, vector);
+  }
+  const int edge = granules.edge(lane);
+  if (edge >= 0) {
+    base[edge] = value;
+  }
+}
+
 // A warp's buffer for pieces, and the piece that is in it or on its way. kInLines: the buffer has
 // room for a piece to begin as far from a boundary of kLineBytes as it does in global memory.
 template <typename scalar_t, RowKind kKind, bool kInLines>

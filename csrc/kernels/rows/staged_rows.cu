@@ -272,11 +272,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
           of_index,
           [&](float x, float p) { return of_logit.dense(x, scale, q_sum, coefficient(p)); });
     } else {
-      const auto value = from_acc<scalar_t>(gradient_without_loss(row.index));
-      const int count = min(pieces.size, num_classes - begin);
-      for (int e = lane; e < count; e += kWarpSize) {
-        gradient[e] = value;
-      }
+      fill_piece(gradient, min(pieces.size, num_classes - begin),
+                 from_acc<scalar_t>(gradient_without_loss(row.index)), lane);
     }
     start(n + 1);
     if (warp == 0 && rank == 0) {

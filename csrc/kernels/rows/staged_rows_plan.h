@@ -54,11 +54,12 @@ inline int streams_of(const RowProblem& problem) {
   return problem.args.target_is_probability ? 2 : 1;
 }
 
-// Rows of half types with class indices and smoothing are staged from here on. Measured on an H200,
-// forward / step of bf16, staged and by soft_tiles: 1001 classes .36 / .47, .61 / .68; 1280 .53 /
-// .66, .69 / .73; 2048 .57 / .75, .74 / .80; 2504 .61 / .72, .60 / .71; 3333 .59 / .76, .64 / .68.
-// Probabilities stay: 1501 classes .61 / .71, .54 / .52.
-constexpr int64_t kMinSmoothHalfBytes = 4097;
+// Rows with class indices and smoothing are staged from here on. Measured on an H200, forward /
+// step, staged and by soft_tiles: bf16 1001 classes .36 / .47, .61 / .68; 2048 .57 / .75, .74 /
+// .80; 3333 .59 / .76, .64 / .68; fp32 549 classes .54 / .65, .65 / .71; 1000 .78 / .72, .75 / .78;
+// 1500 .79 / .78, .71 / .75. Probabilities are staged from kMinStagedBytes on: bf16 1501 classes
+// .61 / .71, .54 / .52.
+constexpr int64_t kMinSmoothBytes = 4097;
 
 // Class indices, not with both smoothing and weights; or probabilities of the logits' dtype,
 // without weights.
@@ -67,9 +68,7 @@ inline bool fits(const RowProblem& problem) {
   const bool supported =
       problem.indices || (args.weight == nullptr &&
                           (!args.target_is_probability || args.target.dtype == args.input.dtype));
-  const bool is_smooth_half =
-      problem.contiguous_half && args.label_smoothing > 0 && !args.target_is_probability;
-  const int64_t least = is_smooth_half ? kMinSmoothHalfBytes : kMinStagedBytes;
+  const int64_t least = is_smooth(args) ? kMinSmoothBytes : kMinStagedBytes;
   return problem.hopper && supported && problem.bytes >= least &&
          streams_of(problem) * problem.bytes <=
              (problem.contiguous_half ? kMaxHalfBytes : kMaxFloatBytes);
