@@ -16,9 +16,9 @@ from .rows import RowDraw, Rows
 Outputs = tuple[Tensor, ...]
 
 # What float32 may take from the terms that cancel in the gradient of an entropy, and in that of a
-# loss with several coefficients.
+# loss with several coefficients. Each of the latter is a product of three rounded factors.
 ROUNDING_OF_ENTROPIES = 2.0**-20
-ROUNDING_OF_COEFFICIENTS = 2.0**-24
+ROUNDING_OF_COEFFICIENTS = 2.0**-22
 
 
 def outputs(draw: RowDraw, logits: Tensor, rows: Rows) -> Outputs:
