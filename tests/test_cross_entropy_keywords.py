@@ -607,6 +607,11 @@ def test_weights_of_zero(device: str) -> None:
     zero = torch.zeros(6, device=device)
     assert lossops.cross_entropy(x, target, zero, temperature=2.0).isnan()
     assert lossops.cross_entropy(x, target, zero, temperature=2.0, reduction="sum").item() == 0
+    # Smoothed losses are not 0 where the weight of the class is.
+    some = torch.ones(6, device=device).index_fill(0, target, 0.0)
+    for options in ({"return_lse": True}, {"token_weight": torch.ones(4, device=device)}):
+        found = lossops.cross_entropy(x, target, some, label_smoothing=0.1, **options)
+        assert (found if isinstance(found, Tensor) else found.loss).isnan()
     nothing = torch.zeros(4, device=device)
     assert lossops.cross_entropy(x, target, token_weight=nothing).isnan()
     found = lossops.cross_entropy(x, target, token_weight=nothing, reduction="none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -875,3 +875,60 @@ def test_no_warning(device: str) -> None:
         for reduction in ("mean", "none"):
             call = make(dtype=torch.bfloat16, device=device, bias=True, reduction=reduction)
             call.run(lossops.linear_cross_entropy, max_workspace_bytes=workspace_of(5, call))
+
+
+@pytest.fixture(params=[True, False], ids=["kept", "computed again"])
+def kept(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether gradients are kept."""
+    lossops.keep_gradients(request.param)
+    yield request.param
+    lossops.keep_gradients(True)
+
+
+@pytest.mark.usefixtures("kept")
+def test_float16_with_probabilities_of_float64(device: str) -> None:
+    x = torch.randn(4, 8, device=device).half().requires_grad_()
+    linear_weight = torch.randn(5, 8, device=device).half().requires_grad_()
+    target = torch.rand(4, 5, dtype=torch.float64, device=device).softmax(-1)
+    loss = lossops.linear_cross_entropy(x, linear_weight, target)
+    gradients = torch.autograd.grad(loss, (x, linear_weight))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, linear_weight)]
+    exact = F.cross_entropy(F.linear(*wide), target)
+    assert loss.dtype == torch.float64
+    assert_within(loss, exact.detach(), 2e-3, "loss")
+    for found, right in zip(gradients, torch.autograd.grad(exact, wide), strict=True):
+        assert_within(found, right, 4e-3 * right.abs().max(), "gradient")
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=str)
+def test_weights_of_zero_and_smoothing(options: dict[str, Any], device: str) -> None:
+    x = torch.tensor([[0.5, -0.3, 1.0]], device=device, requires_grad=True)
+    target = torch.tensor([1], device=device)
+    weight = torch.tensor([1.0, 0.0, 2.0], device=device)
+    identity = torch.eye(3, device=device)
+    found = lossops.linear_cross_entropy(
+        x, identity, target, weight=weight, label_smoothing=0.1, **options
+    )
+    assert (found if isinstance(found, Tensor) else found.loss).isnan()
+
+
+def test_numbers_beside_another_default_device() -> None:
+    x, target = torch.randn(4, 3), torch.randint(5, (4,))
+    linear_weight = torch.randn(5, 3)
+    right = lossops.linear_cross_entropy(x, linear_weight, target, num_items_in_batch=4)
+    with torch.device("meta"):
+        found = lossops.linear_cross_entropy(x, linear_weight, target, num_items_in_batch=4)
+    assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
+def test_wrong_ignore_index(options: dict[str, Any], device: str) -> None:
+    x = torch.randn(4, 5, device=device, requires_grad=True)
+    target = torch.zeros(4, dtype=torch.int64, device=device)
+    linear_weight = torch.ones(3, 5, device=device)
+    for value, error in ((2**64, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"^linear_cross_entropy: ignore_index"):
+            lossops.linear_cross_entropy(x, linear_weight, target, ignore_index=value, **options)
+        with pytest.raises(error, match=r"^cross_entropy: ignore_index"):
+            lossops.cross_entropy(x, target, ignore_index=value, **options)

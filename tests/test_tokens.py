@@ -836,6 +836,10 @@ def test_operators_name_what_is_missing() -> None:
     for name in ("selective_log_softmax", "selective_log_softmax_and_entropy"):
         with pytest.raises((TypeError, RuntimeError), match="index"):
             getattr(torch.ops.lossops, name)(logits, None)
+        with pytest.raises(TypeError, match=rf"^{name}: logits must be a Tensor"):
+            getattr(torch.ops.lossops, name)(None, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"^entropy_from_logits: logits must be a Tensor"):
+        torch.ops.lossops.entropy_from_logits(None)
     with pytest.raises(RuntimeError, match="logits must have at least 1 dimension"):
         lossops.entropy_from_logits(torch.tensor(1.0, device="meta"))
 

@@ -364,6 +364,8 @@ def cross_entropy(
                 "cross_entropy: inplace_backward does not go together with the keywords from "
                 "logit_scale on"
             )
+        if not _is_compiling():
+            ignore_index = _index(ignore_index)  # no operator that checks it may be called
         return _cross_entropy_by_rows(
             input, target, weight, ignore_index, reduction, label_smoothing, keywords
         )
@@ -454,14 +456,21 @@ def _cross_entropy_by_rows(
         ) from None
 
 
-def _index(value: Any) -> int:
-    """An ignore_index as an int. Integers of NumPy and torch are taken, as torch takes them."""
+def _index(value: Any, name: str = "cross_entropy") -> int:
+    """An ignore_index as an int. Integers of NumPy and torch are taken, as torch takes them.
+
+    Raises TypeError for what is none, and ValueError for one of more than 64 bits. name: the
+    function, for the error.
+    """
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)
+        index = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        pass
-    raise TypeError(f"cross_entropy: ignore_index must be an integer, but is {value!r}")
+        index = None
+    if index is None:
+        raise TypeError(f"{name}: ignore_index must be an integer, but is {value!r}")
+    if not -(2**63) <= index < 2**63:
+        raise ValueError(f"{name}: ignore_index must be a 64-bit integer, but is {index}")
+    return index
 
 
 def _number(value: Any) -> Any:

@@ -177,7 +177,9 @@ def linear_cross_entropy(
     """
     if not _is_compiling():  # what it traces has these types, or a symbol of them
         label_smoothing = _number(label_smoothing)
-        ignore_index = None if ignore_index is None else _index(ignore_index)
+        ignore_index = (
+            None if ignore_index is None else _index(ignore_index, "linear_cross_entropy")
+        )
     given = Operands(input, linear_weight, linear_bias, target, weight)
     keywords = Keywords(
         logit_scale,

@@ -291,7 +291,8 @@ def by_rows(keywords: Keywords, operands: Operands, rows: torch.Size) -> Keyword
         check_plain_tensor("token_weight", weight)
         weight = weight.reshape(operands.input.shape[0], *operands.linear_weight.shape[1:-1])
     if num_items is not None and not isinstance(num_items, Tensor):
-        num_items = torch.tensor(num_items, dtype=torch.float64)  # it goes with any device
+        # It goes with any device, whatever torch's default is.
+        num_items = torch.tensor(num_items, dtype=torch.float64, device="cpu")
     return keywords._replace(token_weight=weight, num_items_in_batch=num_items)
 
 

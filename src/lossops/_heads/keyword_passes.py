@@ -93,7 +93,8 @@ class _Call:
             if problem.weight is not None and problem.weight.numel() > 0:
                 largest = problem.weight.double().abs().amax()
             if problem.is_probability and problem.target.numel() > 0:
-                sums = torch.linalg.vector_norm(problem.target, 1, dim=1, dtype=torch.float32)
+                wide = torch.promote_types(problem.target.dtype, torch.float32)
+                sums = torch.linalg.vector_norm(problem.target, 1, dim=1, dtype=wide)
                 largest = largest * sums.amax()
             bound = bound + _largest(rows.loss) * largest
         if rows.per_lse is not None:

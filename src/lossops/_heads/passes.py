@@ -274,7 +274,11 @@ class Problem:
         if len(loss_of_chunks) > 1:
             total = torch.stack(loss_of_chunks).sum(dtype=torch.float64)
         if self.row.reduction == "mean":
-            total = total / self.denominator  # in float64
+            denominator = self.denominator
+            total = total / denominator  # in float64
+            if self.weight is not None and not self.is_probability and self.divisor is None:
+                # Weights may add up to 0, and smoothed losses not.
+                total = total.masked_fill(denominator == 0, torch.nan)
         return total.to(dtype)
 
     def scaled(self, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,7 +294,8 @@ class Problem:
         if self.weight is not None and self.weight.numel() > 0:
             largest = self.weight.double().abs().amax()
         if self.is_probability and self.target.numel() > 0:
-            sums = torch.linalg.vector_norm(self.target, 1, dim=1, dtype=torch.float32)
+            wide = torch.promote_types(self.target.dtype, torch.float32)
+            sums = torch.linalg.vector_norm(self.target, 1, dim=1, dtype=wide)
             largest = largest * sums.amax()
         exponent = (_LARGEST_SCALE - largest.log2()).floor()
         scale = exponent.nan_to_num(_LARGEST_SCALE).clamp(-100, _LARGEST_SCALE).exp2()

@@ -411,7 +411,13 @@ class Reduction:
             return values
         if self.num_items is not None:
             return _sum(values) / self.num_items
-        return _sum(values) if self.reduction == "sum" else _sum(values) / _sum(shares)
+        if self.reduction == "sum":
+            return _sum(values)
+        divisor = _sum(shares)
+        mean = _sum(values) / divisor
+        if shares.is_floating_point():  # weights may add up to 0, and smoothed losses not
+            mean = torch.where(divisor == 0, torch.nan, mean)
+        return mean
 
     def factors(self, shares: Tensor) -> Tensor:
         """The derivative of `self(values, shares)` with respect to each value."""

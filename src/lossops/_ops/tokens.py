@@ -163,9 +163,10 @@ def renamed(name: str, error: Exception, index: str = "index") -> Exception:
     return errors.as_memory_error(error)
 
 
-def _check_index(name: str, index: Tensor | None) -> None:
-    if index is None:  # a Tensor of a schema may be None
-        raise TypeError(f"{name}: index must be a Tensor, but is None")
+def _check_given(name: str, **tensors: Tensor | None) -> None:
+    for key, tensor in tensors.items():
+        if tensor is None:  # a Tensor of a schema may be None
+            raise TypeError(f"{name}: {key} must be a Tensor, but is None")
 
 
 def selective_log_softmax(
@@ -178,7 +179,7 @@ def selective_log_softmax(
     softcap: float | None = None,
 ) -> Tensor:
     name = "selective_log_softmax"
-    _check_index(name, index)
+    _check_given(name, logits=logits, index=index)
     return _values(name, logits, index, row_mask, temperature, logit_scale, softcap, False)[0]
 
 
@@ -191,6 +192,7 @@ def entropy_from_logits(
     softcap: float | None = None,
 ) -> Tensor:
     name = "entropy_from_logits"
+    _check_given(name, logits=logits)
     return _values(name, logits, None, None, temperature, logit_scale, softcap, True)[1]
 
 
@@ -205,7 +207,7 @@ def selective_log_softmax_and_entropy(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     name = "selective_log_softmax_and_entropy"
-    _check_index(name, index)
+    _check_given(name, logits=logits, index=index)
     log_probs, entropy = _values(
         name, logits, index, row_mask, temperature, logit_scale, softcap, True
     )
