@@ -203,6 +203,43 @@ def test_exact_sums_of_confident_rows(classes: int) -> None:
     assert_within(smooth.value.cpu(), loss, 4 * ulp(loss, torch.float32), "smoothed loss")
 
 
+@pytest.mark.parametrize("classes", [33, 100, 373, 1000, 1500])
+def test_smoothed_rows_that_are_sure_of_another_class(classes: int) -> None:
+    """Their gradients are within 4 units in the last place of 1: 9 where what is left beside the
+    largest logit is summed together with its term."""
+    rows = 1000
+    numbers = torch.arange(rows)
+    x = torch.randn(rows, classes)
+    t = torch.randint(classes, (rows,))
+    x[numbers, (t + 1) % classes] += torch.linspace(5, 60, rows)
+    x, t = x.cuda(), t.cuda()
+    for smoothing in (0.1, 0.9):
+        options = {"reduction": "sum", "label_smoothing": smoothing}
+        leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+        lossops.cross_entropy(leaf, t, **options).backward()
+        torch.nn.functional.cross_entropy(exact, t, **options).backward()
+        assert (leaf.grad - exact.grad).abs().max() <= 4 * 2**-24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("classes", [2501, 5121, 9001, 30522])
+def test_zeros_of_ignored_rows(classes: int, dtype: torch.dtype) -> None:
+    """At any address, and nothing beside them. Class indices out of range give NaN."""
+    rows = 37
+    t = torch.randint(classes, (rows,), device="cuda")
+    t[::3] = -100
+    t[4] = classes
+    for offset in (0, 1, 3):
+        storage = torch.randn(rows * classes + offset + 1, dtype=dtype, device="cuda")
+        x = storage[offset : offset + rows * classes].view(rows, classes).requires_grad_()
+        loss = lossops.cross_entropy(x, t, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, x)
+        assert (gradient[::3] == 0).all() and gradient[4].isnan().all()
+        others = torch.ones(rows, dtype=torch.bool, device="cuda")
+        others[::3] = others[4] = False
+        assert gradient[others].isfinite().all() and (gradient[others] != 0).any(1).all()
+
+
 @pytest.mark.parametrize("classes", [2, 3, 31, 100, 501, 1000, 1025, 2049, 4097, 9001, 40001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF], ids=str)
 def test_confident_soft_rows(dtype: torch.dtype, classes: int) -> None:
