@@ -5,7 +5,7 @@ Its numbered ones have tests of their own: docs/reliability.md names them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import lossops
 
@@ -176,3 +177,24 @@ def test_compiled_mse_loss_does_not_warn(recwarn: pytest.WarningsRecorder) -> No
     compiled = torch.compile(lossops.mse_loss, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, t), lossops.mse_loss(x, t.expand(4, 5)))
     assert not [w for w in recwarn if "Using a target size" in str(w.message)]
+
+
+def compilations(call: Callable[[float], Tensor], values: Sequence[float]) -> int:
+    """How often torch.compile compiles a call of numbers, one after the other."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for value in values:
+        torch.testing.assert_close(compiled(value), call(value))
+    return counter.frame_count
+
+
+def test_compiled_again_for_each_temperature() -> None:
+    x, t = torch.randn(4, 5), torch.randint(5, (4,))
+    temperatures = [0.5, 0.75, 1.5, 2.0]
+    count = compilations(lambda n: lossops.cross_entropy(x, t, temperature=n), temperatures)
+    assert count == len(temperatures)
+    assert compilations(lambda n: lossops.cross_entropy(x / n, t), temperatures) <= 2
+    indices = [1, 2, 3, 4]
+    count = compilations(lambda n: lossops.cross_entropy(x, t, ignore_index=int(n)), indices)
+    assert count == len(indices)
